@@ -69,11 +69,7 @@ class GpuLost(TaskFailed):
 
 
 class InvalidPayload(ValueError):
-    """What was received cannot be used; whoever has sent it is told, and goes on.
-
-    Attributes:
-        reason: a short kebab-case name, fit for counting: non-finite, wrong-shape, bad-scale, ...
-    """
+    """Received data that cannot be used; the sender is told, and may continue."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)

@@ -1,4 +1,4 @@
-"""How a run calls callbacks: what happens in it, told in their order."""
+"""Call the user's callbacks from a run, in their order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What a run that was started in Python has in its config.yaml for the objects that were given to it.
-
-The config is one of the ordinary kind. Its class paths lead here, to stand-ins that say what the object was, and give
-the object itself where it has been given again; on the command line it has not, which is said in a line.
-"""
+"""Name in config.yaml the Python objects that a run was given, and load them when the run is read again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callbacks are shown of a run."""
+"""Present a run to callbacks, read only."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _RAAFL: Final = (sys.executable, "-m", "raafl")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks for."""
+    """Options of the command line of `raafl fit --local`."""
 
     clients: int
     policy: RestartPolicy

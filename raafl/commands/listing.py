@@ -1,4 +1,4 @@
-"""What `raafl algorithms` prints: a table, paragraphs, or all that one algorithm takes."""
+"""Format what `raafl algorithms` prints: a table, paragraphs, or all options of one algorithm."""
 
 from __future__ import annotations
 

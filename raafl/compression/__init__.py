@@ -1,1 +1,1 @@
-"""What travels in the place of tensors: compressors, the plan of a run, and streams that remember what was lost."""
+"""Compress what travels: compressors, the plan of a run, and codecs that remember what was lost."""

@@ -1,10 +1,4 @@
-"""What travels in the place of tensors: bf16, int8 with stochastic rounding, the largest elements, bits.
-
-A compressor says from a layout alone in which layout the compressed tensors travel, so both ends know every length before
-anything is sent. It works on tensors and knows nothing of clients or directions; residuals of what top_k leaves out are kept
-by `raafl.compression.streams`. Only floating-point tensors are compressed, complex ones as pairs of reals, and of those only
-the ones named by ``only``; all others travel as they are.
-"""
+"""Compress tensors: bf16, int8 with stochastic rounding, the largest elements, bits."""
 
 from __future__ import annotations
 

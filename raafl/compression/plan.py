@@ -1,4 +1,4 @@
-"""What travels between server and clients in a run: layouts and bytes each way, for every submodel."""
+"""Plan what travels between server and clients: layouts and bytes each way, for every submodel."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a run is told: the typed experiment, its options, how they are read, and what is said where they are wrong."""
+"""Configure a run: the typed experiment, its options, parsing, and error messages."""

@@ -1,4 +1,4 @@
-"""Which Lightning loggers a config asks for, and how they are made: W&B, TensorBoard, CSV, MLflow, or one's own."""
+"""Create the Lightning loggers that a config names: W&B, TensorBoard, CSV, MLflow, or the user's own."""
 
 from __future__ import annotations
 
@@ -39,13 +39,7 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class LoggerSpec:
-    """Which logger, as a config says it.
-
-    Attributes:
-        class_path: of a class of Lightning's, or one's own.
-        init_args: what it is made with, as given.
-        made: a logger that is there already (Python API).
-    """
+    """One logger of a config: its class and arguments."""
 
     class_path: str
     init_args: Mapping[str, Any] = field(default_factory=dict)

@@ -1,7 +1,4 @@
-"""What is wrong with the user's own config, in one line for each problem: field, value, remedy, and where it stands.
-
-jsonargparse says that a config is refused; why is found here, by holding each file and option against the types.
-"""
+"""Explain errors of the user's config in one line each: field, value, remedy, and place."""
 
 from __future__ import annotations
 

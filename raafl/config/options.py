@@ -26,20 +26,7 @@ GROUPS: dict[Group, str] = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What there is to know of a field of the config besides its name, type and default.
-
-    Attributes:
-        help: what it is, for `--help`.
-        metavar: what stands for its value there.
-        group: under which heading.
-        shared: a client must have it as the server has it.
-        told: a client without a config is given the server's.
-        may_change: a resumed run may have another.
-        keyword: `Federation` takes it by name.
-        again: it is of use to who goes over a finished run, too.
-        least: of a number.
-        most: beyond which a server only wants to use up what a client has.
-    """
+    """Metadata of a config field besides its name, type and default."""
 
     help: str
     metavar: str | None = None

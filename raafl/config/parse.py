@@ -43,7 +43,7 @@ started again, --max_restarts times in all (100)."""
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a command line asks for."""
+    """Result of parsing a command line."""
 
     experiment: Experiment
     config_yaml: str

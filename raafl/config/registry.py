@@ -1,7 +1,7 @@
-"""What a config may name without anybody's leave to import it: exact names, each of one object of raafl's own.
+"""List the names that a config may use without permission to import them: exact names, each of one of raafl's own objects.
 
-A name that is not in these tables stands for code of somebody's choosing: a prefix is no fence, since a module of raafl's
-has other modules among its attributes (`raafl.runtime.local.supervisor.subprocess`).
+A name that is not in these tables stands for code of somebody's choosing. A prefix would be no protection, since raafl's modules
+have other modules among their attributes (`raafl.runtime.local.supervisor.subprocess`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STAND_INS: Final = {"model": "Module", "data": "Data", "algorithm": "algorithm"
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one of raafl's own objects is defined."""
+    """Module and name of one of raafl's own objects."""
 
     home: str
     name: str

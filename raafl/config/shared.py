@@ -1,4 +1,4 @@
-"""What of a config a server and its clients must have alike, and what of it a client is given."""
+"""Select the sections of a config that server and clients must share, and those that a client receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What raafl has for the arguments of Lightning's Trainer, for those who look for them here by those names."""
+"""Point users of Lightning's Trainer arguments to raafl's fields."""
 
 from __future__ import annotations
 

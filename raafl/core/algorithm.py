@@ -255,7 +255,7 @@ class Trigger(Part, ABC):
         return None
 
     def needed(self, num_more: int, num_waiting: int) -> int | None:
-        """Return how many updates must arrive until ``num_more`` more are merged, given ``num_waiting``; None = unknown."""
+        """Return the number of arrivals until ``num_more`` more updates are merged, given ``num_waiting``; None = unknown."""
         return None
 
     def staleness(self, num_at_work: int) -> float:

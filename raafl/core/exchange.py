@@ -67,7 +67,7 @@ class ServerLink(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Exchange(ABC):
-    """How the two sides of a task communicate; one object for all tasks that share the same parts of the model.
+    """Two sides of a task and their communication; one object for all tasks that share the same parts of the model.
 
     Attributes:
         client: tensors that the client receives, trains and sends back.

@@ -77,7 +77,7 @@ class Sample(Part):
         positive("concurrency", self.concurrency, optional=True)
 
     def most_at_work(self, num_clients: int) -> int:
-        """Return how many of ``num_clients`` clients may be at work at once."""
+        """Return the largest number of clients at work at once, out of ``num_clients``."""
         return min([num_clients, *(limit for limit in (self.cohort, self.concurrency) if limit is not None)])
 
     def draw(self, idle: IdlePool, num_busy: int, rng: random.Random, *, rolling: bool) -> list[int]:

@@ -35,13 +35,13 @@ class Warn(str):
 
 @dataclass(frozen=True, slots=True)
 class ClientInfo:
-    """What the server knows of a client.
+    """Server's description of a client.
 
     Attributes:
         id: 1..N; the rank under torchrun.
         num_samples: number of training samples, |D_n|.
         profile: speed, memory and link of its device.
-        incarnation: how often it joined before; tells a client that came back from the one that was lost.
+        incarnation: number of times it joined before; tells a client that came back from the one that was lost.
         own_data: whether it trains on data of its own instead of its share of the run's.
     """
 

@@ -71,7 +71,7 @@ class Mnist:
     """MNIST: four idx files, plain or gzipped."""
 
     def places(self, root: Path) -> list[Path]:
-        """Where the set may lie."""
+        """Return the folders that may contain the set."""
         return [root / "torchvision" / "MNIST" / "raw", root / "MNIST" / "raw"]
 
     def find(self, root: Path) -> Path | None:
@@ -97,7 +97,7 @@ class Cifar:
     files: Mapping[str, str]
 
     def places(self, root: Path) -> list[Path]:
-        """Where the set may lie: first parquet as on the hub, then torchvision's layout."""
+        """Return the folders that may contain the set: parquet as on the hub first, then torchvision's layout."""
         return [root / self.folder, root / "torchvision" / self.batches, root / self.batches]
 
     def find(self, root: Path) -> Path | None:

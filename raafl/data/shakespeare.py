@@ -127,7 +127,7 @@ class Shakespeare(Classes):
 
 
 def speeches_of(text: str) -> dict[str, list[str]]:
-    """What each speaker says: speeches are parted by blank lines, and the first line of one is its speaker and a colon."""
+    """Return the speeches by speaker: blank lines separate speeches, whose first line is the speaker and a colon."""
     found: dict[str, list[str]] = {}
     for block in text.split("\n\n"):
         head, _, speech = block.strip("\n").partition("\n")

@@ -66,7 +66,7 @@ def spread(dataset: Dataset[Any], number: int | None) -> Dataset[Any]:
 
 
 def held_out(labels: npt.NDArray[np.int64], share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Which samples are held out: that share of each class, drawn from the seed."""
+    """Return the indices of held-out samples: ``share`` of each class, drawn from the seed."""
     rng = np.random.Generator(np.random.PCG64(seed))
     is_test = np.zeros(len(labels), np.bool_)
     for value in range(int(labels.max()) + 1):

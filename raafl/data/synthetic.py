@@ -1,4 +1,4 @@
-"""What is made on the spot, for a demonstration without any download: a tokenizer of bytes, and examples of a simple task."""
+"""Generate data for demonstrations without a download: a byte tokenizer, and examples of a simple task."""
 
 from __future__ import annotations
 

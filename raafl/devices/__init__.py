@@ -1,4 +1,4 @@
-"""What client machines can do: described, shipped by name, drawn, loaded from files, measured."""
+"""Describe client machines: profiles written by hand, bundled by name, drawn, loaded from files, measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with the fields of a device profile, in words; and reading numbers from files."""
+"""Check the fields of a device profile, and parse numbers from files."""
 
 from __future__ import annotations
 

@@ -12,15 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process stands among those that one machine has of a run.
-
-    Attributes:
-        local_rank: its number there, from 0.
-        num_ranks: how many they are.
-        num_gpus: GPUs that it sees, which are those that CUDA_VISIBLE_DEVICES names where it is set.
-        server_device: of local rank 0, which coordinates and does not train; None = all of them train.
-        chosen: the GPU that all who train are told to take (`fabric.device`); None = in turn.
-    """
+    """Position of a process among a run's processes on one machine."""
 
     local_rank: int = 0
     num_ranks: int = 1

@@ -1,8 +1,4 @@
-"""How fast the link between two machines is: one answers, the other asks. Nothing is executed, stored or kept.
-
-A question is 17 bytes: magic, what is asked (p ping, d send me bytes, u take my bytes), how many bytes. Every wait has a
-deadline, and no more than `MOST_BYTES` are moved for one question.
-"""
+"""Measure the link between two machines: one asks, the other answers. Nothing is executed or stored."""
 
 from __future__ import annotations
 

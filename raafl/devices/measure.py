@@ -68,7 +68,7 @@ class Room:
 
     @property
     def for_task_bytes(self) -> float:
-        """What the tensors of a task may take of it."""
+        """Memory that the tensors of a task may take."""
         return max((1 - RESERVE_SHARE) * self.num_bytes - self.reserve_bytes, 1.0)
 
 

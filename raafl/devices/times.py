@@ -1,4 +1,4 @@
-"""How long a task takes a device, from what it costs."""
+"""Predict the time of a task on a device from the task's cost."""
 
 from __future__ import annotations
 

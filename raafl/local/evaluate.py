@@ -71,7 +71,7 @@ class Evaluator:
         self._present.copy_(values)
 
     def restarted(self, values: FlatTensors) -> list[str]:
-        """Return what has changed since `fill` and restarts with each task: attributes, and integer buffers but batch norm's counts.
+        """Name the state that changed since `fill` and restarts with each task: attributes, and most integer buffers.
 
         Raises:
             BadInput: the step changed state that cannot be restored.

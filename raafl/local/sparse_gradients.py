@@ -20,7 +20,7 @@ def takes_sparse(optimizer: Optimizer) -> bool:
 
 
 def dense_by(local: Local, clip: float | None) -> str | None:
-    """Return what reads or changes gradients between backward pass and step, which sparse ones do not allow; None = nothing."""
+    """Name the part of a run that reads or changes gradients between backward pass and step, or None if nothing does."""
     if local.prox:
         return "the proximal term"
     if clip is not None:

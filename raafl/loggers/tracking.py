@@ -1,8 +1,4 @@
-"""What a run tells its loggers beside metrics: histograms, a table of clients, a timeline, the final model; as each can take it.
-
-W&B gets all of it, TensorBoard histograms and tables as text, MLflow tables and the model as artifacts; any other logger has
-the scalars alone.
-"""
+"""Send loggers more than metrics, as far as each can take it: histograms, a table of clients, a timeline, the final model."""
 
 from __future__ import annotations
 
@@ -72,7 +68,7 @@ class Measurements:
 
 
 class Since:
-    """What was merged since the last evaluation."""
+    """Updates merged since the last evaluation."""
 
     def __init__(self, share: Callable[[Iterable[Spec]], float | None] | None = None) -> None:
         """Start at nothing; ``share`` says how much of the model some submodels cover (None where that is not known)."""

@@ -49,7 +49,7 @@ class Buffered(Trigger):
         return len(waiting.arrived_s) >= self.size
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return how many fill every buffer, the last one included."""
+        """Return the number of updates that fill every buffer, the last one included."""
         return -(-num_more // self.size) * self.size - num_waiting
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""What a run will take, before it is run: tasks by device and submodel, stragglers, choices, and each algorithm's times."""
+"""Predict a run before it starts: tasks by device and submodel, stragglers, choices, and each algorithm's times."""

@@ -1,4 +1,4 @@
-"""How much each client took part, against its speed; and which samples it has."""
+"""Show each client's participation against its speed, and its share of the samples."""
 
 from __future__ import annotations
 

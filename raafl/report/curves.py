@@ -77,7 +77,7 @@ def metric_names(groups: Sequence[Group]) -> list[str]:
 
 
 def along(run: RecordedRun, against: str) -> Numbers:
-    """Return where each row of a run's metrics.csv stands on an axis; NaN where that is not known."""
+    """Return the position of each row of a run's metrics.csv on an axis; NaN where it is unknown."""
     metrics = run.metrics
     missing = np.full(len(metrics.get("version", ())), np.nan)
     if against == TIME:

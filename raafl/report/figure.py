@@ -1,4 +1,4 @@
-"""What a page is made of: charts with views to choose from, and the table of each."""
+"""Define the elements of a page: charts with views to choose from, and the table behind each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs belong together: those of one config but for the seed, on the same clock, that went as far; and their names."""
+"""Group runs that belong together: one config but for the seed, the same clock, equally long; and name the groups."""
 
 from __future__ import annotations
 

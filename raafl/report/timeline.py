@@ -1,4 +1,4 @@
-"""Who worked, waited and was lost, over time; and what the time of each client went into."""
+"""Show the work, waiting and losses of clients over time, and the use of each client's time."""
 
 from __future__ import annotations
 

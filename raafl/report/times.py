@@ -1,4 +1,4 @@
-"""Who did what when: tasks as stretches of time, and what each client's time went into."""
+"""Compute from a run's tasks the stretches of each client's time: download, training, upload, waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: rows for the run folder, and the figures of its summary."""
+"""Record a run: rows for the run folder, and figures for the summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a run beside the model's own metrics: who worked, on how much of the model, at what memory."""
+"""Compute figures of a run besides the model's own metrics: participation, coverage, memory."""
 
 from __future__ import annotations
 

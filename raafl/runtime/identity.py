@@ -17,7 +17,7 @@ from raafl.transport import Refused
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What must be equal in two processes before tensors travel between them.
+    """Facts that must be equal in two processes before tensors travel between them.
 
     Attributes:
         model: fingerprint of the layout of all parameters.

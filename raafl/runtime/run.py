@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What both runtimes share: the folder, the record, the progress view, the evaluator, and the summary."""
+    """Parts that both runtimes share: run folder, record, progress view, evaluator, and summary."""
 
     def __init__(
         self, parts: ServerSetup, config_yaml: str, runtime: str,

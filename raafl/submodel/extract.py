@@ -40,7 +40,7 @@ class _Views:
 
     @property
     def end(self) -> tuple[torch.dtype, int, int]:
-        """What the next piece must start at to be joined to this one, when both are flat."""
+        """Position at which the next piece must start to be joined to this one, when both are flat."""
         return self.dtype, self.full[1] + self.size[0], self.small[1] + self.size[0]
 
 

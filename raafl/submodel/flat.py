@@ -273,7 +273,7 @@ class FlatTensors:
 
     @property
     def device(self) -> torch.device:
-        """Where the buffers lie; the CPU when there are none."""
+        """Device of the buffers; the CPU when there are none."""
         return next((buffer.device for buffer in self.buffers.values()), torch.device("cpu"))
 
     def copy_(self, other: FlatTensors) -> FlatTensors:

@@ -185,7 +185,7 @@ def declared(tensors: FlatTensors | None) -> tuple[tuple[torch.dtype, int], ...]
 
 
 def num_payload_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> int:
-    """Return how many bytes buffers of these (dtype, numel) take on the wire."""
+    """Return the size on the wire of buffers of these (dtype, numel), in bytes."""
     return sum(numel * dtype.itemsize for dtype, numel in buffers)
 
 

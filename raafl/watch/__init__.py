@@ -1,1 +1,1 @@
-"""What a person is shown of a run, from the rows that it writes: in the run itself, or from its folder (`raafl watch`)."""
+"""Show a run to a person from the rows that it writes: within the run, or from its folder (`raafl watch`)."""

@@ -1,4 +1,4 @@
-"""How fast a run goes and how long it still takes, on the run's own clock."""
+"""Estimate the speed of a run and the time that is left, on the run's own clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run stands at one moment, as it is shown."""
+"""Capture the state of a run at one moment for display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run stands, from the rows that it writes to its folder; fed by the run itself, or from the files."""
+"""Follow the state of a run from the rows that it writes to its folder, in the run itself or from the files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client of Co-S2P does: it trains the scores of its mask, or its submodel with self-distillation."""
+"""Train a client of Co-S2P: the scores of its mask, or its submodel with self-distillation."""
 
 from __future__ import annotations
 

@@ -74,14 +74,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Outline:
-    """What the client's part gives for a batch of certain shapes, on the meta device: shapes without values.
-
-    Attributes:
-        calls: path -> outputs, in order, of the modules that stand for the client's part on the server.
-        output: of the module at the cut.
-        place: of the activation among the tensors of ``output``.
-        activation: the activation itself.
-    """
+    """Outputs of the client's part for batches of given shapes, on the meta device: shapes without values."""
 
     path: str
     calls: dict[str, list[Any]]

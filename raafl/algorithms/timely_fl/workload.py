@@ -51,13 +51,7 @@ class TimeReport:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """How much one client does in one interval (Algorithm 3).
-
-    Attributes:
-        num_units: E_c, how many times the unit of local work.
-        share: alpha_c, share of the parameters that train.
-        report_s: t_rpt, seconds after which the client must start to send.
-    """
+    """Work of one client in one interval (Algorithm 3)."""
 
     num_units: int
     share: float

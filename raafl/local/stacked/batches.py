@@ -23,7 +23,7 @@ Rows = Iterator[Tensor]
 
 
 class Batch:
-    """What the active clients train on in one step.
+    """Batches of the active clients in one step.
 
     Attributes:
         kinds: positions of clients grouped by the form of their batches; those of a group have equally many samples.

@@ -114,7 +114,7 @@ class CohortTrainer:
 
     @property
     def num_known(self) -> int:
-        """How many kinds of products have been tried."""
+        """Number of kinds of products that have been tried."""
         return len(self._known)
 
     def num_bytes(self, spec: Spec) -> int:

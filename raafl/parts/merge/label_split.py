@@ -91,7 +91,7 @@ class LabelSplit(Wrapped):
 
 
 def joint_notes(merge: Merge) -> list[str]:
-    """Return what it means for ``merge`` to receive one joint update in place of many."""
+    """Explain the effect on ``merge`` of one joint update in place of many."""
     if not isinstance(merge, LabelSplit):
         return []
     return [

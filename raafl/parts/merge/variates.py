@@ -85,7 +85,7 @@ class Variates:
         return memory
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return how much memory is used per client."""
+        """Report the memory used per client."""
         each = state.submodels.layout(part="trained").num_bytes
         return [
             f"the server keeps {self.name} for each client: {num_clients} clients x {each:,} bytes = {num_clients * each:,} bytes, "

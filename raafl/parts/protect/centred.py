@@ -105,7 +105,7 @@ class Centred(Wrapped):
         return found
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return how updates were combined, under "guard"."""
+        """Report under "guard" that updates were combined by centred clipping."""
         inner = super().report(state)
         return {**inner, "guard": {**inner.get("guard", {}), "combine": "centred_clip", "radius": self.radius}}
 

@@ -73,7 +73,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
 
 
 def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
-    """Return how many updates a merge normally has: a cohort (or everyone), a full buffer, or one."""
+    """Return the usual number of updates in a merge: a cohort (or everyone), a full buffer, or one."""
     trigger: Any = algorithm.trigger
     if trigger.restart == "merge":
         return float(getattr(algorithm.sample, "cohort", None) or num_clients)

@@ -119,7 +119,7 @@ class NormFilter(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return how many updates were clipped, under "guard"; refusals are counted with all others."""
+        """Report the number of clipped updates under "guard"; refusals are counted with all others."""
         memory = self._memory(state)
         mine = {"clip_norm": self.clip_norm, "clipped": memory["clipped"], "outlier": self.outlier}
         return _reported(super().report(state), mine)
@@ -149,7 +149,7 @@ def _size_class(tensors: FlatTensors) -> int:
 
 
 def num_dropped(combine: Combine, trim: float, num: int) -> int:
-    """Return how many of ``num`` values are dropped at each end: floor(trim * num), or all but the middle one or two."""
+    """Return the number of values dropped at each end of ``num``: floor(trim * num), or all but the middle one or two."""
     if combine == "median":
         return max(num - 1, 0) // 2
     return int(trim * num + 1e-9) if combine == "trimmed_mean" else 0  # 0.29 * 100 is a little less than 29
@@ -285,7 +285,7 @@ class CoordinateWise(Wrapped):
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return how updates were combined, under "guard"."""
+        """Report under "guard" the way in which updates were combined."""
         mine = {"combine": self.combine, **({"trim": self.trim} if self.combine == "trimmed_mean" else {})}
         return _reported(super().report(state), mine)
 

@@ -44,7 +44,7 @@ class Budget:
             positive(name, getattr(self, name))
 
     def needs(self, cost: Cost) -> dict[str, float]:
-        """Return what a task of this cost needs, by the name of each limit."""
+        """Map each limit's name to the need of a task of this cost."""
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,
@@ -54,7 +54,7 @@ class Budget:
         }
 
     def over(self, cost: Cost) -> dict[str, float]:
-        """Return what a task needs beyond each limit that it breaks; empty if it fits."""
+        """Map each broken limit's name to the task's need; empty if the task fits."""
         return {name: need for name, need in self.needs(cost).items() if need > getattr(self, name)}
 
 

@@ -69,7 +69,7 @@ class WindowPieces(OneOf):
         return tuple(found)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return what differs from Co-S2P, and what the model has no place for."""
+        """List the differences from Co-S2P, and the cuts that the model does not allow."""
         return [
             "windows of Co-S2P without its training: slices of the width are fixed, no mask is trained, no exit has a loss of its "
             "own and nothing is distilled",

@@ -51,7 +51,7 @@ def window_notes(submodels: Submodels) -> list[str]:
 
 
 def window_starts(num_blocks: int, rate: float) -> list[int]:
-    """Return where windows of ``ceil(rate * num_blocks)`` blocks may begin.
+    """Return the first blocks of all windows of ``ceil(rate * num_blocks)`` blocks.
 
     They follow each other, and the last ends with the last block: of all rolling windows these train the blocks most evenly, as
     Co-S2P asks for.
@@ -233,7 +233,7 @@ class RollingWindows(Select):
         return Spec(spec.kept, spec.blocks, (), spec.exits)
 
     def starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
-        """Return where windows may begin, so that each ends at an exit or at the model's own end."""
+        """Return the first blocks of windows, such that each window ends at an exit or at the model's own end."""
         stack = stack_of(submodels)
         if stack is None:
             return (0,)
@@ -301,7 +301,7 @@ class RollingWindows(Select):
         fleet.cache.pop(("size", client.id), None)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return what this model or a client does not allow."""
+        """List the cuts that this model or a client does not allow."""
         submodels, found = fleet.state.submodels, window_notes(fleet.state.submodels)
         stack = stack_of(submodels)
         random_ones = [name for name, cut in self._cuts(submodels).items() if len(cut) > 1 and not cut.can_train]

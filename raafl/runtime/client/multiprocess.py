@@ -54,7 +54,7 @@ _WORD_S = 2.0  # for the thread that knows who died to say so
 
 
 def processes() -> int:
-    """Return how many processes torchrun started for this client; 1 where torchrun did not start this one."""
+    """Return the number of processes that torchrun started for this client; 1 where torchrun did not start this one."""
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
 
 

@@ -45,7 +45,7 @@ class Executor(ABC):
         return 1
 
     def most(self, assignment: Assignment) -> int:
-        """Return how many tasks like this one are trained together at most."""
+        """Return the largest number of tasks like this one that are trained together."""
         return 1
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Executor(ABC):
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Return how tasks were trained, for the summary; empty where they are trained one by one."""
+        """Report for the summary the way in which tasks were trained; empty where they are trained one by one."""
         return summed([self.counted()])
 
     def close(self) -> None:

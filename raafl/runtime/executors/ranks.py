@@ -178,7 +178,7 @@ class RankExecutor(Executor):
                 self._shared, self._measures_alone = None, shared.is_refused
 
     def report(self) -> dict[str, Any]:
-        """Return how all processes together trained."""
+        """Report the way in which all processes together trained."""
         here = self._inner.counted()
         with self._changed:
             kept = sum(task.found is not None for task in self._tasks.values())

@@ -182,16 +182,7 @@ def _note() -> Path:
 
 @dataclass(frozen=True)
 class Mended:
-    """What came of the tables of a run that goes on.
-
-    Attributes:
-        last_id: the highest assignment id in the journal.
-        num_lost: how many assignments are marked lost.
-        num_missing: events from before the checkpoint that are missing in the journal (it could not be written, and the
-            run was killed).
-        joins: how often each client had joined.
-        merged: (client, version) of each update merged after the checkpoint, and so lost again.
-    """
+    """Result of repairing the tables of a run that is resumed."""
 
     last_id: int
     num_lost: int

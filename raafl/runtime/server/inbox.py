@@ -1,4 +1,4 @@
-"""Where receiving threads put what happened and the server's loop takes it."""
+"""Queue the events of receiving threads for the server's loop."""
 
 from __future__ import annotations
 

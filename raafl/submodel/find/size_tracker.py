@@ -99,7 +99,7 @@ for _name in (*OPERATORS, "truediv", "pow"):
 
 
 def origin_of(value: Any) -> Origin:
-    """Return where a number comes from; a plain number is its own origin."""
+    """Return the origin of a number; a plain number is its own origin."""
     return value.origin if isinstance(value, Size) else int(value)
 
 

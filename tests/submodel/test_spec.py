@@ -19,7 +19,7 @@ indices = st.one_of(
 )
 names = st.text(min_size=1, max_size=5)
 any_spec = st.builds(
-    Spec.keep,
+    Spec.select,
     st.dictionaries(names, indices, max_size=3),
     blocks=st.dictionaries(names, indices, max_size=2),
     trained=st.none() | st.lists(names, max_size=3),

@@ -34,7 +34,7 @@ _HERE = "raafl.api.python_objects"
 
 
 class Settings(TypedDict, total=False):
-    """What `Federation` takes by name: the fields of `raafl.config.experiment.Experiment`, `Training` and `FabricOptions`."""
+    """Keyword arguments of `Federation`: the fields of `raafl.config.experiment.Experiment`, `Training` and `FabricOptions`."""
 
     partition: Any
     name: str

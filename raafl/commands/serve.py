@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def listener(address: str | socket.socket) -> str | socket.socket:
-    """Return where to listen: ``HOST:PORT`` as it is, or for ``fd:N`` the listening socket inherited as descriptor N.
+    """Return the address to listen at: ``HOST:PORT``, or for ``fd:N`` the inherited listening socket with descriptor N.
 
     Raises:
         BadInput: neither.

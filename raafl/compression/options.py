@@ -13,7 +13,7 @@ NAMES: tuple[Name, ...] = ("none", "bf16", "int8", "top_k")
 
 @dataclass(frozen=True, slots=True)
 class Compress:
-    """How tensors are compressed on the wire; they travel as they are unless it is asked for.
+    """Compression of tensors on the wire; off by default.
 
     Attributes:
         down: of what clients are sent: none, bf16, int8 or top_k (changes since what the client was last sent).

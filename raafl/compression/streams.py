@@ -61,11 +61,11 @@ class _End:
 
 
 class Down(_End):
-    """What one client is sent, at either end. Without a compressor tensors pass through as they are."""
+    """Codec of what one client receives, for either end. Without a compressor tensors pass through unchanged."""
 
     @property
     def copy(self) -> FlatTensors | None:
-        """What the client has of the whole model, NaN where it has nothing; None = nothing at all, or none is kept."""
+        """The client's copy of the whole model, NaN where it has nothing; None = no copy."""
         return self._kept.find(COPY, self._client)
 
     def layout(self, spec: Spec) -> Layout:
@@ -131,11 +131,11 @@ class Down(_End):
 
 
 class Up(_End):
-    """What one client sends back, at either end. Without a compressor tensors pass through as they are."""
+    """Codec of what one client sends back, for either end. Without a compressor tensors pass through unchanged."""
 
     @property
     def residual(self) -> FlatTensors | None:
-        """What the client has left out so far, over all that trains; None = nothing."""
+        """Accumulated compression error of the client, over all trained parameters; None = none."""
         return self._kept.find(RESIDUAL, self._client)
 
     def forget(self) -> None:

@@ -10,7 +10,7 @@ from raafl.errors import BadInput, positive
 
 @dataclass(frozen=True, slots=True)
 class SubmodelOptions:
-    """How the model is cut and what becomes of its running statistics; what is null is as the model says.
+    """Settings of the cut and of running statistics; null = as the model declares.
 
     Attributes:
         residual_width: whether widths that norms take statistics across may shrink, too.

@@ -279,7 +279,7 @@ RESTART = "restart"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When the run starts, evaluates, saves and ends.
+    """Conditions for the start, evaluations, checkpoints and the end of a run.
 
     Attributes:
         min_clients: clients that must have joined before work starts.

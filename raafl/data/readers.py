@@ -147,7 +147,7 @@ def cached(
     build: Callable[[], Arrays],
     parts: Sequence[str] = ("images", "labels"),
 ) -> Tensors:
-    """What `build` makes of the sources (one array for each of `parts`), made once per machine, then mapped from .npy files.
+    """Return the arrays that `build` makes of the sources, one per name in `parts`; built once per machine, then mapped.
 
     The files lie in `folder/.raafl`, or in the user's cache where that cannot be written, under a name that changes
     with the sources (paths, sizes, times of change). Ranks that start together wait for the first one. Where nothing

@@ -98,7 +98,7 @@ def _plain(dataset: object, kind: type) -> bool:
 
 
 def fetcher(dataset: Any, collate: Collate) -> tuple[Fetch, bool]:
-    """How to get the batch of some rows of a data set, and whether that is fast (tensors in, a list of tensors out).
+    """Return a function from row numbers to a batch, and whether it is fast (tensors in, a list of tensors out).
 
     The batch is what a `DataLoader` with this collate function makes of the rows. A `TensorDataset` or
     `GatherDataset`, or `Subset`s of one, are fast with the default collate function.

@@ -107,7 +107,7 @@ class Tokenizer:
             raise BadInput(f"vocab_size is {self.vocab_size}: give 3 or more (0 is padding, 1 an unknown word)")
 
     def facts(self) -> list[Path | str]:
-        """Return what the result depends on: files, or the tokenizer's name."""
+        """Return the inputs of the result: files, or the tokenizer's name."""
         if self.name == WORDS:
             return [f"{WORDS} {self.vocab_size}"]
         where = Path(located(self.name))

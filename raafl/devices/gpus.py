@@ -1,4 +1,4 @@
-"""Which GPU each process of a run takes: one map, for all that start processes (docs/gpu.md has it as a table).
+"""Assign a GPU to each process of a run: one map for everything that starts processes (docs/gpu.md has it as a table).
 
 Those that train are dealt their machine's GPUs in turn. The one that coordinates takes none of them away: without a
 `server_device` it uses no GPU, and with one that GPU is dealt last, so that it is shared only where the others do not suffice.

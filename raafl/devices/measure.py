@@ -54,7 +54,7 @@ def measure_machine(
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a process can still get.
+    """Memory that a process can still get.
 
     Attributes:
         num_bytes: before the limit is met, or before this process would have more than its share of what all use.

@@ -37,7 +37,7 @@ class TaskTime:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What one client can do.
+    """Speed, memory, links and hours of one client's device.
 
     Args:
         name: what people call this kind of device.

@@ -9,7 +9,7 @@ from raafl.devices.gpus import Place
 
 @dataclass(frozen=True, slots=True)
 class FabricOptions:
-    """How local steps run; the meaning of each field is Lightning's.
+    """Options of local steps, with Lightning's meaning of each field.
 
     Attributes:
         accelerator: cpu, cuda or auto.

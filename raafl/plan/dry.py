@@ -31,7 +31,7 @@ MOST_UPDATES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a run with one algorithm is predicted to do; None where it made no version.
+    """Prediction for a run with one algorithm; None where it made no version.
 
     Attributes:
         name: of the algorithm.
@@ -67,7 +67,7 @@ class Prediction:
 
 
 class World:
-    """What all predictions for one experiment share: its data and clients, and the model's structure with its costs."""
+    """Parts shared by all predictions for one experiment: data, clients, and the model's structure with its costs."""
 
     def __init__(self, experiment: Experiment) -> None:
         """Load the data and share it out. Raises `BadInput` as `raafl.runtime.setup` does."""

@@ -25,7 +25,7 @@ from raafl.submodel.prove.narrow import num_values
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run will take.
+    """Predicted time, memory and bytes of a run.
 
     The first of ``algorithms`` is the config's own; ``axes`` is what `raafl.parts.select.axis_report.facts` returns;
     ``by_the_loop`` is why clients cannot be trained as one batch, None where nothing is known that is against it;

@@ -21,7 +21,7 @@ STRAGGLER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SubmodelRow:
-    """What a task of one submodel costs whoever trains it; bytes as they travel, FLOPs for each sample.
+    """Cost of a task with one submodel: bytes as they travel, FLOPs per sample.
 
     ``peaks`` has the peak with each form in which the frozen base may be held, the first is ``peak_bytes``; empty where there is
     one form alone.
@@ -63,7 +63,7 @@ class DeviceRow:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What follows from the devices; every figure can be checked by hand against the table.
+    """Settings that follow from the devices; every figure can be checked by hand against the table.
 
     Attributes:
         stragglers: ids of clients that take the whole model more than `STRAGGLER` times the median, or cannot hold it.

@@ -31,7 +31,7 @@ _PLAIN: Final = (str, int, float, bool, type(None), torch.Tensor, nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """What a checkpoint file holds.
+    """Content of a checkpoint file.
 
     ``state_dict`` is on the CPU; ``hyper_parameters`` is what the module was made with, ``raafl`` what the run needs to
     resume.

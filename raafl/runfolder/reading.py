@@ -44,7 +44,7 @@ _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if nam
 
 @dataclass(slots=True)
 class ClientRecord:
-    """What the journal says of one client.
+    """One client, as the journal describes it.
 
     Attributes:
         profile: its device's fields; rates that are infinite are None.
@@ -94,14 +94,14 @@ class Tasks:
         return self.numbers[name]
 
     def are(self, kind: str) -> npt.NDArray[np.bool_]:
-        """Which tasks ended so, `(len,)`."""
+        """Return a mask of the tasks that ended so, `(len,)`."""
         found: npt.NDArray[np.bool_] = self.kind == KINDS.index(kind)
         return found
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """What one run folder holds.
+    """Content of one run folder.
 
     Attributes:
         metrics: columns of metrics.csv; what is no number is NaN.

@@ -178,7 +178,7 @@ def is_metric(column: str) -> bool:
 
 
 class Summary(TypedDict, total=False):
-    """What summary.json holds, and the Python API returns; what a merge reports on itself is there besides.
+    """Content of summary.json, also returned by the Python API; a merge may report further entries.
 
     `finished` is why the run ended; `updates_lost_by_reason` splits `updates_lost`; `batched` says how clients were
     trained as one batch; `model` and `traceback` are files in the folder; `model_copy` is where a model is that could not be

@@ -22,7 +22,7 @@ _MAX_CACHED = 256
 
 
 class Coverage:
-    """How much of the model is trained from one version to the next."""
+    """Share of the model that is trained from one version to the next."""
 
     def __init__(self, submodels: Submodels) -> None:
         """Look at submodels of this model."""

@@ -57,7 +57,7 @@ class NewLines:
 
 
 class Reader(Protocol):
-    """Who is told each row of a run; for one that is none of raafl's it raises TypeError, ValueError, AttributeError, KeyError."""
+    """Receiver of each row of a run; raises TypeError, ValueError, AttributeError or KeyError for a row that is not raafl's."""
 
     def event(self, row: JournalRow, at: float | None = None) -> None:
         """Take in a row of the journal, written ``at`` that time of the clock at the latest."""

@@ -95,7 +95,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a peer says of itself once it is set up.
+    """A peer's description of itself, sent once it is set up.
 
     Attributes:
         identity: what it and the server must have alike.
@@ -196,7 +196,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a task brought, beside its tensors.
+    """Result of a task, beside its tensors.
 
     Attributes:
         num_samples: samples that the client has trained on, which may weigh its update.
@@ -331,7 +331,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """How a client trains its side of an exchange, which the server's side must match; the method adds fields of its own.
+    """A client's settings in an exchange, which the server's side must match; the method adds fields of its own.
 
     Attributes:
         precision: one of `PRECISIONS`.

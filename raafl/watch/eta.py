@@ -20,7 +20,7 @@ _SECONDS = 10  # over which the trainings of a simulation are counted
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What ends a run, whichever comes first: so many updates, so many seconds, or every target reached."""
+    """Limits of a run, the first of which ends it: updates, seconds, or every target reached."""
 
     max_updates: int | None = None
     max_time_s: float | None = None
@@ -44,7 +44,7 @@ class Goals:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far a run was: updates merged and bytes moved up to ``time_s``."""
+    """Progress of a run at ``time_s``: updates merged and bytes moved."""
 
     time_s: float = 0.0
     updates: int = 0

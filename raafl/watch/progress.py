@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table in a terminal, plain lines in a log file; see docs/watch.md."""
+"""Show a run while it goes on: a live table in a terminal, plain lines in a log file; see docs/watch.md."""
 
 from __future__ import annotations
 

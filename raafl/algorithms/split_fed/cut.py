@@ -1,4 +1,4 @@
-"""Where a model can be cut in two: its training step is followed once, on the meta device, from the first layer to the loss.
+"""Find the places where a model can be cut in two, by following a training step on the meta device.
 
 A module's output is a place to cut when nothing but it leads from what comes before to what comes after: no other value
 that parameters had a part in (a skip connection, a mask computed by a layer), and no parameter that is used on both sides (tied

@@ -68,7 +68,7 @@ class Split(Local):
         return found
 
     def place(self, submodels: Submodels) -> Cut | None:
-        """Return where the model is cut; None where it cannot be.
+        """Return the place of the cut; None where the model cannot be cut.
 
         Raises:
             BadInput: it cannot be cut at ``cut``, or its clients hold its frozen base in several forms.
@@ -136,7 +136,7 @@ class Split(Local):
     def task_options(
         self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
     ) -> dict[str, Any]:
-        """Return where the model is cut, and which batches of how many samples come over the wire in one task."""
+        """Return the place of the cut, and the sizes of the batches that travel in one task."""
         cut = self.place(submodels)
         if cut is None:
             return {}
@@ -151,7 +151,7 @@ class Split(Local):
         return {KEY: {**terms, "batches": batches, "samples": epochs * in_epoch + rest * batch_size}}
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return where the model is cut, what leaves the clients, and what the server holds."""
+        """Describe the cut: its place, the data that leaves the clients, and the server's part."""
         both = self.exchange(submodels)
         if both is None:
             return [

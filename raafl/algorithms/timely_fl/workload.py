@@ -33,7 +33,7 @@ Clock = Literal["device", "share"]
 
 @dataclass(frozen=True, slots=True)
 class TimeReport:
-    """What one unit of work takes a client: the full model, trained as the run says (Algorithm 2).
+    """Time of one unit of work on a client: the full model, trained as the run says (Algorithm 2).
 
     Attributes:
         compute_s: t_cmp, seconds of training, and of measuring itself on its test part.

@@ -13,7 +13,7 @@ Combine = Literal["mean", "trimmed_mean", "median", "centred_clip"]
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """How the merge is protected from bad updates.
+    """Protection of the merge from bad updates.
 
     Attributes:
         clip_norm: scale an update's difference down to at most this L2 norm; null = no clipping.
@@ -98,7 +98,7 @@ class Privacy:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """When a round closes without its last clients, for methods that work in rounds; by default it waits for all.
+    """Conditions on which a round closes without its last clients, for methods that work in rounds; by default it waits for all.
 
     An update that arrives after its round closed is refused (refused:late), which counts for its client like any refusal.
 

@@ -30,7 +30,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How patient the supervisor is.
+    """Limits and delays of the supervisor's restarts.
 
     Attributes:
         max_restarts: of all processes together; after that a client that ends stays away, and a server ends the run.

@@ -44,7 +44,7 @@ _LOOK_S = 0.5  # how often an idle session looks whether its client is still the
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a client must agree on with the server.
+    """Terms on which a client must agree with the server.
 
     Attributes:
         config_yaml: the run's config, for a client that has none.

@@ -78,7 +78,7 @@ _BY_PARAMETERS = "6 FLOPs count for each parameter that trains, and no activatio
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step needs beside the module and the batch.
+    """Needs of a step beside the module and the batch.
 
     Attributes:
         flops: of forward and backward pass; None where they could not run.

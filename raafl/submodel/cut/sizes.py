@@ -208,7 +208,7 @@ def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a size measures: a dimension of a tensor, its first indices, or one factor of it.
+    """Object of a size: a dimension of a tensor, its first indices, or one factor of it.
 
     Attributes:
         tensor: with the dimension.

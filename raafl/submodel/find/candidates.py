@@ -25,7 +25,7 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where an atom lies in a tensor: unit i covers ``start + [i * unit, (i + 1) * unit)``, for each of ``starts``."""
+    """Position of an atom in a tensor: unit i covers ``start + [i * unit, (i + 1) * unit)``, for each of ``starts``."""
 
     name: str
     dim: int

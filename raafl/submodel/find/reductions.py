@@ -13,7 +13,7 @@ from raafl.submodel.find.operations import Call, Dims, pointwise, rule
 
 
 class Along(NamedTuple):
-    """What an operation does to some of its input's dimensions.
+    """Effect of an operation on some of its input's dimensions.
 
     Attributes:
         where: argument that names them, or how many of the last ones they are.

@@ -50,10 +50,10 @@ def measure(
 ) -> dict[str, float]:
     """Put ``module`` into eval mode, run ``validation_step`` on each batch and return its metrics over all of them.
 
-    What is logged or returned as a number is averaged over the samples; a torchmetrics ``Metric`` computes its value from all
-    batches together. The hooks `on_validation_start`, `..._epoch_start`, `..._batch_start`, `..._batch_end`, `..._epoch_end`
-    and `..._end` are called where the module has them. A
-    metric that is both logged and returned is as it was logged; anything else that is returned is left alone.
+    What is logged or returned as a number is averaged over the samples; a torchmetrics ``Metric`` computes its value from
+    all batches together. The hooks `on_validation_start`, `..._epoch_start`, `..._batch_start`, `..._batch_end`,
+    `..._epoch_end` and `..._end` are called where the module has them. A metric that is both logged and returned is as it
+    was logged; anything else that is returned is left alone.
 
     Args:
         module: has a ``validation_step``.

@@ -193,9 +193,8 @@ class FlatTensors:
 
     Attributes:
         layout: positions of the tensors.
-        buffers: 1-D contiguous tensors by dtype, in the layout's order; they may be views into larger storage. Write into them;
-            never
-            replace them, since views of them are cached.
+        buffers: 1-D contiguous tensors by dtype, in the layout's order; they may be views into larger storage. Write into
+            them; never replace them, since views of them are cached.
         views: cache of strided views by plan; lives as long as the object.
     """
 

@@ -57,10 +57,9 @@ class Submodels:
             example_batch: any batch of the training data, for axes and costs; values are read only where a step needs them.
             residual_width: whether widths over which norms compute statistics may shrink, too; None = as the module's attribute
                 ``submodel_residual_width`` says, else False.
-            batch_norm: "merged" sends running statistics up with the rest; "static" leaves them unchanged on client and server,
-                to be
-                collected at the end (see `collect_statistics`); None = as the module's attribute ``submodel_batch_norm`` says, else
-                merged.
+            batch_norm: "merged" sends running statistics up with the rest; "static" leaves them unchanged on client and
+                server, to be collected at the end (see `collect_statistics`); None = as the module's attribute
+                ``submodel_batch_norm`` says, else merged.
             only_ranks: where there are LoRA layers, whether their ranks are the only axes; False = a frozen base has axes, too.
         """
         asked = getattr(module, "submodel_residual_width", False) if residual_width is None else residual_width
@@ -210,10 +209,10 @@ class Submodels:
 
         Args:
             spec: the submodel.
-            part: "present" is everything that a client needs; "sent" is what it receives: all but the frozen base, once that is
-                attached
-                (see `hold`); "trained" is what it sends back: the parameters that train and the floating-point buffers. The
-                trained layout is the beginning of the sent one, which is the beginning of the present one.
+            part: "present" is everything that a client needs; "sent" is what it receives: all but the frozen base, once
+                that is attached (see `hold`); "trained" is what it sends back: the parameters that train and the
+                floating-point buffers. The trained layout is the beginning of the sent one, which is the beginning of the
+                present one.
         """
         spec = self.normal(spec)
         return self.cached("layout", (spec, part), lambda: self._layout(spec, part))
@@ -285,8 +284,7 @@ class Submodels:
         Args:
             values: a real instance of this model, or the global state. Its frozen values are shared, not copied: they must not
                 change.
-            again: builds that instance anew; then only the precision that the last task needed is kept, see `Bases`. None = keep
-                all.
+            again: builds that instance anew, to keep only the precision of the last task, see `Bases`; None = keep all.
         """
         if not self.frozen:
             return

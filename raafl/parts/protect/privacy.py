@@ -140,11 +140,10 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
 class Private(Wrapped):
     """Releases ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m`` and passes it to the inner merge.
 
-    d_n is an update's difference as in `raafl.parts.protect.robust`, its norm taken over everything it trains; noise is added to
-    every element that an update of the merge covers. m does not depend on data: it is fixed before the run, also for elements
-    that few submodels cover. Weights are 1, never a client's claimed number of samples. Staleness acts on the release, by its
-    mean factor.
-    Memory: one sum per distinct submodel in a merge.
+    d_n is an update's difference as in `raafl.parts.protect.robust`, its norm taken over everything it trains; noise is
+    added to every element that an update of the merge covers. m does not depend on data: it is fixed before the run, also
+    for elements that few submodels cover. Weights are 1, never a client's claimed number of samples. Staleness acts on
+    the release, by its mean factor. Memory: one sum per distinct submodel in a merge.
 
     The noise of a merge derives from the key and the ids of its assignments, which no other merge has, so that runs replay and
     resume bit for bit, and a merge lost in a crash shares no noise with the one that replaces it.

@@ -18,9 +18,8 @@ class Tail:
 
     Attributes:
         names: paths of the modules that an exit copies; {} is the model's ``base_model_prefix``.
-        logits: ``logits(model, modules, hidden, input_ids)`` computes logits from hidden states (batch, positions, width), with
-            these
-            modules in place of the model's.
+        logits: ``logits(model, modules, hidden, input_ids)`` computes logits from hidden states (batch, positions,
+            width), with these modules in place of the model's.
     """
 
     names: str

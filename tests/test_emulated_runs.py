@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from model_zoo import MLP
-from raafl.algorithms import ALGORITHMS, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
+from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
 from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress
 from raafl.config.experiment import SubmodelOptions
@@ -23,6 +23,7 @@ from raafl.runtime.run import simulate
 from tests.helpers import cached_models
 from tests.helpers.crash import crash, simulated
 from tests.helpers.emulated_cuda import Emulated
+from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment, finish
 
 CLIENTS = FabricOptions(accelerator="cuda")  # takes cuda:0
@@ -32,7 +33,7 @@ SHORT = {"clients": 2, "eval_every": 100, "train": Training(num_epochs=None, num
 SMALLER = {"fed_buff": fed_buff(buffer_size=2)}
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", each_method())
 def test_a_run_on_two_emulated_gpus_that_is_resumed_gives_the_cpus_model(tmp_path, monkeypatch, request, name):
     """The emulation computes on the CPU and seeds its generators alike, so that any difference is raafl's."""
     algorithm = SMALLER.get(name, name)

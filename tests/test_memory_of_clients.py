@@ -18,6 +18,7 @@ from raafl.runtime.client import memory
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.setup import client_infos, client_parts, load_data
 from raafl.submodel import FULL
+from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment, unequal
 
 ROOM = Room(1e9, "control group")
@@ -123,7 +124,7 @@ def test_a_wrong_value_is_one_line(tmp_path, value):
         experiment(tmp_path / "run", memory=value).check()
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", each_method())
 def test_a_client_too_small_for_anything_is_told_before_it_joins(tmp_path, monkeypatch, name):
     """The smallest part of the model needs kilobytes. 10 bytes are too few for any; a gigabyte is enough for all."""
     make = ALGORITHMS[name]

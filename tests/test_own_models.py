@@ -11,12 +11,13 @@ from lightning import LightningModule
 from torch import nn
 from torch.nn import functional as F
 
-from raafl.algorithms import ALGORITHMS, fed_avg
+from raafl.algorithms import fed_avg
 from raafl.core.algorithm import Training
 from raafl.errors import BadInput
 from raafl.parts.select.rated import Rated
 from raafl.runtime.setup import build, make_model
 from raafl.submodel import Member, Submodels
+from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment, finish
 
 HALVED = {"algorithm": fed_avg(submodel=Rated(rates=[1.0, 0.25]))}
@@ -153,7 +154,7 @@ def test_a_task_that_writes_to_what_is_frozen_ends_the_run_by_name(tmp_path, rat
         finish(run)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", each_method())
 def test_no_merge_changes_a_frozen_bit(tmp_path, name, monkeypatch):
     import raafl.runtime.run
 

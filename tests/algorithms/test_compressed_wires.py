@@ -10,6 +10,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.compression.compressors import Compress
 from raafl.errors import BadInput
 from raafl.submodel import Spec, Submodels
+from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment, finish, small_mlp
 
 WIRES = {
@@ -47,7 +48,7 @@ def shares_of(algorithm, run):
 
 
 @pytest.mark.parametrize("plan", WIRES)
-@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "split_fed"])
+@pytest.mark.parametrize("name", each_method(but=["split_fed"]))
 def test_fewer_bytes_travel_and_all_that_arrives_is_merged(tmp_path, name, plan):
     algorithm, compress = ALGORITHMS[name](), WIRES[plan]
     settings = experiment(tmp_path / "run", algorithm, clients=2, max_updates=4, compress=compress)

@@ -12,6 +12,7 @@ from raafl.algorithms import ALGORITHMS
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.runtime.run import simulate
+from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment
 
 WHOLE = "every client trains all of the model, which has no axes to "
@@ -46,7 +47,7 @@ def run_of(tmp_path, algorithm, **fields):
     return summary, said.getvalue()
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", each_method())
 def test_it_runs_to_its_end_and_says_what_becomes_of_it(tmp_path, name):
     summary, said = run_of(tmp_path, name)
     assert summary["updates_merged"] >= 5 and summary["finished"] == "max_updates"

@@ -15,7 +15,6 @@ import torch
 from torch.nn import functional as F
 
 from model_zoo.metrics import MacroF1, Perplexity
-from raafl.algorithms import ALGORITHMS
 from raafl.errors import TaskFailed
 from raafl.local.evaluate import Evaluator
 from raafl.runtime.executors import RankExecutor
@@ -26,6 +25,7 @@ from tests.conformance import executors
 from tests.conformance.executors import Dropping, Slow, clients, evaluator_of, in_any_order, one_by_one, tasks_of
 from tests.helpers.crash import crash
 from tests.helpers.forked_command import wait_for
+from tests.helpers.methods import each_method
 from tests.helpers.small_runs import COMING_AND_GOING, equal_replay, experiment, finish
 from tests.local.bench import Bench, Net
 
@@ -68,7 +68,7 @@ def alike(run, whole):
     return batched
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", each_method())
 def test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_on_elsewhere(
     tmp_path, monkeypatch, patient, name
 ):
@@ -174,9 +174,10 @@ class Failing(Net):
         raise ZeroDivisionError("in the user's code")
 
 
-@pytest.mark.parametrize("make", [Dropping, Slow])
+@pytest.mark.parametrize(("make", "num_processes"), [
+    (Dropping, 2), *(pytest.param(*case, marks=pytest.mark.long) for case in ((Dropping, 4), (Slow, 2), (Slow, 4))),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_processes", [2, 4])
 def test_any_number_of_tasks_in_any_order_give_what_one_process_gives(kind, make, num_processes):
     data, bench = clients(), Bench.of(make, max_built=2)
     todo = tasks_of(bench, 90)  # more than there is shared memory for

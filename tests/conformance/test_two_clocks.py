@@ -35,6 +35,7 @@ from raafl.algorithms import (
 )
 from raafl.parts.select.rated import Rated
 from tests.conformance.clocks import on_both_clocks, order_of
+from tests.helpers.methods import each_method
 from tests.helpers.small_runs import SPEEDS, experiment, finish, unequal
 
 pytestmark = pytest.mark.timeout(90)
@@ -81,7 +82,7 @@ VARIANTS = {
 DEVICES = {"timely_fl": unequal([speed / 1e4 for speed in SPEEDS])}
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", each_method(VARIANTS))
 def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, name):
     more = {"devices": DEVICES[name]} if name in DEVICES else {}
     base = experiment(tmp_path / "simulated", VARIANTS[name], max_updates=10, emulate=False, **more)

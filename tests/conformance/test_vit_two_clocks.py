@@ -1,12 +1,14 @@
 """A small ViT: real ranks in a simulation's order leave the same model, bit for bit.
 
-The algorithms that cut its blocks or heads each in their own way are tested each time; the others, whose way with any model
-test_two_clocks.py proves on an MLP, only by `make test-long`.
+Three methods run each time: one that cuts heads and units and trains masks, one that cuts blocks, one that wraps them. The others,
+whose way with any model test_two_clocks.py proves on an MLP, run in `make test-long`.
 """
 
 from __future__ import annotations
 
 import pytest
+
+from tests.helpers.methods import long_except
 
 pytest.importorskip("transformers")
 
@@ -33,13 +35,11 @@ VARIANTS = {name: USUAL[name] for name in ALGORITHMS} | {
 }
 
 
-CUT_DIFFERENTLY = {"ada_vit", "co_s2p", "fed_raa", "hetero_fl", "platon", "split_fed"}
+CUT_DIFFERENTLY = ("ada_vit", "co_s2p", "fed_raa")
 
 
-@pytest.mark.slow("seven processes train a transformer")
-@pytest.mark.parametrize(
-    "name", [name if name in CUT_DIFFERENTLY else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS]
-)
+@pytest.mark.slow("five processes train a transformer")
+@pytest.mark.parametrize("name", long_except(VARIANTS, *CUT_DIFFERENTLY))
 def test_ten_updates_are_the_same_on_real_ranks(tmp_path, name):
     model, data = MODELS["ViT"]
     made = experiment(
@@ -54,4 +54,3 @@ def test_ten_updates_are_the_same_on_real_ranks(tmp_path, name):
 
 def test_every_algorithm_is_among_the_variants():
     assert {algorithm.name for algorithm in VARIANTS.values()} == ALGORITHMS.keys()
-    assert VARIANTS.keys() >= CUT_DIFFERENTLY

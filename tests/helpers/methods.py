@@ -53,5 +53,11 @@ def each_method(
     """
     algorithms = {name: make() for name, make in ALGORITHMS.items()} if algorithms is None else algorithms
     algorithms = {name: algorithm for name, algorithm in algorithms.items() if name not in but}
-    quick = {*covering(algorithms), *also}
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in algorithms]
+    return long_except(algorithms, *covering(algorithms), *also)
+
+
+def long_except(names: Iterable[str], *quick: str) -> list[Any]:
+    """Return a parameter for each name, marked `long` unless it is one of ``quick``."""
+    names = list(names)
+    assert set(quick) <= set(names), f"no parameters: {set(quick) - set(names)}"
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.long) for name in names]

@@ -22,6 +22,7 @@ from raafl.runtime.run import simulate
 from raafl.runtime.setup import make_model
 from raafl.submodel.flat import reals
 from tests.helpers.crash import crash
+from tests.helpers.methods import each_method
 from tests.helpers.small_runs import equal_replay, experiment, finish
 
 BF16, FP16, CFLOAT = torch.bfloat16, torch.float16, torch.complex64
@@ -85,7 +86,7 @@ STILL = {
 del STILL["fed_pm"]  # masks are drawn whatever was learned
 
 
-@pytest.mark.parametrize("name", STILL)
+@pytest.mark.parametrize("name", [*each_method(but=["fed_pm"]), *(name for name in STILL if name not in ALGORITHMS)])
 def test_a_half_precision_model_that_learns_nothing_keeps_every_bit(tmp_path, name):
     algorithm, more = STILL[name]
     before, after = run(tmp_path, algorithm, Half, clients=11, max_updates=33, **more)
@@ -191,7 +192,7 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize("name", BOTH)
+@pytest.mark.parametrize("name", [*each_method(), *(name for name in BOTH if name not in ALGORITHMS)])
 def test_complex_parameters_move_as_pairs_of_reals_do(tmp_path, name):
     algorithm, more = BOTH[name]
     before, one = run(tmp_path / "complex", algorithm, waves, **more)

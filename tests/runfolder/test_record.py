@@ -18,6 +18,7 @@ from raafl.runfolder.append_file import read_table
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.record import RunRecord
 from tests.helpers.coordinators import filled, line_state
+from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment, finish
 from tests.runtime.test_simulation import COMING_AND_GOING
 
@@ -30,8 +31,7 @@ class Sick(MLP):
         return loss * float("nan") if torch.rand(()) < 0.1 else loss
 
 
-RUNS = {
-    **{name: (make(), {}) for name, make in ALGORITHMS.items()},
+OTHERS = {
     "leaving": (fed_raa(), {"devices": COMING_AND_GOING, "max_updates": 40}),
     "rounds with leaving": (fed_avg(), {"devices": COMING_AND_GOING, "max_updates": 20}),
     "sick": (fed_buff(buffer_size=3), {"model": lambda: Sick(64, (24,), 10, lr=0.05), "max_updates": 20}),
@@ -40,9 +40,13 @@ RUNS = {
     "cohorts": (fed_opt(cohort=3, concurrency=2), {"clients": 9, "max_updates": 20}),
     "few at a time": (fed_async(concurrency=2), {"clients": 9, "max_updates": 20}),
 }
+RUNS = {**{name: (make(), {}) for name, make in ALGORITHMS.items()}, **OTHERS}
+PLAIN = {
+    name: algorithm for name, (algorithm, _) in RUNS.items() if type(algorithm.local) is Local and name not in OTHERS
+}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*each_method(), *OTHERS])
 def test_every_task_ends_once_and_the_files_agree(tmp_path, name):
     algorithm, more = RUNS[name]
     run = finish(experiment(tmp_path / "r", algorithm, **more))
@@ -77,7 +81,7 @@ def test_every_task_ends_once_and_the_files_agree(tmp_path, name):
 
 
 # what methods with tensors of their own send is counted in their own tests
-@pytest.mark.parametrize("name", [name for name, (algorithm, _) in RUNS.items() if type(algorithm.local) is Local])
+@pytest.mark.parametrize("name", [*each_method(PLAIN), *OTHERS])
 def test_bytes_are_counted_down_for_each_assignment_and_up_for_each_arrival(tmp_path, name):
     algorithm, more = RUNS[name]
     run = finish(experiment(tmp_path / "r", algorithm, **more))

@@ -18,6 +18,7 @@ from raafl.runtime.server.wall_clock import Server
 from tests.helpers import cached_models
 from tests.helpers.coordinators import coordinator_for
 from tests.helpers.hostile_client import HOSTILE, Play, play, world
+from tests.helpers.methods import each_method
 
 
 def check(run: Play, folder) -> None:
@@ -33,7 +34,7 @@ def check(run: Play, folder) -> None:
     assert longest < 16 << 10
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", each_method())
 def test_hostile_profiles_and_answers_end_no_run(tmp_path, name):
     with cached_models.reuse_findings():
         run = world(tmp_path, name, seed=1)

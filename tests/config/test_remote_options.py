@@ -18,6 +18,7 @@ from raafl.config.shared import for_clients, sections
 from raafl.config.trust import from_server
 from raafl.devices import load_devices
 from raafl.errors import BadInput
+from raafl.runtime.identity import Identity, agree
 from raafl.runtime.server.session import Terms
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -116,11 +117,16 @@ def test_clients_are_told_what_they_use_and_what_a_device_file_holds(tmp_path):
 def test_only_sections_that_matter_to_a_client_are_compared():
     text = QUICKSTART.read_text()
     config = yaml.safe_load(text)
-    mine = Terms(text, sections(text))
-    assert mine.problem(sections(yaml.safe_dump({**config, "max_updates": 7, "devices": None, "name": "x"}))) is None
+    mine = Identity("m", config=Terms(text, sections(text)).sections)
+
+    def different(config: dict[str, object] | None, own_data: bool = False) -> str | None:
+        theirs = None if config is None else sections(yaml.safe_dump(config), own_data=own_data)
+        found = agree(mine, Identity("m", config=theirs))
+        return found and found.field
+
+    assert different({**config, "max_updates": 7, "devices": None, "name": "x"}) is None
     for name in marked("shared"):
-        changed = sections(yaml.safe_dump({**config, name: "something else"}))
-        assert mine.problem(changed) == f"different config: '{name}' is not as in the server's config.yaml"
-    assert mine.problem(sections(yaml.safe_dump({**config, "data": "mine"}), own_data=True)) is None
-    assert mine.problem(None) == "the client names no config"
-    assert Terms().problem(None) is None  # ranks of torchrun read one file
+        assert different({**config, name: "something else"}) == f"config.{name}"
+    assert different({**config, "data": "mine"}, own_data=True) is None
+    assert different(None) == "config"
+    assert agree(Identity("m", config=Terms().sections), Identity("m")) is None  # ranks of torchrun read one file

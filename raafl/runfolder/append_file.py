@@ -100,6 +100,10 @@ class Rows(Generic[Item]):
         self.num_rows = self.num_dropped = self._num_new_dropped = 0
         self._warned = False
 
+    def abandon(self) -> None:
+        """Close the file without writing what is kept."""
+        self._file.close()
+
     @property
     def num_unwritten(self) -> int:
         """Rows that are missing in the file: kept for later, or dropped."""

@@ -107,9 +107,17 @@ class RunFolder:
         return folder
 
     def _open(self, *, new: bool) -> None:
-        self._events = _Journal(self.path / JOURNAL, self._warn, self._remake, new=new)
-        self._metrics = _Table(self.path / METRICS, (), self._warn, self._remake, new=new)
-        self._clients = _Table(self.path / CLIENTS, CLIENT_COLUMNS, self._warn, self._remake, new=new)
+        opened: list[Rows[Any]] = []
+        try:
+            self._events = _Journal(self.path / JOURNAL, self._warn, self._remake, new=new)
+            opened.append(self._events)
+            self._metrics = _Table(self.path / METRICS, (), self._warn, self._remake, new=new)
+            opened.append(self._metrics)
+            self._clients = _Table(self.path / CLIENTS, CLIENT_COLUMNS, self._warn, self._remake, new=new)
+        except OSError:
+            for rows in opened:  # without a flush: the folder is given up
+                rows.abandon()
+            raise
 
     def _remake(self) -> None:
         """Make the folder and its config, where they are not there (any more)."""
@@ -309,7 +317,11 @@ class _Table(Rows[list[Any]]):
         self._rows: list[str] = []
         self._writer = csv.writer(_Into(self._rows), lineterminator="\n")
         super().__init__(path, self._text, warn, new=new, remake=remake, **options)
-        self._prepare()
+        try:
+            self._prepare()
+        except OSError:
+            self.abandon()
+            raise
 
     def append(self, row: Mapping[str, Any]) -> None:
         get = row.get

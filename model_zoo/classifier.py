@@ -21,10 +21,10 @@ class Classifier(LightningModule):
     ``labels`` or ``label``; everything but the labels goes to ``forward``.
     """
 
-    def __init__(self, lr: float, momentum: float = 0.0) -> None:
-        """Note the learning rate and momentum of SGD."""
+    def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
+        """Set SGD's learning rate, momentum and weight decay."""
         super().__init__()
-        self.lr, self.momentum = lr, momentum
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the mean loss of a batch."""
@@ -45,7 +45,7 @@ class Classifier(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return SGD over the parameters that train."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.SGD(trained, lr=self.lr, momentum=self.momentum)
+        return torch.optim.SGD(trained, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
     def _logits_and_labels(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if isinstance(batch, Mapping):

@@ -26,6 +26,8 @@ class CNN(Classifier):
         lr: float = 0.01,
         momentum: float = 0.5,
         batch_norm: bool = False,
+        padding: int = 2,
+        weight_decay: float = 0.0,
     ) -> None:
         """Build the layers.
 
@@ -38,19 +40,22 @@ class CNN(Classifier):
             lr: learning rate of SGD.
             momentum: momentum of SGD.
             batch_norm: put a batch norm after each convolution.
+            padding: zeros around the input of each convolution: 2 keeps height and width, 0 is LeNet-5's.
+            weight_decay: L2 penalty of SGD.
         """
-        super().__init__(lr, momentum)
+        super().__init__(lr, momentum, weight_decay)
         if len(channels) != 2 or len(hidden) != 2 or image_size % 4:
             raise ValueError(
                 f"CNN: channels {tuple(channels)} and hidden {tuple(hidden)} must be two widths each, image_size "
                 f"{image_size} a multiple of 4"
             )
         self.save_hyperparameters()
-        self.conv1 = nn.Conv2d(in_channels, channels[0], 5, padding=2)
+        self.conv1 = nn.Conv2d(in_channels, channels[0], 5, padding=padding)
         self.norm1 = nn.BatchNorm2d(channels[0]) if batch_norm else nn.Identity()
-        self.conv2 = nn.Conv2d(channels[0], channels[1], 5, padding=2)
+        self.conv2 = nn.Conv2d(channels[0], channels[1], 5, padding=padding)
         self.norm2 = nn.BatchNorm2d(channels[1]) if batch_norm else nn.Identity()
-        self.fc1 = nn.Linear(channels[1] * (image_size // 4) ** 2, hidden[0])
+        side = ((image_size - 4 + 2 * padding) // 2 - 4 + 2 * padding) // 2
+        self.fc1 = nn.Linear(channels[1] * side**2, hidden[0])
         self.fc2 = nn.Linear(hidden[0], hidden[1])
         self.fc3 = nn.Linear(hidden[1], num_classes)
 

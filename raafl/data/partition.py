@@ -136,10 +136,13 @@ class Dirichlet(Partition):
     Args:
         alpha: concentration, above 0 (alpha or beta in the papers).
         min_samples: least number of samples of a client.
+        capped: give no further class to a client that has its equal share of the samples already, as the code of
+            Li et al. does (classes in ascending order): labels stay skewed, sizes differ less.
     """
 
     alpha: float
     min_samples: int = 1
+    capped: bool = False
 
     def __post_init__(self) -> None:
         _check_alpha("Dirichlet", self.alpha)
@@ -151,8 +154,12 @@ class Dirichlet(Partition):
         """Cut each class in the proportions drawn for it; see `Partition.assign`."""
         classes = [np.flatnonzero(labels == value) for value in np.unique(labels)]
         for _ in range(_MAX_TRIES):
-            cuts_cn = [self._cuts(len(members), num_clients, rng) for members in classes]
-            sizes = sum(np.diff(cuts, prepend=0, append=len(c)) for c, cuts in zip(classes, cuts_cn, strict=True))
+            cuts_cn: list[Ints] = []
+            sizes = np.zeros(num_clients, np.int64)
+            for members in classes:
+                has_room = sizes < len(labels) / num_clients if self.capped else None
+                cuts_cn.append(self._cuts(len(members), num_clients, rng, has_room))
+                sizes += np.diff(cuts_cn[-1], prepend=0, append=len(members))
             if np.min(sizes) >= self.min_samples:
                 break
         pieces = [np.split(rng.permutation(c), cuts) for c, cuts in zip(classes, cuts_cn, strict=True)]
@@ -165,9 +172,21 @@ class Dirichlet(Partition):
             )
         return parts
 
-    def _cuts(self, num_members: int, num_clients: int, rng: np.random.Generator) -> Ints:
-        """Where a class of so many samples is cut: `(num_clients - 1,)` ascending positions."""
-        return np.floor(np.cumsum(_proportions(self.alpha, num_clients, rng))[:-1] * num_members).astype(np.int64)
+    def _cuts(
+        self, num_members: int, num_clients: int, rng: np.random.Generator, has_room: npt.NDArray[np.bool_] | None
+    ) -> Ints:
+        """Draw the positions at which a class of `num_members` samples is cut: `(num_clients - 1,)`, ascending.
+
+        Args:
+            num_members: samples of the class.
+            num_clients: parts.
+            rng: source of the proportions.
+            has_room: `(num_clients,)` clients that may get samples of the class; None = all.
+        """
+        shares = _proportions(self.alpha, num_clients, rng)
+        if has_room is not None:
+            shares = shares * has_room / np.sum(shares[has_room])
+        return np.floor(np.cumsum(shares)[:-1] * num_members).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ class _FromFolder(Classes):
         download: bool = True,
         num_train: int | None = None,
         num_test: int | None = None,
+        normalize: bool = True,
     ) -> None:
         """Remember where to look; nothing is read yet.
 
@@ -126,9 +127,10 @@ class _FromFolder(Classes):
             download: fetch it into `root` with torchvision when it is not there.
             num_train: train on so many images, evenly spaced; null = all.
             num_test: evaluate on so many images, evenly spaced; null = all.
+            normalize: scale each channel by the data set's mean and standard deviation; false leaves pixels in [0, 1].
         """
         super().__init__(batch_size, num_train, num_test)
-        self.root, self.download = readers.data_root(root), download
+        self.root, self.download, self.normalize = readers.data_root(root), download, normalize
 
     def prepare_data(self) -> None:
         """Download what is missing, if allowed.
@@ -151,9 +153,8 @@ class _FromFolder(Classes):
         if folder is None:
             raise self._missing("")
         train, test = (self.files.read(folder, split) for split in ("train", "test"))
-        self._set(
-            TensorImages(train[0], train[1], self.mean, self.std), TensorImages(test[0], test[1], self.mean, self.std)
-        )
+        scale = (self.mean, self.std) if self.normalize else ((0.0,) * len(self.mean), (1.0,) * len(self.std))
+        self._set(TensorImages(train[0], train[1], *scale), TensorImages(test[0], test[1], *scale))
 
     def _fetch(self) -> None:
         if not self.download:

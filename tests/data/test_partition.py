@@ -90,6 +90,17 @@ def test_dirichlet_shares_have_the_moments_of_the_dirichlet():
     assert np.allclose(shares.var(axis=1), variance, rtol=0.25)
 
 
+def test_capped_dirichlet_gives_no_further_class_to_a_client_with_its_equal_share():
+    """Classes come in ascending order: without the last class that a client got, it was below the equal share."""
+    parts = Dirichlet(0.3, capped=True).split(LABELS, 5, 0)
+    assert sum(map(len, parts)) == 1000
+    for part in parts:
+        labels = LABELS[part]
+        assert np.sum(labels < labels.max()) < 1000 / 5
+    uncapped = Dirichlet(0.3).split(LABELS, 5, 0)
+    assert max(map(len, parts)) < max(map(len, uncapped))
+
+
 def test_dirichlet_is_repaired_and_says_so_when_no_draw_will_do(caplog):
     with caplog.at_level(logging.WARNING):
         parts = Dirichlet(1e-4, min_samples=7).split(LABELS, 50, 0)

@@ -76,6 +76,12 @@ def test_mnist_reads_either_layout_plain_or_zipped(tmp_path, layout, zipped):
         assert torch.allclose(x[:, 0], expected, atol=1e-5) and y.tolist() == labels.tolist()
 
 
+def test_pixels_are_left_in_0_to_1_without_normalisation(tmp_path):
+    pixels, _ = write_mnist(tmp_path / "MNIST" / "raw")["train"]
+    x, _ = set_up(MNIST(tmp_path, download=False, normalize=False)).train.gather(torch.arange(7))
+    assert torch.equal(x[:, 0], torch.tensor(pixels, dtype=torch.float32) / 255)
+
+
 def test_damaged_idx_files_are_named(tmp_path):
     good = idx_bytes(np.zeros((2, 28, 28)))
     for content in (good[:-1], b"\0\0\x0d" + good[3:], b"\0", good + b"x"):

@@ -23,6 +23,7 @@ from model_zoo.classifier import accuracy
         (MLP(12, (5, 4, 3), 7, dropout=0.1), (3, 12)),
         (CNN(), (3, 1, 28, 28)),
         (CNN(3, 32, num_classes=100, batch_norm=True), (3, 3, 32, 32)),
+        (CNN(channels=(6, 16), padding=0), (3, 1, 28, 28)),
     ],
 )
 def test_any_depth_and_shape(module, inputs):
@@ -34,6 +35,8 @@ def test_widths_are_those_asked_for():
     linear = [layer for layer in MLP(12, (5, 4), 7).layers if isinstance(layer, nn.Linear)]
     assert [(layer.in_features, layer.out_features) for layer in linear] == [(12, 5), (5, 4), (4, 7)]
     assert sum(p.numel() for p in MLP().parameters()) == 784 * 200 + 200 + 200 * 10 + 10
+    lenet = CNN(channels=(6, 16), padding=0)  # LeNet-5 without padding: (28-4)/2 = 12, (12-4)/2 = 4, 16*4*4 = 256
+    assert lenet.fc1.in_features == 256
     cnn = CNN(3, 32, (4, 6), (8, 5), 2)
     assert sum(p.numel() for p in cnn.parameters()) == (
         (3 * 25 * 4 + 4) + (4 * 25 * 6 + 6) + (6 * 64 * 8 + 8) + (8 * 5 + 5) + (5 * 2 + 2)

@@ -1,4 +1,4 @@
-"""The command line: raafl fit | simulate | serve | join | key | replay | watch | report | plan | axes | algorithms."""
+"""The command line: raafl fit | simulate | serve | join | key | replay | watch | report | compare | plan | axes | algorithms."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ usage: raafl COMMAND [options]
                  raafl watch RUN [--once [--json]] [--progress live|plain|verbose]
   report       write one HTML page about a run, or about several compared:
                  raafl report RUN [RUN ...] [--output PAGE.html] [--figure CURVES.svg]
+  compare      run rows of settings over several seeds, search each row's settings alike, and say what the seeds show:
+                 raafl compare FILE.yaml [--output DIR] [--jobs N] [--verify]
   plan         say what a run will take by device and algorithm, before it is run; or measure this machine:
                  raafl plan --config C [--json] | raafl plan --measure [FILE] [--address HOST:PORT]
   axes         list what of a model shrinks, how much that leaves, and what stays whole and why:
@@ -68,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
-        "watch": _watch, "report": _page, "plan": _printed("plan"), "axes": _printed("axes"), "algorithms": _algorithms,
+        "watch": _watch, "report": _page, "compare": _compare, "plan": _printed("plan"), "axes": _printed("axes"),
+        "algorithms": _algorithms,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -276,6 +279,16 @@ def _page(argv: list[str]) -> int:
     from raafl.commands.report import report
 
     print(report(argv))
+    return 0
+
+
+def _compare(argv: list[str]) -> int:
+    """Run or verify a comparison."""
+    with quick_imports():
+        from raafl.commands.compare import compare
+    with _json_alone(argv):
+        text = compare(argv)
+    print(text)
     return 0
 
 

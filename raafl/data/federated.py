@@ -231,8 +231,8 @@ class FederatedData:
             loader = read_loader(datamodule.train_dataloader(), "train_dataloader")
         self._dataset, self._collate, self.batch_size, self.drop_last, self._weights = loader
         self._fetch, _ = fetcher(self._dataset, self._collate)
-        labels = self.labels() if partition.needs_labels else np.zeros(_length(self._dataset), np.int64)
-        parts = partition.split(labels, num_clients, seed, Columns(self._dataset))
+        self._validation = partition.validation_rows(_length(self._dataset), seed)
+        parts = self._split(partition, num_clients, seed)
         sides: Iterable[Sequence[torch.Tensor]] = (parts, [parts[0][:0]] * len(parts))
         if partition.test_share:
             sides = zip(*(partition.held_out(part, client, seed) for client, part in enumerate(parts, 1)), strict=True)
@@ -241,6 +241,17 @@ class FederatedData:
         self._clients: OrderedDict[int, ClientData] = OrderedDict()
         self._test: _InOrder | None = None
         self.notes: list[str] = []
+
+    def _split(self, partition: Partition, num_clients: int, seed: int) -> list[torch.Tensor]:
+        """Return the rows of each client; those that validate the global model are nobody's."""
+        dataset, length = self._dataset, _length(self._dataset)
+        if not len(self._validation):
+            labels = self.labels() if partition.needs_labels else np.zeros(length, np.int64)
+            return partition.split(labels, num_clients, seed, Columns(dataset))
+        rows = torch.from_numpy(np.setdiff1d(np.arange(length), self._validation.numpy()))
+        labels = self.labels()[rows.numpy()] if partition.needs_labels else np.zeros(len(rows), np.int64)
+        parts = partition.split(labels, num_clients, seed, Columns(Subset(dataset, rows.tolist())))
+        return [rows[part] for part in parts]
 
     @property
     def sizes(self) -> list[int]:
@@ -322,7 +333,14 @@ class FederatedData:
         return self._test.batches(size, first)
 
     def _read_test(self) -> _InOrder:
-        dataset, collate, batch_size = self._test_set() or self._some_of_training()
+        if len(self._validation):
+            dataset, collate, batch_size = (
+                Subset(self._dataset, self._validation.tolist()),
+                self._collate,
+                self.batch_size,
+            )
+        else:
+            dataset, collate, batch_size = self._test_set() or self._some_of_training()
         fetch, is_fast = fetcher(dataset, collate)
         num_samples = _length(dataset)
         tensors = None

@@ -34,11 +34,14 @@ class Partition(ABC):
     Args:
         test_share: share of its samples that each client keeps from training and measures its own submodel on, at least 0
             and below 1; 0 = none (0.2 in the Co-S2P paper, section VI-A).
+        validation_share: share of the training set that no client gets, at least 0 and below 1, on which the global model
+            is measured instead of the test set: for searches of settings, which must not see the test set; 0 = none.
     """
 
     # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
 
     test_share: float = field(default=0.0, kw_only=True)
+    validation_share: float = field(default=0.0, kw_only=True)
 
     needs_labels: ClassVar[bool] = True
     """Whether `split` looks at the labels' values; if not, their number is enough."""
@@ -60,6 +63,24 @@ class Partition(ABC):
         order = torch.from_numpy(np.random.Generator(np.random.PCG64((seed, client))).permutation(len(part)))
         test, train = order[:num_test].sort().values, order[num_test:].sort().values
         return part[train], part[test]
+
+    def validation_rows(self, num_samples: int, seed: int) -> torch.Tensor:
+        """Draw the rows of the training set that validate the global model: int64, ascending, none where the share is 0.
+
+        Args:
+            num_samples: size of the training set.
+            seed: of the draw; the rows depend on it, the size and the share alone.
+
+        Raises:
+            BadInput: `validation_share` is out of range.
+        """
+        if not 0 <= self.validation_share < 1:
+            raise BadInput(
+                f"partition.validation_share is {self.validation_share}: give at least 0 and less than 1, such as 0.1"
+            )
+        num = min(math.floor(self.validation_share * num_samples + 0.5), num_samples - 1)
+        order = np.random.Generator(np.random.PCG64((seed, num_samples))).permutation(num_samples)
+        return torch.from_numpy(np.sort(order[:num]))
 
     def split(
         self,

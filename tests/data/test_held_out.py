@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raafl.data.federated import FederatedData
-from raafl.data.partition import Dirichlet, Iid
+from raafl.data.partition import ClassesPerClient, Dirichlet, Iid
 from raafl.errors import BadInput
 from tests.data.test_federated import Module, Plain, tensors
 
@@ -74,3 +74,27 @@ def test_one_client_that_has_all_data_tests_on_a_part_as_well():
 def test_batches_in_order_differ_by_one_sample_at_most():
     part = FederatedData(Module(tensors()), Iid(test_share=0.5), 1).client(1).test
     assert [num for _, num in part.in_order(8)] == [7, 6, 6, 6]
+
+
+def test_validation_rows_are_nobodys_and_replace_the_test_set():
+    data = FederatedData(Module(tensors(40)), Iid(validation_share=0.25), 3, seed=5)
+    owned = torch.cat([data.indices(client) for client in (1, 2, 3)])
+    validation = torch.cat([torch.as_tensor(y) for (_, y), _ in data.test_batches()])
+    rows = data.labels()
+    assert len(owned) == 30 and len(validation) == 10
+    assert sorted([*rows[owned].tolist(), *validation.tolist()]) == sorted(rows.tolist())
+
+
+def test_validation_rows_depend_on_the_seed_and_follow_the_labels():
+    """A partition by label sees the labels of the rows that are left, not of the first ones."""
+    labels = torch.arange(40) % 2
+    module = Module(torch.utils.data.TensorDataset(torch.zeros(40, 3), labels))
+    data = FederatedData(module, ClassesPerClient(1, validation_share=0.3), 2, seed=1)
+    assert [set(data.labels()[data.indices(client)].tolist()) for client in (1, 2)] in ([{0}, {1}], [{1}, {0}])
+    assert not torch.equal(Iid(validation_share=0.3).validation_rows(40, 1), Iid(validation_share=0.3).validation_rows(40, 2))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0])
+def test_a_validation_share_out_of_range_is_named(share):
+    with pytest.raises(BadInput, match=f"partition.validation_share is {share}: give at least 0"):
+        Iid(validation_share=share).validation_rows(10, 0)

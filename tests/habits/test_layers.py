@@ -46,6 +46,7 @@ ORDER = (
             "runtime",
             "plan",
             "report",
+            "compare",
             "commands",
             "api",
             "algorithm",

@@ -1,0 +1,134 @@
+"""`raafl compare FILE.yaml`: run a comparison, go on with one that was cut off, or verify one."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raafl.compare.comparison import Comparison, read
+from raafl.config.argv import options_of
+from raafl.errors import BadInput, RunFailed, at_least
+from raafl.units import duration
+
+_TOLD_S = 30.0
+"""Seconds between two lines of progress where no run ends."""
+
+
+def compare(argv: Sequence[str]) -> str:
+    """Run the comparison that ``argv`` names and return its table, or with `--verify` replay a share of its runs.
+
+    Raises:
+        BadInput: an option, the file, or a row's options are wrong; nothing has been run then.
+        RunFailed: some runs failed, or a replay is not equal.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command goes on.
+    """
+    options = _options(argv)
+    comparison = read(options.file)
+    folder: Path = options.output or Path("comparisons") / comparison.name
+    if options.verify is not None:
+        return _verify(folder, options.verify, as_json=options.json)
+    from raafl.compare import report
+    from raafl.compare.runs import Runner, resolve
+    from raafl.compare.search import run_trials, trials_of
+
+    if not options.no_page:
+        report.check_drawing()
+    progress = _Progress()
+    search = comparison.search
+    trials = {} if search is None else trials_of(comparison, search)
+    rows = {label: (*comparison.options, *given) for label, given in comparison.rows.items()}
+    runs = {label: resolve(comparison.config, label, given, comparison.seeds) for label, given in rows.items()}
+    progress.total = sum(len(some) for some in runs.values()) + sum(
+        len(t.runs) for some in trials.values() for t in some
+    )
+    runner = Runner(folder / "runs", options.jobs, options.any_code, progress.tell)
+    progress.runner, progress.jobs = runner, options.jobs
+    if search is not None:
+        best = run_trials(trials, comparison, search, runner)
+        runs = {
+            label: resolve(comparison.config, label, (*rows[label], *settings), comparison.seeds)
+            for label, settings in best.items()
+        }
+    by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # all rows of a seed before the next
+    outcomes = runner.run_all(by_seed)
+    found = report.result(comparison, outcomes, trials, folder)
+    paths = report.write(found, folder, draws=not options.no_page)
+    failed = [run for row in found["rows"] for run in row["runs"] if "error" in run]
+    if failed:
+        print(_shown(found, comparison, paths), file=sys.stderr)
+        raise RunFailed(f"{len(failed)} of {len(outcomes)} runs failed; the first: {failed[0]['error']}")
+    return json.dumps(found) if options.json else _shown(found, comparison, paths)
+
+
+def _options(argv: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="raafl compare", exit_on_error=False,
+        description="Run rows of settings over several seeds on the virtual clock, and say what they show. Runs that have "
+        "ended are taken as they are, those that were cut off go on: the same command continues.",
+    )  # fmt: skip
+    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the comparison: config, rows, seeds, search, ...")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="its folder; default: comparisons/NAME")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own")
+    parser.add_argument(
+        "--any_code", action="store_true", help="take finished runs of other versions of raafl's code too"
+    )
+    parser.add_argument(
+        "--verify", type=float, nargs="?", const=0.2, metavar="SHARE", help="replay that share of its runs"
+    )
+    parser.add_argument("--no_page", action="store_true", help="write no figure and no HTML page")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options = options_of(parser, argv, "FILE.yaml, --output, --jobs, --any_code, --verify, --no_page and --json")
+    at_least("jobs", options.jobs, 1)
+    if options.verify is not None and not 0 < options.verify <= 1:
+        raise BadInput(f"verify is {options.verify}: give a share of the runs above 0 and at most 1, such as 0.2")
+    return options
+
+
+class _Progress:
+    """Lines on standard error: each run as it ends, and what is left."""
+
+    def __init__(self) -> None:
+        self.total = self.jobs = 1
+        self.runner: Any = None
+        self._last_s = time.monotonic()
+
+    def tell(self, line: str) -> None:
+        now = time.monotonic()
+        if not line and now - self._last_s < _TOLD_S:
+            return
+        self._last_s = now
+        seconds, waiting = self.runner.seconds, self.runner.waiting
+        left = f"{waiting} runs left in this step"
+        if seconds and waiting:
+            left += f", about {duration(sum(seconds) / len(seconds) * waiting / self.jobs)}"
+        print(f"{line}  ({left})" if line else left, file=sys.stderr, flush=True)
+
+
+def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Path]) -> str:
+    from raafl.compare.tables import cells, sentences, text
+
+    lines = [text(cells(found)), "", *sentences(found["rows"], comparison.reference, comparison.metric), ""]
+    return "\n".join([*lines, *(f"wrote {path}" for path in paths)])
+
+
+def _verify(folder: Path, share: float, *, as_json: bool) -> str:
+    from raafl.compare.report import load
+    from raafl.compare.verify import chosen, verify
+
+    verdicts = []
+    for run in chosen(load(folder), share):
+        verdicts.append(verify(run, folder))
+        last = verdicts[-1]
+        outcome = "equal, to the last bit" if last["equal"] else f"NOT equal: {last['why']}"
+        print(f"{last['row']}, seed {last['seed']}: {outcome}", file=sys.stderr, flush=True)
+    differing = [one for one in verdicts if not one["equal"]]
+    if differing:
+        raise RunFailed(f"{len(differing)} of {len(verdicts)} replays are not equal to what the result says")
+    if as_json:
+        return json.dumps({"replayed": len(verdicts), "equal": True})
+    return f"{len(verdicts)} runs replayed, each equal to what the result says, to the last bit"

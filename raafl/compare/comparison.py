@@ -1,0 +1,254 @@
+"""Read a comparison file: a base config, rows of options, seeds, and the search that each row gets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raafl.errors import BadInput, at_least, nearest
+
+Options = tuple[str, ...]
+"""Options of `raafl simulate`, as words of a command line."""
+
+_HOLDOUT = 0.1
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Successive halving: trials run for a part of the budget, and the better of them go on.
+
+    Attributes:
+        rungs: how often trials are compared, the last time included; each rung has twice the budget of the one before.
+        keep: share of the trials that goes on to the next rung, above 0 and below 1; at least one does.
+    """
+
+    rungs: int = 3
+    keep: float = 0.5
+
+    def __post_init__(self) -> None:
+        at_least("search.halving.rungs", self.rungs, 2)
+        if not 0 < self.keep < 1:
+            raise BadInput(f"search.halving.keep is {self.keep}: give a share above 0 and below 1, such as 0.5")
+
+
+@dataclass(frozen=True)
+class Search:
+    """Equal trials for every row: the same number of settings, on seeds and data apart from those that are reported.
+
+    Attributes:
+        grid: values of each option that is tried, by option; a row may have a grid of its own in `rows`.
+        seeds: of the trials; none of them is a seed of the comparison.
+        rows: grids of single rows, by label, instead of `grid`.
+        trials: how many settings of its grid a row tries, drawn without repetition; None = all, and then all grids have
+            the same size.
+        options: further options of trials alone, such as a smaller budget.
+        validation_share: share of the training set that trials are scored on; no client trains on it. The test set is
+            not looked at.
+        halving: early end of hopeless trials; None = each trial runs to its end.
+    """
+
+    grid: Mapping[str, Sequence[Any]]
+    seeds: tuple[int, ...]
+    rows: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+    trials: int | None = None
+    options: Options = ()
+    validation_share: float = _HOLDOUT
+    halving: Halving | None = None
+
+    def settings(self, label: str) -> list[Options]:
+        """Return the settings that a row tries, as options, in the order of its grid."""
+        grid = self.rows.get(label, self.grid)
+        settings = [
+            tuple(word for option, value in zip(grid, values, strict=True) for word in (option, str(value)))
+            for values in itertools.product(*grid.values())
+        ]
+        if self.trials is None:
+            return settings
+        chosen = random.Random(f"raafl compare {label}").sample(range(len(settings)), self.trials)
+        return [settings[i] for i in sorted(chosen)]
+
+    def check(self, labels: Sequence[str], seeds: Sequence[int]) -> None:
+        """Raise `BadInput` where rows would not be searched alike, or trials would see what is reported."""
+        for label in self.rows:
+            if label not in labels:
+                raise BadInput(f"search.rows has '{label}', which is no row: {nearest(label, labels)}")
+        if not self.seeds:
+            raise BadInput("search.seeds is empty: give at least one seed that is not among the comparison's")
+        if shared := sorted(set(self.seeds) & set(seeds)):
+            raise BadInput(
+                f"search.seeds has {shared[0]}, which is a seed of the comparison too: search on other seeds"
+            )
+        if not 0 < self.validation_share < 1:
+            raise BadInput(
+                f"search.validation_share is {self.validation_share}: give a share of the training set, such as 0.1"
+            )
+        sizes = {label: _size(label, self.rows.get(label, self.grid)) for label in labels}
+        if self.trials is None and len(set(sizes.values())) > 1:
+            few, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+            raise BadInput(
+                f"search gives row '{few}' {sizes[few]} trials and row '{most}' {sizes[most]}: give all the same number, "
+                "or set search.trials"
+            )
+        if self.trials is not None:
+            at_least("search.trials", self.trials, 1)
+            for label, size in sizes.items():
+                if size < self.trials:
+                    raise BadInput(f"search.trials is {self.trials}, but row '{label}' has {size} settings: lower it")
+
+
+def _size(label: str, grid: Mapping[str, Sequence[Any]]) -> int:
+    size = 1
+    for option, values in grid.items():
+        if not str(option).startswith("--") or not isinstance(values, list) or not values:
+            raise BadInput(f"search of row '{label}' has {option!s:.60}: {values!s:.60}: give --OPTION: [VALUE, ...]")
+        size *= len(values)
+    return size
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison file, checked.
+
+    Attributes:
+        name: for its folder; the file's unless given.
+        config: the base config: a path, or the name of one that comes with raafl.
+        rows: options of each row, by label, in the order of the table.
+        seeds: of the runs that are reported.
+        options: options of all runs.
+        search: what is searched for each row; None = nothing.
+        metric: the metric that rows are ranked by.
+        maximize: whether more of it is better.
+        targets: values of the metric, to each of which the time is measured.
+        smooth: evaluations in a row whose mean is a point of the curve that targets are measured on.
+        baseline: label of the row that the others are compared with, seed by seed; None = the first.
+        about: what a reader should know; the page begins with it.
+        published: values from a paper, by label, shown beside ours.
+    """
+
+    name: str
+    config: str
+    rows: Mapping[str, Options]
+    seeds: tuple[int, ...]
+    options: Options = ()
+    search: Search | None = None
+    metric: str = "accuracy"
+    maximize: bool = True
+    targets: tuple[float, ...] = ()
+    smooth: int = 1
+    baseline: str | None = None
+    about: str = ""
+    published: Mapping[str, float | str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        at_least("smooth", self.smooth, 1)
+        if not self.rows:
+            raise BadInput("rows is empty: give at least one row, LABEL: OPTIONS")
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise BadInput(f"seeds is {list(self.seeds)}: give at least one seed, each once")
+        for name, label in [("baseline", self.baseline), *(("published", label) for label in self.published)]:
+            if label is not None and label not in self.rows:
+                raise BadInput(f"{name} is '{label}', which is no row: {nearest(label, self.rows)}")
+        if self.search is not None:
+            self.search.check(list(self.rows), self.seeds)
+
+    @property
+    def reference(self) -> str:
+        """Label of the row that the others are compared with."""
+        return self.baseline if self.baseline is not None else next(iter(self.rows))
+
+
+def read(path: Path) -> Comparison:
+    """Read a comparison file.
+
+    Raises:
+        BadInput: the file is missing or not YAML, or a field is unknown, missing or out of range; names it.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"comparison '{path}' cannot be read: {error.strerror}: name a YAML file") from None
+    except yaml.YAMLError as error:
+        raise BadInput(f"comparison '{path}' is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise BadInput(f"comparison '{path}' is not a mapping: give config, rows and seeds")
+    _known(raw, Comparison, "")
+    for name in ("config", "rows", "seeds"):
+        if name not in raw:
+            raise BadInput(f"{name} is missing in '{path}': a comparison needs config, rows and seeds")
+    rows = _mapping("rows", raw["rows"])
+    given = {
+        **raw,
+        "name": str(raw.get("name", path.stem)),
+        "rows": {str(label): words(f"rows.{label}", text) for label, text in rows.items()},
+        "seeds": _seeds("seeds", raw["seeds"]),
+        "options": words("options", raw.get("options")),
+        "targets": tuple(_numbers("targets", raw.get("targets", []))),
+        "search": _search(raw["search"]) if raw.get("search") else None,
+        "published": _mapping("published", raw.get("published", {})),
+    }
+    return Comparison(**given)
+
+
+def words(name: str, text: object) -> Options:
+    """Split options as a shell would; raises `BadInput` where the field ``name`` is not text, or a quote is open."""
+    if text is None:
+        return ()
+    if isinstance(text, list) and all(isinstance(word, str | int | float) for word in text):
+        return tuple(map(str, text))
+    if not isinstance(text, str):
+        raise BadInput(f"{name} is {text!s:.80}: give options as one text, such as '--model.lr 0.1'")
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise BadInput(f"{name} is {text!r:.80}: {error}") from None
+
+
+def _search(raw: object) -> Search:
+    given = _mapping("search", raw)
+    _known(given, Search, "search.")
+    for name in ("grid", "seeds"):
+        if name not in given:
+            raise BadInput(f"search.{name} is missing: give search.grid (--OPTION: [VALUE, ...]) and search.seeds")
+    halving = given.get("halving")
+    if halving is not None:
+        _known(_mapping("search.halving", halving), Halving, "search.halving.")
+    return Search(**{
+        **given,
+        "grid": _mapping("search.grid", given["grid"]),
+        "seeds": _seeds("search.seeds", given["seeds"]),
+        "rows": {label: _mapping(f"search.rows.{label}", grid) for label, grid in given.get("rows", {}).items()},
+        "options": words("search.options", given.get("options")),
+        "halving": Halving(**halving) if halving is not None else None,
+    })  # fmt: skip
+
+
+def _known(given: Mapping[str, Any], kind: type, prefix: str) -> None:
+    names = [one.name for one in fields(kind)]
+    for name in given:
+        if name not in names:
+            raise BadInput(f"{prefix}{name} is unknown: {nearest(str(name), names)}")
+
+
+def _mapping(name: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BadInput(f"{name} is {value!s:.80}: give a mapping")
+    return value
+
+
+def _seeds(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(seed) is int and seed >= 0 for seed in value):
+        raise BadInput(f"{name} is {value!s:.80}: give a list of whole numbers from 0")
+    return tuple(value)
+
+
+def _numbers(name: str, value: object) -> Iterator[float]:
+    if not isinstance(value, list) or not all(type(number) in (int, float) for number in value):
+        raise BadInput(f"{name} is {value!s:.80}: give a list of numbers")
+    return map(float, value)

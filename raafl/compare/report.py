@@ -1,0 +1,194 @@
+"""Put a comparison's result together and write it down: JSON, CSV, LaTeX, a figure and a page."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import raafl
+from raafl.compare.comparison import Comparison
+from raafl.compare.results import differences, measure, summarize
+from raafl.compare.runs import Outcome, code_digest
+from raafl.compare.search import Trial
+from raafl.compare.tables import as_csv, cells, latex, sentences
+from raafl.errors import BadInput
+from raafl.report.curves import curves
+from raafl.report.figure import Table
+from raafl.report.groups import COLOURS, Group
+from raafl.report.page import escaped, page, table_html
+from raafl.report.static import draw
+from raafl.runfolder.append_file import atomic_file
+from raafl.runfolder.reading import read
+
+_PACKAGES = ("torch", "lightning", "numpy")
+
+
+def result(
+    comparison: Comparison, outcomes: Sequence[Outcome], trials: Mapping[str, Sequence[Trial]], root: Path
+) -> dict[str, Any]:
+    """Return all that a comparison found, as JSON: every seed's values, every trial's scores, commands, versions.
+
+    Args:
+        comparison: the file.
+        outcomes: of the runs that are reported.
+        trials: of the search, by label; empty where nothing was searched.
+        root: the comparison's folder, that run folders are named from.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {label: [] for label in comparison.rows}
+    for outcome in outcomes:
+        runs[outcome.run.label].append(measure(outcome, comparison, root))
+    gaps = differences(runs, comparison.reference)
+    rows = []
+    for label, some in runs.items():
+        row = summarize(label, some, comparison) | {"difference": gaps[label]}
+        if label in comparison.published:
+            row["published"] = comparison.published[label]
+        if label in trials:
+            row["searched"] = _searched(trials[label], comparison.maximize)
+        rows.append(row | {"runs": some})
+    return {
+        "name": comparison.name, "about": comparison.about, "config": comparison.config, "metric": comparison.metric,
+        "options": list(comparison.options), "smooth": comparison.smooth, "reference": comparison.reference,
+        **provenance(), "rows": rows,
+    }  # fmt: skip
+
+
+def _searched(trials: Sequence[Trial], maximize: bool) -> dict[str, Any]:
+    finished = [trial for trial in trials if trial.fraction == max(one.fraction for one in trials)]
+    best = min(finished, key=lambda trial: trial.rank(maximize))
+    listed = [
+        {
+            "settings": list(trial.settings), "scores": {str(seed): score for seed, score in trial.scores.items()},
+            **({"cut_after": trial.fraction} if trial.fraction < best.fraction else {}),
+        }
+        for trial in trials
+    ]  # fmt: skip
+    return {"settings": list(best.settings), "trials": listed}
+
+
+def provenance() -> dict[str, Any]:
+    """Return when, where and with what a result was made."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "code_digest": code_digest(),
+        "hardware": {"processor": _processor(), "system": platform.system(), "machine": platform.machine()},
+        "versions": {"python": platform.python_version(), "raafl": raafl.__version__}
+        | {name: metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that raafl is imported from, with `+` where files differ; None outside of one."""
+    git = ["git", "-C", str(Path(raafl.__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+" if changed.strip() else "")
+
+
+def write(found: Mapping[str, Any], folder: Path, *, draws: bool = True) -> list[Path]:
+    """Write result.json, table.csv, table.tex, curves.svg and index.html; return their paths.
+
+    Args:
+        found: as `result` makes it.
+        folder: the comparison's.
+        draws: whether to write the figure and the page, which need plotly and matplotlib.
+    """
+    table = cells(found)
+    files = {
+        "result.json": (json.dumps(found, indent=1) + "\n").encode(),
+        "table.csv": as_csv(table).encode(),
+        "table.tex": latex(table).encode(),
+    }
+    if draws:
+        groups = _groups(found, folder)
+        if groups:
+            files["curves.svg"] = draw(groups, ".svg")
+            files["index.html"] = _page(found, table, groups).encode()
+    for name, data in files.items():
+        with atomic_file(folder / name) as file:
+            file.write(data)
+    return [folder / name for name in files]
+
+
+def _groups(found: Mapping[str, Any], folder: Path) -> list[Group]:
+    groups = []
+    for place, row in enumerate(found["rows"]):
+        folders = [folder / run["folder"] for run in row["runs"] if "error" not in run]
+        if folders:
+            groups.append(Group(row["row"], COLOURS[place % len(COLOURS)], tuple(map(read, folders)), {}))
+    return groups
+
+
+def _page(found: Mapping[str, Any], table: Sequence[Sequence[str]], groups: Sequence[Group]) -> str:
+    colours = {group.label: group.colour for group in groups}
+    about = "".join(f"<p>{escaped(line)}</p>" for line in found["about"].split("\n\n") if line.strip())
+    shown = "".join(
+        f"<li>{escaped(line)}</li>" for line in sentences(found["rows"], found["reference"], found["metric"])
+    )
+    note = (
+        "Mean ± half of the 95 % interval over seeds (Student's t). Differences are paired by seed; where the interval has 0, "
+        "no difference is shown. Times to a target are medians over all seeds; a seed that never got there counts as later."
+    )
+    top = (
+        f'<section id="overview">{about}{table_html(Table(table[0], table[1:], note), colours)}'
+        f'<div class="notes"><ul>{shown}</ul></div></section>'
+    )
+    searched = _search_tables(found)
+    commands = "".join(f"<pre>{escaped(run['command'])}</pre>" for row in found["rows"] for run in row["runs"][:1])
+    bottom = f'{searched}<section id="commands"><h2>Commands</h2>{commands}</section>'
+    title = f"{found['name']}: {len(found['rows'])} rows"
+    subtitle = f"raafl compare, {found['date'][:10]}, {found['hardware']['processor']}, commit {found['commit']}"
+    return page(title, subtitle, top, [curves(groups)], bottom, {"commands": "Commands"})
+
+
+def _search_tables(found: Mapping[str, Any]) -> str:
+    rows = [
+        [row["row"], " ".join(trial["settings"]), *(f"{score:.4g}" for score in trial["scores"].values())]
+        for row in found["rows"] if row.get("searched") for trial in row["searched"]["trials"]
+    ]  # fmt: skip
+    if not rows:
+        return ""
+    width = max(map(len, rows))
+    rows = [[*row, *[""] * (width - len(row))] for row in rows]
+    head = ["row", "settings", *(f"seed {i}" for i in range(1, width - 1))]
+    note = "Each row had the same number of trials, scored on training data that no client had, on seeds not reported."
+    return f'<section id="search"><h2>Search</h2>{table_html(Table(head, rows, note))}</section>'
+
+
+def check_drawing() -> None:
+    """Raise `BadInput` unless what draws the page and the figure is installed."""
+    from raafl.report.page import plotly_js
+    from raafl.report.static import check_figure
+
+    plotly_js()
+    check_figure(Path("curves.svg"))
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Read the result of a comparison; raises `BadInput` where there is none."""
+    path = folder / "result.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"'{path}' is no result of raafl compare ({error}): run the comparison first") from None
+    return found

@@ -1,0 +1,136 @@
+"""Measure the runs of a comparison, and say of each row what its seeds show."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raafl.compare.comparison import Comparison
+from raafl.compare.runs import Outcome
+from raafl.compare.statistics import Interval, censored_median, gini, interval, paired, smoothed, time_to
+from raafl.runfolder.schema import CLIENTS, JOURNAL, METRICS, TESTED, Summary
+
+COLUMNS = (
+    "final", "best", "time_s", "megabytes", "updates", "versions", "utilisation", "participation", "participation_gini",
+    "worst_client", "peak_memory_mb", "wall_s",
+)  # fmt: skip
+"""What is measured of a run, beside the metrics of its model."""
+
+
+def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:
+    """Return time in seconds and value of each evaluation in a run's metrics.csv; empty where there is none."""
+    try:
+        with (folder / METRICS).open(newline="") as file:
+            return [(float(row["time_s"]), float(row[metric])) for row in csv.DictReader(file) if row.get(metric)]
+    except OSError:
+        return []
+
+
+def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, Any]:
+    """Return what is known of one run, as JSON; of a failed one its error."""
+    run, summary = outcome.run, outcome.summary
+    known: dict[str, Any] = {
+        "seed": run.seed, "command": run.command, "folder": outcome.folder.relative_to(root).as_posix(),
+        "config_digest": run.digest, "code_digest": outcome.code,
+    }  # fmt: skip
+    if summary is None:
+        return {**known, "error": outcome.error}
+    curve = curve_of(outcome.folder, comparison.metric)
+    values = [value for _, value in curve if math.isfinite(value)]
+    smooth = smoothed(curve, comparison.smooth)
+    known |= {
+        "finished": summary["finished"],
+        "model_digest": summary["model_digest"],
+        "journal_digest": hashlib.sha256((outcome.folder / JOURNAL).read_bytes()).hexdigest(),
+        "metrics": {name: value for name, value in summary["final"].items() if math.isfinite(value)},
+        "final": smooth[-1][1] if smooth else None,
+        "best": (max if comparison.maximize else min)(values) if values else None,
+        "time_to": {f"{target:g}": time_to(smooth, target, comparison.maximize) for target in comparison.targets},
+        "curve": [[round(time_s, 6), value] for time_s, value in curve],
+    }
+    return known | _costs(summary, outcome.folder, comparison.metric)
+
+
+def _costs(summary: Summary, folder: Path, metric: str) -> dict[str, Any]:
+    merged = list(summary["participation"].values())
+    peak = summary.get("peak_memory") or {}
+    peak_bytes = peak.get("measured_bytes") or peak.get("predicted_bytes")
+    return {
+        "time_s": summary["time_s"],
+        "wall_s": summary["wall_s"],
+        "megabytes": (summary["bytes_up"] + summary["bytes_down"]) / 1e6,
+        "updates": summary["updates_merged"],
+        "versions": summary["versions"],
+        "utilisation": summary["utilisation"],
+        "participation": statistics.fmean(merged) / max(summary["versions"], 1) if merged else None,
+        "participation_gini": gini(merged),
+        "worst_client": _worst_client(folder, metric),
+        "peak_memory_mb": None if not peak_bytes else peak_bytes / 1e6,
+    }
+
+
+def _worst_client(folder: Path, metric: str) -> float | None:
+    """Return the least of the clients' own last measurements; None where clients measure nothing."""
+    last: dict[str, float] = {}
+    with (folder / CLIENTS).open(newline="") as file:
+        for row in csv.DictReader(file):
+            if value := row.get(TESTED + metric):
+                last[row["client"]] = float(value)
+    return min(last.values()) if last else None
+
+
+def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> dict[str, Any]:
+    """Return a row: of each figure its mean with interval over the seeds that have it, of each target when it is reached.
+
+    Args:
+        label: of the row.
+        runs: as `measure` gives them.
+        comparison: for targets.
+    """
+    done = [run for run in runs if "error" not in run]
+    figures = {name: _plain(interval(_values(done, name))) for name in COLUMNS}
+    metrics = sorted({name for run in done for name in run["metrics"]})
+    return {
+        "row": label,
+        "seeds": [run["seed"] for run in done],
+        "failed": len(runs) - len(done),
+        **{name: figure for name, figure in figures.items() if figure is not None},
+        "metrics": {name: _plain(interval(_values([run["metrics"] for run in done], name))) for name in metrics},
+        "time_to": {f"{target:g}": reached([run["time_to"][f"{target:g}"] for run in done]) for target in comparison.targets},
+    }  # fmt: skip
+
+
+def reached(times_s: Sequence[float | None]) -> dict[str, Any]:
+    """Return the median time to a target over the seeds, those that never got there counted as later, and how many did."""
+    return {
+        "median_s": censored_median(times_s),
+        "reached": sum(one is not None for one in times_s),
+        "seeds": len(times_s),
+    }
+
+
+def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
+    """Return each row's final value minus the reference's, over the seeds that both have, by label."""
+    finals = {
+        label: {run["seed"]: run["final"] for run in runs if run.get("final") is not None}
+        for label, runs in rows.items()
+    }
+    return {
+        label: _plain(paired(values, finals[reference])) if label != reference else None
+        for label, values in finals.items()
+    }
+
+
+def _values(items: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [float(item[name]) for item in items if item.get(name) is not None]
+
+
+def _plain(value: Interval | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    return {"mean": value.mean, "half": value.half, "num": value.num, "excludes_0": value.excludes_0}

@@ -1,0 +1,295 @@
+"""Run the runs of a comparison in processes of their own; take those that have ended, and go on with those cut off."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing as mp
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import raafl
+from raafl.compare.comparison import Options
+from raafl.config.bundled import with_paths
+from raafl.errors import BadInput
+from raafl.runfolder.append_file import atomic_file
+from raafl.runfolder.checkpoints import newest
+from raafl.runfolder.events import read_summary
+from raafl.runfolder.schema import Summary
+from raafl.runtime.lifecycle.signals import Interrupt
+
+_NOT_THE_EXPERIMENT = (
+    "name", "output", "resume", "progress", "logger", "workers", "batch_clients", "checkpoint_every", "checkpoint_s",
+    "keep_checkpoints",
+)  # fmt: skip
+_LOOK_S = 0.5
+_PRELOADED = ("raafl.config.parse", "raafl.runtime.run", "raafl.algorithms", "raafl.data", "model_zoo")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a comparison.
+
+    Attributes:
+        label: of its row.
+        config: the base config.
+        options: of `raafl simulate`, without config and seed.
+        seed: of the run.
+        digest: of the config that these resolve to, without what changes no bit of the result.
+        limits: `max_updates` and `max_time` in seconds that it ends by; None = no such limit.
+    """
+
+    label: str
+    config: str
+    options: Options
+    seed: int
+    digest: str
+    limits: tuple[int | None, float | None]
+
+    @property
+    def argv(self) -> list[str]:
+        """The options of `raafl simulate` that make this run."""
+        return ["--config", self.config, *self.options, "--seed", str(self.seed)]
+
+    @property
+    def command(self) -> str:
+        """The command line that makes this run."""
+        return "raafl simulate " + shlex.join(self.argv)
+
+    def folder(self, root: Path, code: str) -> Path:
+        """Return the folder of this run as the code of digest ``code`` makes it."""
+        slug = re.sub(r"\W+", "-", self.label.lower()).strip("-")[:40]
+        return root / f"{slug}-seed-{self.seed}-{self.digest[:10]}-{code[:8]}"
+
+    def partial(self, fraction: float) -> list[str]:
+        """Return the limits of a part of this run, as options."""
+        updates, time_s = self.limits
+        options = [] if updates is None else ["--max_updates", str(max(1, round(updates * fraction)))]
+        return options if time_s is None else [*options, "--max_time", repr(time_s * fraction)]
+
+
+def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> list[Run]:
+    """Parse a row's options and return its run for each seed.
+
+    Raises:
+        BadInput: an option is wrong; names the row.
+    """
+    from raafl.config.experiment import seconds
+    from raafl.config.parse import parse
+
+    try:
+        argv = [*with_paths(["--config", config]), *options, "--seed", str(seeds[0]), "--progress", "quiet"]
+        parsed = parse("simulate", argv)
+        parsed.experiment.check()
+    except BadInput as error:
+        raise BadInput(f"row '{label}': {error}") from None
+    fields = yaml.safe_load(parsed.config_yaml)
+    experiment = {name: value for name, value in fields.items() if name not in _NOT_THE_EXPERIMENT}
+    limits = (parsed.experiment.max_updates, seconds("max_time", parsed.experiment.max_time))
+    return [
+        Run(label, config, options, seed, _digest({**experiment, "seed": seed}), limits) for seed in seeds
+    ]  # fmt: skip
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the sources of raafl and, where it is there, of the model zoo."""
+    package = Path(raafl.__file__).parent
+    digest = hashlib.sha256()
+    for folder in (package, package.parent / "model_zoo"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder.parent).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Attributes:
+        run: the run.
+        folder: of the run.
+        summary: None where it failed.
+        code: digest of the code that made it.
+        error: last line that a failed run printed.
+    """
+
+    run: Run
+    folder: Path
+    summary: Summary | None
+    code: str
+    error: str = ""
+
+
+class Runner:
+    """Processes that run what is asked of them, a number at a time.
+
+    Args:
+        root: folder of the run folders.
+        jobs: processes at a time.
+        any_code: take finished runs of other versions of the code too.
+        tell: is called with a line for each run that begins or ends, and with an empty one from time to time.
+
+    Attributes:
+        seconds: wall time of each run that ended here.
+    """
+
+    def __init__(self, root: Path, jobs: int, any_code: bool, tell: Callable[[str], None]) -> None:
+        self._root, self._jobs, self._any_code, self._tell = root, jobs, any_code, tell
+        self.seconds: list[float] = []
+        self.waiting = 0
+        root.mkdir(parents=True, exist_ok=True)
+
+    def find(self, run: Run, fraction: float = 1.0) -> Outcome | None:
+        """Return the outcome of a run that has ended in its folder; None where there is none.
+
+        Args:
+            run: what is looked for.
+            fraction: the part of its limits that must be done.
+        """
+        names = [run.folder(self._root, code_digest())]
+        if self._any_code:
+            pattern = re.sub(r"[0-9a-f]{8}$", "*", names[0].name)
+            names += sorted(path for path in self._root.glob(pattern) if path.is_dir() and path != names[0])
+        for folder in names:
+            note, summary = _note(folder), read_summary(folder)
+            ended = summary is not None and summary.get("finished") != "interrupted" and "model_digest" in summary
+            if ended and note.get("digest") == run.digest and note.get("fraction", 1.0) >= fraction:
+                return Outcome(run, folder, summary, str(note.get("code", "")))
+        return None
+
+    def run_all(self, runs: Sequence[Run], fraction: float = 1.0) -> list[Outcome]:
+        """Run what has not ended yet, and return an outcome for each run, in order.
+
+        Args:
+            runs: what to run.
+            fraction: the part of their limits after which they end.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C or SIGTERM; runs under way were asked to end, and can be gone on with.
+        """
+        found = {run: self.find(run, fraction) for run in runs}
+        queue = [run for run in dict.fromkeys(runs) if found[run] is None]
+        self.waiting = len(queue)
+        active: dict[BaseProcess, tuple[Run, float]] = {}
+        with Interrupt() as interrupt:
+            while (queue or active) and not interrupt.asked:
+                while queue and len(active) < self._jobs:
+                    run = queue.pop(0)
+                    active[self._start(run, fraction)] = run, time.monotonic()
+                self._tell("")
+                for process in self._ended(active):
+                    run, began = active.pop(process)
+                    self.seconds.append(time.monotonic() - began)
+                    self.waiting = len(queue) + len(active)
+                    found[run] = self._outcome(run, fraction, process)
+            if interrupt.asked:
+                self._end(active)
+                raise KeyboardInterrupt
+        return [outcome for run in runs if (outcome := found[run]) is not None]
+
+    def _start(self, run: Run, fraction: float) -> BaseProcess:
+        folder = run.folder(self._root, code_digest())
+        argv = [*run.argv, "--output", str(folder)]
+        if newest(folder) is not None:
+            argv = ["--resume", str(folder)]
+        elif folder.exists():
+            shutil.rmtree(folder)  # cut off before its first checkpoint
+        if fraction < 1 or argv[0] == "--resume":
+            argv += run.partial(fraction)
+        note = {
+            "label": run.label, "command": run.command, "digest": run.digest, "seed": run.seed, "code": code_digest(),
+            "fraction": fraction,
+        }  # fmt: skip
+        with atomic_file(_note_path(folder)) as file:
+            file.write(json.dumps(note, indent=1).encode())
+        return start(["simulate", *argv, "--progress", "quiet"], folder.with_suffix(".log"))
+
+    def _ended(self, active: dict[BaseProcess, Any]) -> Iterator[BaseProcess]:
+        sentinels = {process.sentinel: process for process in active}
+        for sentinel in wait(list(sentinels), timeout=_LOOK_S):
+            process = sentinels[sentinel]  # type: ignore[index]  # a sentinel is the int that was given
+            process.join()
+            yield process
+
+    def _outcome(self, run: Run, fraction: float, process: BaseProcess) -> Outcome:
+        outcome = self.find(run, fraction)
+        if outcome is None:
+            folder = run.folder(self._root, code_digest())
+            lines = _last_lines(folder.with_suffix(".log"))
+            outcome = Outcome(run, folder, None, code_digest(), lines[-1] if lines else f"exit code {process.exitcode}")
+        self._tell(f"{run.label}, seed {run.seed}: {_sentence(outcome)}")
+        return outcome
+
+    def _end(self, active: dict[BaseProcess, tuple[Run, float]]) -> None:
+        """Ask the runs under way to end, which they do between two events, with a checkpoint."""
+        self._tell("interrupted: waiting for the runs under way to save their state")
+        for process in active:
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGINT)
+        for process in active:
+            process.join()
+
+
+def start(argv: Sequence[str], log: Path) -> BaseProcess:
+    """Start a raafl command in a process of its own, forked from one that has torch imported; it prints into ``log``."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    process = context.Process(target=_command, args=(list(argv), str(log)))
+    process.start()
+    return process
+
+
+def _command(argv: list[str], log: str) -> None:
+    os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on once
+    with open(log, "ab", buffering=0) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    from raafl.commands.cli import main
+
+    sys.exit(main(argv))
+
+
+def _note_path(folder: Path) -> Path:
+    return folder.with_suffix(".json")
+
+
+def _note(folder: Path) -> dict[str, Any]:
+    try:
+        note = json.loads(_note_path(folder).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _sentence(outcome: Outcome) -> str:
+    if outcome.summary is None:
+        return f"failed: {outcome.error}"
+    final = "  ".join(f"{name} {value:.4g}" for name, value in outcome.summary["final"].items())
+    return f"{final}  in {outcome.summary['wall_s']:.0f} s"

@@ -1,0 +1,94 @@
+"""Find each row's settings: equal trials, scored on held-out training data and on seeds that are not reported."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raafl.compare.comparison import Comparison, Halving, Options, Search
+from raafl.compare.results import curve_of
+from raafl.compare.runs import Outcome, Run, Runner, resolve
+from raafl.compare.statistics import smoothed
+
+
+@dataclass
+class Trial:
+    """One setting that a row was tried with.
+
+    Attributes:
+        settings: as options.
+        runs: one for each seed of the search.
+        scores: the metric at the end of what was run, by seed; a run that failed has none.
+        fraction: the part of the budget that was run; below 1 where the trial was cut.
+    """
+
+    settings: Options
+    runs: list[Run]
+    scores: dict[int, float] = field(default_factory=dict)
+    fraction: float = 0.0
+
+    def rank(self, maximize: bool) -> float:
+        """Return what trials are ordered by, better ones first; a trial with a failed run comes last."""
+        if len(self.scores) < len(self.runs) or not all(map(math.isfinite, self.scores.values())):
+            return math.inf
+        return -statistics.fmean(self.scores.values()) if maximize else statistics.fmean(self.scores.values())
+
+
+def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
+    """Return the trials of each row, by label; raises `BadInput` where an option is wrong."""
+    extra = (*search.options, "--partition.validation_share", str(search.validation_share))
+    return {
+        label: [
+            Trial(settings, resolve(comparison.config, f"{label} (search)", (
+                *comparison.options, *options, *extra, *settings), search.seeds))
+            for settings in search.settings(label)
+        ]
+        for label, options in comparison.rows.items()
+    }  # fmt: skip
+
+
+def run_trials(
+    trials: Mapping[str, Sequence[Trial]], comparison: Comparison, search: Search, runner: Runner
+) -> dict[str, Options]:
+    """Run the trials of all rows and return the best settings of each.
+
+    Args:
+        trials: by label; their scores are filled in.
+        comparison: for the metric, and how it is smoothed.
+        search: for halving.
+        runner: runs them.
+    """
+    going = {label: list(some) for label, some in trials.items()}
+    fractions = rungs(search.halving)
+    for fraction in fractions:
+        asked = [run for some in going.values() for trial in some for run in trial.runs]
+        outcomes = {outcome.run: outcome for outcome in runner.run_all(asked, fraction)}
+        for some in going.values():
+            for trial in some:
+                trial.fraction = fraction
+                trial.scores = _scores(trial, outcomes, comparison)
+        for label, some in going.items():
+            some.sort(key=lambda trial: trial.rank(comparison.maximize))  # stable: of equal ones, the first in the grid
+            if fraction < 1 and search.halving is not None:
+                going[label] = some[: max(1, math.ceil(len(some) * search.halving.keep))]
+    return {label: some[0].settings for label, some in going.items()}
+
+
+def rungs(halving: Halving | None) -> list[float]:
+    """Return the parts of the budget after which trials are compared."""
+    num = 1 if halving is None else halving.rungs
+    return [2.0 ** (rung - num + 1) for rung in range(num)]
+
+
+def _scores(trial: Trial, outcomes: Mapping[Run, Outcome], comparison: Comparison) -> dict[int, float]:
+    scores = {}
+    for run in trial.runs:
+        outcome = outcomes.get(run)
+        if outcome is not None and outcome.summary is not None:
+            curve = smoothed(curve_of(Path(outcome.folder), comparison.metric), comparison.smooth)
+            if curve:
+                scores[run.seed] = curve[-1][1]
+    return scores

@@ -1,0 +1,78 @@
+"""Compute what several seeds show: means with intervals, paired differences, smoothed times to a target."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Curve = Sequence[tuple[float, float]]
+"""Time in seconds and value of each evaluation, in order."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over seeds with its 95 % interval.
+
+    Attributes:
+        mean: of the values.
+        half: half the width of Student's t interval; None for a single value, which has no interval.
+        num: number of values.
+    """
+
+    mean: float
+    half: float | None
+    num: int
+
+    @property
+    def excludes_0(self) -> bool:
+        """Whether all values of the interval have one sign; never for a single value."""
+        return self.half is not None and abs(self.mean) > self.half
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """Return mean and 95 % interval (Student's t, `n - 1` degrees of freedom); None where there are no values."""
+    if not values:
+        return None
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Interval(mean, None, 1)
+    from scipy.stats import t
+
+    half = float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    return Interval(mean, half, len(values))
+
+
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval | None:
+    """Return the mean of ours minus theirs over the seeds that both have, with its interval; None where they share none."""
+    return interval([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
+
+
+def smoothed(curve: Curve, num: int) -> list[tuple[float, float]]:
+    """Return the mean of each ``num`` evaluations in a row, at the time of the last; of all where there are fewer."""
+    num = min(num, len(curve))
+    windows = (curve[end - num : end] for end in range(num, len(curve) + 1)) if num else ()
+    return [(window[-1][0], statistics.fmean(value for _, value in window)) for window in windows]
+
+
+def time_to(curve: Curve, target: float, maximize: bool = True) -> float | None:
+    """Return when a curve first reaches a target, in seconds; None where it never does."""
+    return next((time_s for time_s, value in curve if (value >= target if maximize else value <= target)), None)
+
+
+def censored_median(times_s: Sequence[float | None]) -> float | None:
+    """Return the median time where None, a run that never got there, counts as later than any; None where that is the median."""
+    if not times_s:
+        return None
+    median = statistics.median_high(sorted(math.inf if one is None else one for one in times_s))
+    return None if math.isinf(median) else median
+
+
+def gini(counts: Sequence[float]) -> float:
+    """Return the Gini coefficient: 0 where all have the same, (n - 1) / n where one has all; 0 where there is nothing."""
+    ordered, total = sorted(counts), sum(counts)
+    if not total:
+        return 0.0
+    weighted = sum(rank * count for rank, count in enumerate(ordered, 1))
+    return 2 * weighted / (len(ordered) * total) - (len(ordered) + 1) / len(ordered)

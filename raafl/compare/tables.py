@@ -1,0 +1,125 @@
+"""Write a comparison's rows as a table: for a terminal, as CSV, as LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Cells = list[list[str]]
+
+_FIGURES = (
+    ("best", "best"), ("megabytes", "MB"), ("updates", "updates"), ("utilisation", "utilisation"),
+    ("participation", "participation"), ("participation_gini", "Gini"), ("worst_client", "worst client"),
+    ("peak_memory_mb", "peak MB"),
+)  # fmt: skip
+
+
+def cells(result: Mapping[str, Any]) -> Cells:
+    """Return the table of a comparison as text, the head first: mean ± half of the 95 % interval over seeds.
+
+    Args:
+        result: as `raafl.compare.report.result` makes it.
+    """
+    rows, metric, reference = result["rows"], result["metric"], result["reference"]
+    targets = list(rows[0]["time_to"]) if rows else []
+    published = any("published" in row for row in rows)
+    searched = any(row.get("searched") for row in rows)
+    figures = [(name, title) for name, title in _FIGURES if any(name in row for row in rows)]
+    head = ["row", *(["settings"] if searched else []), *(["published"] if published else []), metric]
+    head += [f"minus {reference}", *(f"s to {target}" for target in targets), *(title for _, title in figures), "seeds"]
+    table = [head]
+    for row in rows:
+        line = [row["row"]]
+        line += [" ".join((row.get("searched") or {}).get("settings", []))] if searched else []
+        line += [str(row.get("published", ""))] if published else []
+        line += [with_interval(row.get("final")), difference(row.get("difference"))]
+        line += [time_cell(row["time_to"][target]) for target in targets]
+        line += [short(row[name]["mean"]) if name in row else "" for name, _ in figures]
+        table.append([*line, str(len(row["seeds"])) + (f" ({row['failed']} failed)" if row["failed"] else "")])
+    return table
+
+
+def with_interval(figure: Mapping[str, Any] | None) -> str:
+    """Return a mean with half its interval: `0.912 ± 0.004`; the mean alone of a single seed."""
+    if figure is None:
+        return "-"
+    return short(figure["mean"]) if figure["half"] is None else f"{short(figure['mean'])} ± {short(figure['half'])}"
+
+
+def difference(figure: Mapping[str, Any] | None) -> str:
+    """Return a paired difference; one whose interval has 0 in it is said to show nothing."""
+    if figure is None:
+        return ""
+    sign = "+" if figure["mean"] >= 0 else "-"
+    size = short(abs(figure["mean"]))
+    if figure["half"] is None:
+        return f"{sign}{size} (one seed)"
+    return f"{sign}{size} ± {short(figure['half'])}" + ("" if figure["excludes_0"] else " (not shown)")
+
+
+def time_cell(cell: Mapping[str, Any]) -> str:
+    """Return a median time to a target and how many seeds got there: `12.5 (4/5)`, `never (1/5)` where most did not."""
+    time_s = "never" if cell["median_s"] is None else short(cell["median_s"])
+    return f"{time_s} ({cell['reached']}/{cell['seeds']})"
+
+
+def short(value: float) -> str:
+    """Return a number to four significant digits, large ones whole."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def text(table: Cells) -> str:
+    """Return a table in aligned columns."""
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def as_csv(table: Cells) -> str:
+    """Return a table as CSV."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows(table)
+    return file.getvalue()
+
+
+def latex(table: Cells) -> str:
+    r"""Return a table as LaTeX, a `tabular` with booktabs' rules."""
+    lines = [" & ".join(map(_escaped, line)) + r" \\" for line in table]
+    columns = "l" + "r" * (len(table[0]) - 1)
+    return "\n".join([
+        rf"\begin{{tabular}}{{{columns}}}", r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule",
+        r"\end{tabular}", "",
+    ])  # fmt: skip
+
+
+_SPECIAL = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$",
+}  # fmt: skip
+
+
+def _escaped(cell: str) -> str:
+    return "".join(_SPECIAL.get(character, character) for character in cell)
+
+
+def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) -> list[str]:
+    """Return what the paired intervals show of each row beside the reference, as a sentence a row."""
+    found = []
+    for row in rows:
+        gap = row.get("difference")
+        if gap is None:
+            continue
+        if gap["half"] is None:
+            found.append(f"{row['row']}: one seed in common with {reference}, which shows nothing.")
+        elif gap["excludes_0"]:
+            found.append(
+                f"{row['row']}: {metric} differs from {reference} by {difference(gap)} (95 %, {gap['num']} seeds)."
+            )
+        else:
+            found.append(
+                f"{row['row']}: no difference from {reference} is shown ({difference(gap).removesuffix(' (not shown)')}, "
+                f"95 %, {gap['num']} seeds)."
+            )
+    return found

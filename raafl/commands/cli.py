@@ -233,7 +233,7 @@ def _replay(argv: list[str]) -> int:
     """Replay a run folder; exit code 0 when the same model came out, 1 when not."""
     from argparse import ArgumentParser
 
-    from raafl.commands.replay import replay
+    from raafl.commands.replay import client_file, replay
 
     parser = ArgumentParser(prog="raafl replay", exit_on_error=False, description="Re-execute a recorded run.")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
@@ -252,7 +252,7 @@ def _replay(argv: list[str]) -> int:
     options = options_of(parser, argv, "RUN, --until, --workers, --client_data, --trust_config and --json")
     at_least("workers", options.workers, 1)
     with _json_alone(argv):
-        files = {number: Path(file) for number, file in map(_client_file, options.client_data)}
+        files = {number: Path(file) for number, file in map(client_file, options.client_data)}
         result = replay(
             options.run,
             until=options.until,
@@ -286,19 +286,8 @@ def _compare(argv: list[str]) -> int:
     """Run or verify a comparison."""
     with quick_imports():
         from raafl.commands.compare import compare
-    with _json_alone(argv):
-        text = compare(argv)
-    print(text)
+    print(compare(argv, lambda line: print(line, file=sys.stderr, flush=True)))
     return 0
-
-
-def _client_file(text: str) -> tuple[int, str]:
-    number, sign, file = text.partition("=")
-    if not sign or not number.isdecimal() or not Path(file).is_file():
-        raise BadInput(
-            f"client_data is '{text}': give ID=FILE, a client's number and a YAML file with its data section"
-        )
-    return int(number), file
 
 
 def _replay_lines(result: dict[str, Any]) -> list[str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,12 @@ _TOLD_S = 30.0
 """Seconds between two lines of progress where no run ends."""
 
 
-def compare(argv: Sequence[str]) -> str:
+def compare(argv: Sequence[str], tell: Callable[[str], None]) -> str:
     """Run the comparison that ``argv`` names and return its table, or with `--verify` replay a share of its runs.
+
+    Args:
+        argv: the command's arguments.
+        tell: is called with each line of progress.
 
     Raises:
         BadInput: an option, the file, or a row's options are wrong; nothing has been run then.
@@ -31,21 +34,18 @@ def compare(argv: Sequence[str]) -> str:
     comparison = read(options.file)
     folder: Path = options.output or Path("comparisons") / comparison.name
     if options.verify is not None:
-        return _verify(folder, options.verify, as_json=options.json)
+        return _verify(folder, options.verify, tell, as_json=options.json)
     from raafl.compare import report
     from raafl.compare.runs import Runner, resolve
     from raafl.compare.search import run_trials, trials_of
 
     if not options.no_page:
         report.check_drawing()
-    progress = _Progress()
+    progress = _Progress(tell)
     search = comparison.search
     trials = {} if search is None else trials_of(comparison, search)
     rows = {label: (*comparison.options, *given) for label, given in comparison.rows.items()}
     runs = {label: resolve(comparison.config, label, given, comparison.seeds) for label, given in rows.items()}
-    progress.total = sum(len(some) for some in runs.values()) + sum(
-        len(t.runs) for some in trials.values() for t in some
-    )
     runner = Runner(folder / "runs", options.jobs, options.any_code, progress.tell)
     progress.runner, progress.jobs = runner, options.jobs
     if search is not None:
@@ -60,7 +60,7 @@ def compare(argv: Sequence[str]) -> str:
     paths = report.write(found, folder, draws=not options.no_page)
     failed = [run for row in found["rows"] for run in row["runs"] if "error" in run]
     if failed:
-        print(_shown(found, comparison, paths), file=sys.stderr)
+        tell(_shown(found, comparison, paths))
         raise RunFailed(f"{len(failed)} of {len(outcomes)} runs failed; the first: {failed[0]['error']}")
     return json.dumps(found) if options.json else _shown(found, comparison, paths)
 
@@ -90,10 +90,11 @@ def _options(argv: Sequence[str]) -> Namespace:
 
 
 class _Progress:
-    """Lines on standard error: each run as it ends, and what is left."""
+    """Lines of progress: each run as it ends, and how many are left."""
 
-    def __init__(self) -> None:
-        self.total = self.jobs = 1
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self.jobs = 1
         self.runner: Any = None
         self._last_s = time.monotonic()
 
@@ -106,7 +107,7 @@ class _Progress:
         left = f"{waiting} runs left in this step"
         if seconds and waiting:
             left += f", about {duration(sum(seconds) / len(seconds) * waiting / self.jobs)}"
-        print(f"{line}  ({left})" if line else left, file=sys.stderr, flush=True)
+        self._tell(f"{line}  ({left})" if line else left)
 
 
 def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Path]) -> str:
@@ -116,7 +117,7 @@ def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Pat
     return "\n".join([*lines, *(f"wrote {path}" for path in paths)])
 
 
-def _verify(folder: Path, share: float, *, as_json: bool) -> str:
+def _verify(folder: Path, share: float, tell: Callable[[str], None], *, as_json: bool) -> str:
     from raafl.compare.report import load
     from raafl.compare.verify import chosen, verify
 
@@ -125,7 +126,7 @@ def _verify(folder: Path, share: float, *, as_json: bool) -> str:
         verdicts.append(verify(run, folder))
         last = verdicts[-1]
         outcome = "equal, to the last bit" if last["equal"] else f"NOT equal: {last['why']}"
-        print(f"{last['row']}, seed {last['seed']}: {outcome}", file=sys.stderr, flush=True)
+        tell(f"{last['row']}, seed {last['seed']}: {outcome}")
     differing = [one for one in verdicts if not one["equal"]]
     if differing:
         raise RunFailed(f"{len(differing)} of {len(verdicts)} replays are not equal to what the result says")

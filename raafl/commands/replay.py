@@ -125,3 +125,13 @@ def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
         )
         return {"version": saved.version, "max": gaps.abs().max().item(), "rms": gaps.square().mean().sqrt().item()}
     return None
+
+
+def client_file(text: str) -> tuple[int, str]:
+    """Read `ID=FILE`, a client's number and the file with its data section; raises `BadInput` where it is not that."""
+    number, sign, file = text.partition("=")
+    if not sign or not number.isdecimal() or not Path(file).is_file():
+        raise BadInput(
+            f"client_data is '{text}': give ID=FILE, a client's number and a YAML file with its data section"
+        )
+    return int(number), file

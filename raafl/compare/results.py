@@ -32,7 +32,7 @@ def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:
 
 
 def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, Any]:
-    """Return what is known of one run, as JSON; of a failed one its error."""
+    """Return the figures of one run as JSON, or the error of one that failed."""
     run, summary = outcome.run, outcome.summary
     known: dict[str, Any] = {
         "seed": run.seed, "command": run.command, "folder": outcome.folder.relative_to(root).as_posix(),

@@ -7,6 +7,7 @@ import json
 import multiprocessing as mp
 import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -29,6 +30,7 @@ from raafl.errors import BadInput
 from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.events import read_summary
+from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import Summary
 from raafl.runtime.lifecycle.signals import Interrupt
 
@@ -37,7 +39,13 @@ _NOT_THE_EXPERIMENT = (
     "keep_checkpoints",
 )  # fmt: skip
 _LOOK_S = 0.5
-_PRELOADED = ("raafl.config.parse", "raafl.runtime.run", "raafl.algorithms", "raafl.data", "model_zoo")
+PRELOADED = (
+    "raafl.runtime.run",
+    "raafl.data.sources",
+    "raafl.config.parse",
+    "raafl.algorithms",
+    "model_zoo.classifier",
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ def code_digest() -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """The end of a run.
 
     Attributes:
         run: the run.
@@ -171,7 +179,7 @@ class Runner:
             names += sorted(path for path in self._root.glob(pattern) if path.is_dir() and path != names[0])
         for folder in names:
             note, summary = _note(folder), read_summary(folder)
-            ended = summary is not None and summary.get("finished") != "interrupted" and "model_digest" in summary
+            ended = summary is not None and summary.get("finished") in REASONS
             if ended and note.get("digest") == run.digest and note.get("fraction", 1.0) >= fraction:
                 return Outcome(run, folder, summary, str(note.get("code", "")))
         return None
@@ -252,7 +260,7 @@ class Runner:
 def start(argv: Sequence[str], log: Path) -> BaseProcess:
     """Start a raafl command in a process of its own, forked from one that has torch imported; it prints into ``log``."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    context.set_forkserver_preload(list(PRELOADED))
     process = context.Process(target=_command, args=(list(argv), str(log)))
     process.start()
     return process
@@ -263,9 +271,8 @@ def _command(argv: list[str], log: str) -> None:
     with open(log, "ab", buffering=0) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
-    from raafl.commands.cli import main
-
-    sys.exit(main(argv))
+    sys.argv = ["raafl", *argv]
+    runpy.run_module("raafl", run_name="__main__", alter_sys=True)
 
 
 def _note_path(folder: Path) -> Path:

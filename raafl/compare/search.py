@@ -31,7 +31,7 @@ class Trial:
     fraction: float = 0.0
 
     def rank(self, maximize: bool) -> float:
-        """Return what trials are ordered by, better ones first; a trial with a failed run comes last."""
+        """Return the key that sorts trials, the best first; a trial with a failed run comes last."""
         if len(self.scores) < len(self.runs) or not all(map(math.isfinite, self.scores.values())):
             return math.inf
         return -statistics.fmean(self.scores.values()) if maximize else statistics.fmean(self.scores.values())

@@ -105,7 +105,7 @@ def _escaped(cell: str) -> str:
 
 
 def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) -> list[str]:
-    """Return what the paired intervals show of each row beside the reference, as a sentence a row."""
+    """Return a sentence for each row: does its paired interval show a difference from the reference?"""
     found = []
     for row in rows:
         gap = row.get("difference")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ import torch
 from torch.utils.data import Subset, default_collate
 
 from raafl.data.labels import Columns, classes_in, labels_of
-from raafl.data.loaders import check_transfer, overrides, read_loader, reading
+from raafl.data.loaders import InOrder, check_transfer, overrides, read_loader, reading
 from raafl.data.tensors import Collate, Fetch, fetcher, select_from
 from raafl.errors import BadInput, at_least
 
@@ -239,7 +238,7 @@ class FederatedData:
         self._parts, self._test_parts = map(_Parts, sides)
         self._check_weights()
         self._clients: OrderedDict[int, ClientData] = OrderedDict()
-        self._test: _InOrder | None = None
+        self._test: InOrder | None = None
         self.notes: list[str] = []
 
     def _split(self, partition: Partition, num_clients: int, seed: int) -> list[torch.Tensor]:
@@ -332,7 +331,7 @@ class FederatedData:
             raise BadInput(f"batch_size is {size}: give at least 1")
         return self._test.batches(size, first)
 
-    def _read_test(self) -> _InOrder:
+    def _read_test(self) -> InOrder:
         if len(self._validation):
             dataset, collate, batch_size = (
                 Subset(self._dataset, self._validation.tolist()),
@@ -346,7 +345,7 @@ class FederatedData:
         tensors = None
         if is_fast and _num_bytes(fetch, num_samples) <= _MOST_COPIED_BYTES:
             tensors = fetch(torch.arange(num_samples))
-        return _InOrder(fetch, num_samples, batch_size, tensors)
+        return InOrder(fetch, num_samples, batch_size, tensors)
 
     def _test_set(self) -> tuple[Any, Collate, int | None] | None:
         """Return the test set, or the validation set, as their loader has them; None where there is neither."""
@@ -378,25 +377,6 @@ class FederatedData:
             f"{num:,} samples of the training set, which says nothing of new data"
         )
         return Subset(self._dataset, [i * length // num for i in range(num)]), self._collate, self.batch_size
-
-
-@dataclass(frozen=True, slots=True)
-class _InOrder:
-    """A data set to be read from front to back, from `tensors` where they are kept."""
-
-    fetch: Fetch
-    num_samples: int
-    batch_size: int | None
-    tensors: list[torch.Tensor] | None
-
-    def batches(self, batch_size: int, first: int) -> Iterator[Sized]:
-        batches = torch.split(torch.arange(self.num_samples), batch_size)[first:]
-        if self.tensors is not None:
-            columns = (torch.split(tensor, batch_size)[first:] for tensor in self.tensors)
-            yield from zip(map(list, zip(*columns, strict=True)), map(len, batches), strict=True)
-            return
-        for rows in batches:
-            yield self.fetch(rows), len(rows)
 
 
 def _length(dataset: Any) -> int:

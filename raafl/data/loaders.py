@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from raafl.data.tensors import Collate
+from raafl.data.tensors import Collate, Fetch
 from raafl.errors import BadInput, briefly, said
 from raafl.module_hooks import BATCH_HOOKS
 
@@ -166,3 +167,23 @@ def overrides(module: LightningDataModule, name: str) -> bool:
     """Whether the module has this hook of its own; Lightning's, in DataHooks, only raises."""
     hook = getattr(module, name, None)
     return hook is not None and not getattr(hook, "__qualname__", "").startswith("DataHooks.")
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """Batches of a data set from front to back, taken from `tensors` where these hold all of it."""
+
+    fetch: Fetch
+    num_samples: int
+    batch_size: int | None
+    tensors: list[torch.Tensor] | None
+
+    def batches(self, batch_size: int, first: int) -> Iterator[tuple[Any, int]]:
+        """Yield the batches from number ``first`` on, each with its number of samples."""
+        batches = torch.split(torch.arange(self.num_samples), batch_size)[first:]
+        if self.tensors is not None:
+            columns = (torch.split(tensor, batch_size)[first:] for tensor in self.tensors)
+            yield from zip(map(list, zip(*columns, strict=True)), map(len, batches), strict=True)
+            return
+        for rows in batches:
+            yield self.fetch(rows), len(rows)

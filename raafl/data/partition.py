@@ -67,10 +67,6 @@ class Partition(ABC):
     def validation_rows(self, num_samples: int, seed: int) -> torch.Tensor:
         """Draw the rows of the training set that validate the global model: int64, ascending, none where the share is 0.
 
-        Args:
-            num_samples: size of the training set.
-            seed: of the draw; the rows depend on it, the size and the share alone.
-
         Raises:
             BadInput: `validation_share` is out of range.
         """
@@ -196,17 +192,9 @@ class Dirichlet(Partition):
     def _cuts(
         self, num_members: int, num_clients: int, rng: np.random.Generator, has_room: npt.NDArray[np.bool_] | None
     ) -> Ints:
-        """Draw the positions at which a class of `num_members` samples is cut: `(num_clients - 1,)`, ascending.
-
-        Args:
-            num_members: samples of the class.
-            num_clients: parts.
-            rng: source of the proportions.
-            has_room: `(num_clients,)` clients that may get samples of the class; None = all.
-        """
+        """Draw where a class is cut: `(num_clients - 1,)` positions; ``has_room`` None = no client is full."""
         shares = _proportions(self.alpha, num_clients, rng)
-        if has_room is not None:
-            shares = shares * has_room / np.sum(shares[has_room])
+        shares = shares if has_room is None else shares * has_room / np.sum(shares[has_room])
         return np.floor(np.cumsum(shares)[:-1] * num_members).astype(np.int64)
 
 

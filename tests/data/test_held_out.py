@@ -91,7 +91,9 @@ def test_validation_rows_depend_on_the_seed_and_follow_the_labels():
     module = Module(torch.utils.data.TensorDataset(torch.zeros(40, 3), labels))
     data = FederatedData(module, ClassesPerClient(1, validation_share=0.3), 2, seed=1)
     assert [set(data.labels()[data.indices(client)].tolist()) for client in (1, 2)] in ([{0}, {1}], [{1}, {0}])
-    assert not torch.equal(Iid(validation_share=0.3).validation_rows(40, 1), Iid(validation_share=0.3).validation_rows(40, 2))
+    assert not torch.equal(
+        Iid(validation_share=0.3).validation_rows(40, 1), Iid(validation_share=0.3).validation_rows(40, 2)
+    )
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])

@@ -1,0 +1,150 @@
+"""Comparisons with real runs: equal trials, nothing run twice, cut off and gone on with, verified by replay."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from raafl.commands import compare as command
+from raafl.compare import runs
+from raafl.config.bundled import with_paths
+from raafl.config.parse import parse
+from raafl.errors import BadInput, RunFailed
+from raafl.runtime.run import simulate
+
+pytestmark = pytest.mark.timeout(110)
+
+SMALL = {
+    "config": "quickstart",
+    "options": "--max_updates 12 --clients 3 --model.hidden [16]",
+    "rows": {"Fed-RAA": None, "FedAsync": "--algorithm fed_async"},
+    "seeds": [0],
+    "targets": [0.01, 2.0],
+    "search": {"grid": {"--model.lr": [0.05, 0.1]}, "seeds": [10], "halving": {"rungs": 2}},
+}
+
+
+def compare(argv):
+    """Run the command in this process; its progress goes to standard error."""
+    return command.compare(argv, lambda line: print(line, file=sys.stderr))
+
+
+def simulated(command, folder):
+    """Run the command that a result names, in this process; return its summary."""
+    argv = with_paths([*shlex.split(command)[2:], "--output", str(folder), "--progress", "quiet"])
+    parsed = parse("simulate", argv)
+    return simulate(parsed.experiment, parsed.config_yaml)[0]
+
+
+def written(folder, **changes):
+    path = folder / "small.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, **changes}))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A comparison that has ended: its file, its folder, its result."""
+    folder = tmp_path_factory.mktemp("compare")
+    file = written(folder)
+    compare([file, "--output", str(folder / "out"), "--jobs", "2", "--no_page"])
+    return file, folder / "out", json.loads((folder / "out" / "result.json").read_text())
+
+
+def test_rows_have_equal_trials_and_the_best_of_them(finished):
+    _, _, result = finished
+    for row in result["rows"]:
+        trials = row["searched"]["trials"]
+        assert [trial["settings"] for trial in trials] == [["--model.lr", "0.05"], ["--model.lr", "0.1"]]
+        scores = {tuple(trial["settings"]): trial["scores"]["10"] for trial in trials}
+        cut = [trial for trial in trials if trial.get("cut_after") == 0.5]
+        assert len(cut) == 1 and tuple(row["searched"]["settings"]) in scores
+        assert cut[0]["settings"] != row["searched"]["settings"]
+        run = row["runs"][0]
+        assert "--model.lr " + row["searched"]["settings"][1] in run["command"] and "validation" not in run["command"]
+        assert row["time_to"]["0.01"]["reached"] == 1 and row["time_to"]["2"] == {
+            "median_s": None,
+            "reached": 0,
+            "seeds": 1,
+        }
+
+
+def test_the_printed_command_gives_the_same_digits(finished, tmp_path):
+    run = finished[2]["rows"][0]["runs"][0]
+    assert simulated(run["command"], tmp_path / "again")["model_digest"] == run["model_digest"]
+
+
+def test_nothing_is_run_twice(finished, monkeypatch):
+    file, out, before = finished
+    monkeypatch.setattr(runs, "start", lambda *_: pytest.fail("a run was started again"))
+    again = json.loads(compare([file, "--output", str(out), "--no_page", "--json"]))
+    assert again["rows"] == before["rows"]
+
+
+def test_other_code_runs_anew_unless_any_code_will_do(finished, monkeypatch):
+    file, out, before = finished
+    monkeypatch.setattr(runs, "code_digest", lambda: "0" * 64)
+    started = []
+    monkeypatch.setattr(runs, "start", lambda argv, log: started.append(argv) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        compare([file, "--output", str(out), "--no_page"])
+    assert started
+    again = json.loads(compare([file, "--output", str(out), "--no_page", "--json", "--any_code"]))
+    assert again["rows"] == before["rows"]
+
+
+def test_a_flipped_digest_is_found(finished):
+    file, out, result = finished
+    assert "2 runs replayed, each equal" in compare([file, "--output", str(out), "--verify", "1"])
+    digest = result["rows"][1]["runs"][0]["model_digest"]
+    text = (out / "result.json").read_text()
+    (out / "result.json").write_text(text.replace(digest, ("0" if digest[0] != "0" else "1") + digest[1:]))
+    try:
+        with pytest.raises(RunFailed, match="1 of 2 replays are not equal"):
+            compare([file, "--output", str(out), "--verify", "1"])
+    finally:
+        (out / "result.json").write_text(text)
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_kept(tmp_path, capfd):
+    file = written(tmp_path, search=None, rows={"good": None, "bad": "--partition raafl.data.ClassesPerClient --partition.num_classes 99"})
+    with pytest.raises(RunFailed, match="1 of 2 runs failed; the first: "):
+        compare([file, "--output", str(tmp_path / "out"), "--no_page"])
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert [row["failed"] for row in result["rows"]] == [0, 1]
+    assert "bad, seed 0: failed" in capfd.readouterr().err
+
+
+def test_a_wrong_option_of_any_row_is_named_before_anything_runs(tmp_path):
+    file = written(tmp_path, rows={"good": None, "worse": "--clientz 3"})
+    with pytest.raises(BadInput, match=r"row 'worse.*': .*clientz"):
+        compare([file, "--output", str(tmp_path / "out"), "--no_page"])
+    assert not list((tmp_path / "out").glob("runs/*"))
+
+
+@pytest.mark.long
+def test_ctrl_c_loses_nothing(tmp_path):
+    options = "--max_updates 400 --checkpoint_every 10 --model.hidden [16] --clients 3"
+    file, out = written(tmp_path, search=None, options=options, rows={"only": None}), tmp_path / "out"
+    command = [sys.executable, "-m", "raafl", "compare", file, "--output", str(out), "--no_page"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(out.glob("runs/*/checkpoints/*.ckpt")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "waiting for the runs under way" in told
+    folder = next(path for path in (out / "runs").iterdir() if path.is_dir())
+    cut_at = json.loads((folder / "summary.json").read_text())["updates_merged"]
+    assert 0 < cut_at < 400
+    run = json.loads(compare([file, "--output", str(out), "--no_page", "--json"]))["rows"][0]["runs"][0]
+    whole = simulated(run["command"], tmp_path / "whole")
+    assert (run["model_digest"], run["updates"]) == (whole["model_digest"], 400)

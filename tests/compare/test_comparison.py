@@ -1,0 +1,70 @@
+"""Reading a comparison file: what it means, and one clear error for what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from raafl.compare.comparison import read
+from raafl.errors import BadInput
+
+GOOD = {"config": "quickstart", "rows": {"A": "--model.lr 0.1", "B": None}, "seeds": [0, 1]}
+SEARCH = {"grid": {"--model.lr": [0.1, 0.2], "--seed_of_nothing": ["a"]}, "seeds": [10]}
+
+
+def written(tmp_path, **changes):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**GOOD, **changes}))
+    return path
+
+
+def test_options_are_words_and_the_name_is_the_files(tmp_path):
+    found = read(written(tmp_path, options="--name 'a b'"))
+    assert (found.name, found.reference) == ("mine", "A")
+    assert found.options == ("--name", "a b")
+    assert found.rows == {"A": ("--model.lr", "0.1"), "B": ()}
+
+
+def test_a_grid_is_a_product_in_order(tmp_path):
+    search = read(written(tmp_path, search=SEARCH)).search
+    assert search.settings("A") == [
+        ("--model.lr", "0.1", "--seed_of_nothing", "a"),
+        ("--model.lr", "0.2", "--seed_of_nothing", "a"),
+    ]
+
+
+def test_trials_are_drawn_once_for_a_row_and_as_many_for_each(tmp_path):
+    rows = {"B": {"--x": [1, 2, 3, 4, 5]}}
+    search = read(written(tmp_path, search={**SEARCH, "rows": rows, "trials": 2})).search
+    assert len(search.settings("A")) == len(search.settings("B")) == 2
+    assert search.settings("B") == search.settings("B")
+    assert len(set(search.settings("B"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sead": [1]}, "sead is unknown: .*seeds"),
+        ({"rows": {}}, "rows is empty"),
+        ({"rows": {"A": "--x 'open"}}, "rows.A is .*quotation"),
+        ({"seeds": [1, 1]}, "each once"),
+        ({"seeds": "0"}, "seeds is 0: give a list"),
+        ({"baseline": "C"}, "baseline is 'C', which is no row"),
+        ({"smooth": 0}, "smooth is 0"),
+        ({"search": {**SEARCH, "seeds": [1]}}, "search.seeds has 1, which is a seed of the comparison"),
+        ({"search": {**SEARCH, "rows": {"B": {"--x": [1]}}}}, "row 'B' 1 trials and row 'A' 2"),
+        ({"search": {**SEARCH, "trials": 3}}, "search.trials is 3, but row 'A' has 2 settings"),
+        ({"search": {**SEARCH, "grid": {"lr": [1]}}}, "give --OPTION"),
+        ({"search": {**SEARCH, "halving": {"keep": 1}}}, "search.halving.keep is 1"),
+        ({"search": {**SEARCH, "validation_share": 0}}, "search.validation_share is 0"),
+        ({"search": {"seeds": [3]}}, "search.grid is missing"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, changes, message):
+    with pytest.raises(BadInput, match=message):
+        read(written(tmp_path, **changes))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(BadInput, match=r"none.yaml' cannot be read"):
+        read(tmp_path / "none.yaml")

@@ -1,0 +1,50 @@
+"""Tables say what intervals show, and no more."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+from raafl.compare import tables
+
+ROWS = [
+    {
+        "row": "A & B_1", "seeds": [0, 1], "failed": 0, "final": {"mean": 0.9, "half": 0.01, "num": 2}, "difference": None,
+        "time_to": {"0.5": {"median_s": 12.5, "reached": 2, "seeds": 2}},
+    },
+    {
+        "row": "C", "seeds": [0, 1], "failed": 1, "final": {"mean": 0.8, "half": 0.2, "num": 2},
+        "difference": {"mean": -0.1, "half": 0.3, "num": 2, "excludes_0": False},
+        "time_to": {"0.5": {"median_s": None, "reached": 1, "seeds": 2}},
+    },
+    {
+        "row": "D", "seeds": [0], "failed": 0, "final": {"mean": 0.7, "half": None, "num": 1},
+        "difference": {"mean": 0.25, "half": 0.125, "num": 2, "excludes_0": True},
+        "time_to": {"0.5": {"median_s": None, "reached": 0, "seeds": 1}},
+    },
+]  # fmt: skip
+RESULT = {"rows": ROWS, "metric": "accuracy", "reference": "A & B_1"}
+
+
+def test_cells():
+    head, *lines = tables.cells(RESULT)
+    assert head == ["row", "accuracy", "minus A & B_1", "s to 0.5", "seeds"]
+    assert lines == [
+        ["A & B_1", "0.9 ± 0.01", "", "12.5 (2/2)", "2"],
+        ["C", "0.8 ± 0.2", "-0.1 ± 0.3 (not shown)", "never (1/2)", "2 (1 failed)"],
+        ["D", "0.7", "+0.25 ± 0.125", "never (0/1)", "1"],
+    ]
+
+
+def test_nothing_is_said_that_an_interval_does_not_show():
+    c, d = tables.sentences(ROWS, "A & B_1", "accuracy")
+    assert c == "C: no difference from A & B_1 is shown (-0.1 ± 0.3, 95 %, 2 seeds)."
+    assert d == "D: accuracy differs from A & B_1 by +0.25 ± 0.125 (95 %, 2 seeds)."
+
+
+def test_csv_reads_back_and_latex_escapes():
+    table = tables.cells(RESULT)
+    assert list(csv.reader(io.StringIO(tables.as_csv(table)))) == table
+    text = tables.latex(table)
+    assert r"A \& B\_1 & 0.9 $\pm$ 0.01" in text
+    assert text.startswith("\\begin{tabular}{lrrrr}") and text.count(r"\\") == len(table)

@@ -45,7 +45,7 @@ def simulated(command, folder):
 
 def written(folder, **changes):
     path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump({**SMALL, **changes}))
+    path.write_text(yaml.safe_dump({**SMALL, **changes}, sort_keys=False))
     return str(path)
 
 

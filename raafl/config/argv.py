@@ -1,4 +1,4 @@
-"""Reading a command line without the config's parser, which needs torch: `--option VALUE` or `--option=VALUE`."""
+"""Read command-line options without the config's parser, which needs torch: `--option VALUE` or `--option=VALUE`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from raafl.errors import BadInput
 
 
 def options_of(parser: ArgumentParser, argv: Sequence[str], takes: str) -> Namespace:
-    """Parse the arguments of a command with a parser of its own, which is made with ``exit_on_error=False``.
+    """Parse a command's arguments with its own parser, made with ``exit_on_error=False``.
 
-    ``takes`` names all that the command takes, for the message; the parser's ``prog`` is the command.
+    Args:
+        parser: of the command; its ``prog`` is named in messages.
+        argv: the arguments.
+        takes: all that the command takes, for the message.
 
     Raises:
-        BadInput: an option is wrong, or unknown.
+        BadInput: an option is wrong or unknown.
     """
     options, unknown = own_options(parser, argv)
     if unknown:
@@ -24,10 +27,10 @@ def options_of(parser: ArgumentParser, argv: Sequence[str], takes: str) -> Names
 
 
 def own_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Split off the options that ``parser`` takes, which is made with ``exit_on_error=False``; the rest are the config's.
+    """Parse the options that ``parser`` knows (made with ``exit_on_error=False``); return them and the rest, which is the config's.
 
     Raises:
-        BadInput: an option is wrong, or one that is needed is missing.
+        BadInput: an option is wrong, or a required one is missing.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -46,7 +49,7 @@ def name_of(item: str) -> str:
 
 
 def values(argv: Sequence[str], option: str) -> list[str]:
-    """Read an option's values in ``argv``, each time; an option at the very end has the empty value."""
+    """Collect all values of an option in ``argv``; an option at the very end has the empty value."""
     return [
         item.partition("=")[2] if "=" in item else following
         for item, following in zip(argv, [*argv, ""][1:], strict=True)

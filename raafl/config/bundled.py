@@ -1,4 +1,4 @@
-"""The configs that come with raafl, by name: `--config quickstart` works without a checkout."""
+"""Find the configs that come with raafl by name, so that `--config quickstart` works without a checkout."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def shipped() -> dict[str, Path]:
 
 
 def with_paths(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with the path of each shipped config that `--config` names, as NAME or as configs/NAME.yaml.
+    """Replace the name after each `--config` by its path: NAME or configs/NAME.yaml.
 
-    A file that is there comes before a shipped one.
+    A file of the current folder takes precedence over a bundled config.
 
     Raises:
-        BadInput: a name without an ending is neither a file nor shipped.
+        BadInput: a name without an ending is neither a file nor bundled.
     """
     found: list[str] = []
     for item, before in zip(argv, ["", *argv], strict=False):

@@ -1,7 +1,7 @@
-"""Holding the parsed tree of a config against types: of the fields of an `Experiment`, and of the arguments of what it names.
+"""Check the parsed tree of a config against types: of `Experiment`'s fields, and of the arguments of the classes it names.
 
-What is shared by the two who ask: `raafl.config.trust`, whether somebody else's config is plain values, and
-`raafl.config.messages`, what is wrong with the user's own.
+Two modules share it: `raafl.config.trust` (is another person's config made of plain values?) and `raafl.config.messages`
+(what is wrong with the user's own?).
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ MADE = ("model", "data", "algorithm", "partition")
 
 
 def kind_of(hint: Any) -> str | None:
-    """Return which part a type stands for that a config names by its class_path, inside of other things; None = it is none."""
+    """Return the kind of part (model, data, algorithm, ...) that a type accepts by class_path; None if it is no such type."""
     return _KINDS.get(f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', '')}")
 
 
 class Check(ABC):
-    """Holds values against types, and raises for the first that does not fit; what is raised, a subclass says."""
+    """Type checker of config values; subclasses decide which error to raise."""
 
     def __init__(self) -> None:
-        """Learn the types of an `Experiment`'s fields."""
+        """Read the types of `Experiment`'s fields."""
         self.hints = field_types()
 
     @abstractmethod
     def made(self, kind: str, value: Any, where: str) -> None:
-        """Check what stands for an object: a class_path, alone or with arguments."""
+        """Check a value that stands for an object: a class_path, alone or with arguments."""
 
     @abstractmethod
     def scalar(self, value: Any, hint: Any, rule: str) -> bool:
-        """Tell whether a value that is no list is one of a type that is made of no others; ``rule`` names the parameter."""
+        """Return whether a single value fits a simple type; ``rule`` names the parameter, for messages."""
 
     @abstractmethod
     def free(self, value: Any, rule: str) -> bool:
-        """Tell whether a value may stand where no type is declared."""
+        """Return whether a value is allowed where no type is declared."""
 
     @abstractmethod
     def key(self, key: Any) -> bool:
-        """Tell whether a table may have this key."""
+        """Return whether a mapping may have this key."""
 
     @abstractmethod
     def refuse(self, where: str, value: Any, hint: Any) -> NoReturn:
-        """Raise for a value that is none of a type."""
+        """Raise for a value of the wrong type."""
 
     @abstractmethod
     def refuse_name(self, where: str, name: Any, value: Any, takes: Sequence[str], owner: str) -> NoReturn:
-        """Raise for an argument that ``owner`` does not take."""
+        """Raise for an argument that ``owner`` does not accept."""
 
     def takes(self, factory: Any) -> Mapping[str, Any]:
-        """Find the type of each argument of ``factory`` that has one."""
+        """Return the type of each annotated argument of ``factory``."""
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
         return {name: hints[name] for name in inspect.signature(factory).parameters if name in hints}
 
     def arguments(self, given: Any, factory: Any, where: str, owner: str) -> None:
-        """Check arguments against the signature of what takes them."""
+        """Check arguments against the signature of ``factory``."""
         if given is None:
             return
         if not isinstance(given, dict):
@@ -79,12 +79,12 @@ class Check(ABC):
             self.value(value, takes[name], f"{where}.{name}", f"{owner}.{name}")
 
     def value(self, value: Any, hint: Any, where: str, rule: str) -> None:
-        """Check a value against a type; ``rule`` names the parameter it is for."""
+        """Check a value against a type; ``rule`` names the parameter, for messages."""
         if not self.fits(value, hint, where, rule):
             self.refuse(where, value, hint)
 
     def fits(self, value: Any, hint: Any, where: str, rule: str) -> bool:
-        """Tell whether a value is one of a type; what is refused inside it as an argument, or an object, is raised."""
+        """Return whether a value fits a type; errors of nested arguments and objects are raised."""
         origin, inner = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
             return any(self._tried(value, one, where, rule) for one in inner)
@@ -107,7 +107,7 @@ class Check(ABC):
         return self.scalar(value, hint, rule)
 
     def _tried(self, value: Any, hint: Any, where: str, rule: str) -> bool:
-        """Tell whether a value fits one of several types; what is refused as an object is told as such."""
+        """Return whether a value fits one type of a union; an object that is refused is reported as a misfit."""
         if (kind_of(hint) or dataclasses.is_dataclass(hint)) and not isinstance(value, dict):
             return False
         return self.fits(value, hint, where, rule)

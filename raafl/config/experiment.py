@@ -1,4 +1,4 @@
-"""The typed config of a run: what a YAML file or the command line says, validated once."""
+"""Define the typed configuration of a run, validated once, whether from YAML or the command line."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _iid() -> Partition:
 
 @dataclass
 class Experiment:
-    """One federated run, whole. What there is to know of a field stands beside it, and nowhere else."""
+    """Complete configuration of one federated run; each field's help text, group and rules stand beside it."""
 
     # fmt: off
     model: Callable[[], LightningModule] = field(metadata=about(
@@ -149,13 +149,17 @@ class Experiment:
     # fmt: on
 
     def check(self, *, needs_end: bool = True) -> None:
-        """Raise `BadInput` that names every field out of range, one line each; ``needs_end``: not a client's, which is told."""
+        """Raise one `BadInput` with a line for each field out of range.
+
+        Args:
+            needs_end: require an end (max_updates, max_time or target); false for a client, which gets it from the server.
+        """
         problems = list(dict.fromkeys([*self.plain_problems(needs_end=needs_end), *self._problems()]))
         if problems:
             raise BadInput("\n".join(problems))
 
     def plain_problems(self, *, needs_end: bool = True) -> Iterator[str]:
-        """Yield what is wrong with plain values: model, data, algorithm and partition are not looked at, nor is torch imported."""
+        """Yield the problems of plain values; does not look at model, data, algorithm or partition, and imports no torch."""
         least = {name: one.least for name, one in ABOUT.items() if one.least is not None}
         counts = {name: getattr(self, name) for name in least}
         counts |= {f"train.{f.name}": getattr(self.train, f.name) for f in fields(Training) if f.type == "int | None"}
@@ -201,7 +205,7 @@ class Experiment:
             yield f"server_device is '{self.server_device}': give cpu, or a GPU such as cuda:0"
 
     def _problems(self) -> Iterator[str]:
-        """Yield what is wrong with the parts, and with what is asked of this machine."""
+        """Yield the problems of the parts, and of what this machine cannot do."""
         from raafl.compression.compressors import up_name
         from raafl.parts.protect.assembly import with_options
 
@@ -237,7 +241,7 @@ class Experiment:
             yield f"server_device is '{self.server_device}', but torch sees {count_gpus()} here: give cpu, or one that is there"
 
     def targets(self) -> list[Target]:
-        """Return the targets."""
+        """Return the parsed targets."""
         texts = [self.target] if isinstance(self.target, str) else self.target or []
         return [Target.parse(text) for text in texts]
 
@@ -258,7 +262,7 @@ class Experiment:
 
     @property
     def measures_memory(self) -> bool:
-        """Whether a client's process is to find out its own memory, where its device declares none."""
+        """Return whether a client's process measures its own memory where its device declares none."""
         return self.memory == "measure"
 
     def _memory_bytes(self) -> float:
@@ -284,7 +288,7 @@ class Experiment:
 
 
 def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
-    """Yield the lines of what each check raises."""
+    """Run each check and yield the message lines of those that raise."""
     for check in checks:
         try:
             check()
@@ -293,7 +297,11 @@ def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
 
 
 def field_types(**parts: Any) -> dict[str, Any]:
-    """Return the type of each field; ``parts`` are those that need torch, by name: what is not given is object."""
+    """Return the type of each field.
+
+    Args:
+        parts: types of the fields that need torch, by name; a field that is left out gets ``object``.
+    """
     named = ("LightningModule", "LightningDataModule", "Algorithm", "Partition")
     return get_type_hints(Experiment, localns=dict.fromkeys(named, object) | parts)
 
@@ -308,5 +316,5 @@ SECTIONS: dict[str, Any] = {
 
 
 def marked(mark: str) -> tuple[str, ...]:
-    """Name the fields with one of `About`'s marks, such as ``shared``."""
+    """Return the names of the fields with a given mark of `About`, such as ``shared``."""
     return tuple(name for name, one in ABOUT.items() if getattr(one, mark))

@@ -47,7 +47,7 @@ class LoggerSpec:
 
     @property
     def name(self) -> str:
-        """The class's name."""
+        """Return the class's name."""
         return self.class_path.rpartition(".")[2]
 
 
@@ -61,10 +61,14 @@ def specs(logger: Any) -> list[LoggerSpec]:
 
 
 def entries(logger: Any, check: Callable[[LoggerSpec], None] = lambda spec: None) -> list[LoggerSpec]:
-    """Read the field `logger` as `specs`, without importing what it names; ``check`` is asked of each entry.
+    """Read the field `logger` like `specs`, but import nothing.
+
+    Args:
+        logger: the field.
+        check: is called with each entry, and raises `BadInput` to refuse it.
 
     Raises:
-        BadInput: an entry is malformed, or ``check`` refuses it; all problems at once.
+        BadInput: an entry is malformed or refused; all problems at once.
     """
     given = logger if isinstance(logger, list | tuple) else [] if logger is None else [logger]
     found, problems = [], []
@@ -102,7 +106,7 @@ def _spec(entry: Any) -> LoggerSpec:
 
 
 def _check(spec: LoggerSpec) -> None:
-    """Raise `BadInput` for a logger that is not there or does not take its arguments; nothing is built."""
+    """Raise `BadInput` if a logger's class is missing or does not accept its arguments; builds nothing."""
     if spec.made is not None:
         return
     cls = _find(spec)
@@ -146,10 +150,15 @@ def maker(
     spec: LoggerSpec, folder: Path, warn: Callable[[str], None], note: Callable[[str], None],
     before: Mapping[str, Any] | None = None, version: int = 0,
 ) -> Callable[[], Any]:  # fmt: skip
-    """Return the function that makes the logger, for its own thread: imports and connections may take long.
+    """Return a function that builds the logger, to be called in its own thread: imports and connections may take long.
 
-    ``note`` is told where it logs, when that is not what one would expect; ``before`` are the arguments that name the
-    run of an earlier attempt, with which it goes on after ``version``.
+    Args:
+        spec: class and arguments.
+        folder: of the run.
+        warn: is called with warnings.
+        note: is called with where it logs, if that is not obvious.
+        before: arguments that identify the run of an earlier attempt, to continue it.
+        version: model version after which it continues.
     """
 
     def make() -> Any:
@@ -173,7 +182,7 @@ def maker(
 
 
 def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None], note: Callable[[str], None]) -> Any:
-    """Return a logger, W&B's with its run open: the same as before; offline without an API key or a server, if nobody chose."""
+    """Return a logger ready to use; W&B's run is opened, resumed where there was one, offline without an API key or server."""
     init = getattr(logger, "_wandb_init", None)
     if not isinstance(init, dict) or getattr(logger, "_experiment", None) is not None:
         return logger
@@ -203,7 +212,7 @@ def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None],
 
 
 def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
-    """Return arguments that follow from the run, where the config gives none."""
+    """Return the arguments that follow from the run where the config gives none."""
     takes = inspect.signature(cls).parameters
     args: dict[str, Any] = {"save_dir": str(folder / FOLDER)} if "save_dir" in takes else {}
     if spec.name in ("CSVLogger", "TensorBoardLogger"):
@@ -216,7 +225,7 @@ def _defaults(spec: LoggerSpec, cls: type[Any], folder: Path) -> dict[str, Any]:
 
 
 def _answers(url: str) -> bool:
-    """Check whether a web server answers at ``url``, whatever it says; the library itself would try for very long."""
+    """Check quickly whether any web server answers at ``url``; the logger's library would retry for very long."""
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S):
             return True
@@ -235,5 +244,5 @@ def _has_wandb_key(url: str) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error on one line, not too long."""
+    """Return an error as one short line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -46,7 +46,7 @@ _SPEC = ("class_path", "init_args", "dict_kwargs")
 
 
 class Wrong(ValueError):
-    """One problem; ``field`` is the dotted name of what it is about."""
+    """One problem of a config; ``field`` is the dotted name of the field."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
@@ -54,17 +54,20 @@ class Wrong(ValueError):
 
 
 def explain(refused: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None = None) -> str:
-    """Say what is wrong with a command line that jsonargparse has refused, one line for each problem.
+    """Explain why jsonargparse refused a command line: one line for each problem.
 
-    ``refused`` is what it said, for a problem that is not found here; lines of ``hidden``, a file that the user has not
-    written, are not quoted.
+    Args:
+        refused: jsonargparse's own message, for problems that are not recognised here.
+        parser: that refused.
+        argv: the command line.
+        hidden: a temporary file that the user has not written; its lines are never quoted.
     """
     lines = Explained(parser).lines(argv, hidden)
     return "\n".join(lines) or " ".join(refused.split())
 
 
 def place_of_field(field: str | None, argv: Sequence[str]) -> str:
-    """Say where in the config of a command line a field is; empty where no file has it, or an option does."""
+    """Return where a field stands in the config of a command line, as text; empty if no file has it, or an option sets it."""
     if field is None or any(name_of(item).startswith(f"--{field}") for item in argv):
         return ""
     for file in reversed(values(argv, "--config")):
@@ -90,7 +93,7 @@ def line_of(file: str, field: str) -> int | None:
 
 
 def _pairs(node: Any) -> dict[str, tuple[Any, Any]]:
-    """Find the keys of a node of YAML, with their values; of a list, those of its entries."""
+    """Yield the keys and values of a YAML mapping node, or of each entry of a list node."""
     if isinstance(node, yaml.SequenceNode):
         return {name: pair for entry in node.value for name, pair in _pairs(entry).items()}
     return {key.value: (key, value) for key, value in node.value} if isinstance(node, yaml.MappingNode) else {}
@@ -107,7 +110,7 @@ def relative(path: str) -> str:
 
 
 class Explained(Check):
-    """Collects what is wrong with the sources of a config, in the order in which they count."""
+    """Collector of what is wrong with the sources of a config, in order of precedence."""
 
     def __init__(self, parser: ArgumentParser) -> None:
         super().__init__()
@@ -117,7 +120,7 @@ class Explained(Check):
         self._given: set[str] = set()
 
     def lines(self, argv: Sequence[str], hidden: str | None = None) -> list[str]:
-        """Check all that a command line says; return a line for each problem."""
+        """Check the whole command line; return a line for each problem."""
         for file in values(argv, "--config"):
             tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
             self.source(tree, partial(_quoted, file) if file != hidden else lambda field: "")
@@ -127,7 +130,7 @@ class Explained(Check):
         return list(dict.fromkeys(self.problems))
 
     def source(self, tree: Mapping[str, Any], place: Callable[[str], str]) -> None:
-        """Check the sections of one file, or an option's; ``place`` says where a field stands."""
+        """Check the sections of one file or option; ``place`` returns where a field stands."""
         for name, value in tree.items():
             try:
                 self._section(name, value)
@@ -148,7 +151,7 @@ class Explained(Check):
             self.value(value, self.hints[name], name, name)
 
     def missing(self) -> None:
-        """Note fields and arguments without a value or a default, and what is wrong with all sources together."""
+        """Record fields and arguments that have neither a value nor a default, and problems of all sources together."""
         needed = [name for name in ABOUT if name in MADE and name != "partition" and name not in self._given]
         if len(needed) > 1:
             options = ", ".join(f"--{name} VALUE" for name in needed)
@@ -170,7 +173,7 @@ class Explained(Check):
         self.problems += [f"{name} is missing: give it in the config, or as --{name} VALUE" for name in needed]
 
     def options(self, argv: Sequence[str]) -> list[dict[str, Any]]:
-        """Read options as trees of one value each, and note those that there are not, or that lack a value."""
+        """Parse options as one-value trees; record unknown options and missing values."""
         known = {name: action for action in self._parser._actions for name in action.option_strings}
         found: list[dict[str, Any]] = []
         items = list(argv)
@@ -199,7 +202,7 @@ class Explained(Check):
         return found
 
     def made(self, kind: str, value: Any, where: str) -> None:
-        """Check a class_path, and its arguments against those of the class; a table without one is arguments."""
+        """Check a class_path and its arguments; a mapping without class_path is arguments of the default class."""
         spec = value if isinstance(value, dict) else {"class_path": value}
         before, given = self._made.get(where, (None, {}))
         path = spec.get("class_path", before)
@@ -219,7 +222,7 @@ class Explained(Check):
             self._made[where] = (path, _merged(kept, arguments))
 
     def _target(self, kind: str, path: Any, where: str) -> Any:
-        """Import what a class_path names."""
+        """Import the object that a class_path names."""
         base, example = _EXAMPLES[kind]
         home = example.rpartition(".")[0]
         if not isinstance(path, str) or "." not in path:
@@ -253,7 +256,7 @@ class Explained(Check):
         return target
 
     def takes(self, factory: Any) -> Mapping[str, Any]:
-        """Find each argument's type as jsonargparse does, which sees through ``**kwargs``."""
+        """Return each argument's type as jsonargparse sees it, through ``**kwargs``."""
         parser = _parser_of(factory)
         found = {action.dest.split(".")[1]: Any for action in parser._actions if action.dest.startswith("of.")}
         hints: dict[str, Any] = {}
@@ -263,12 +266,12 @@ class Explained(Check):
         return {name: hints.get(name, typed.get(name, Any)) for name in found}
 
     def _tried(self, value: Any, hint: Any, where: str, rule: str) -> bool:
-        """Take a class path for an object without arguments, too: an option may give it alone."""
+        """Accept a bare class path where an object is expected: an option may give the class alone."""
         spec = {"class_path": value} if kind_of(hint) and isinstance(value, str) and "." in value else value
         return super()._tried(spec, hint, where, rule)
 
     def scalar(self, value: Any, hint: Any, rule: str) -> bool:
-        """Ask jsonargparse whether it takes the value for one of the type."""
+        """Return whether jsonargparse accepts the value for the type."""
         from jsonargparse import ArgumentParser
 
         parser = ArgumentParser(exit_on_error=False)
@@ -280,15 +283,15 @@ class Explained(Check):
         return True
 
     def free(self, value: Any, rule: str) -> bool:
-        """Take anything."""
+        """Accept anything."""
         return True
 
     def key(self, key: Any) -> bool:
-        """Take any text."""
+        """Accept any text."""
         return isinstance(key, str)
 
     def arguments(self, given: Any, factory: Any, where: str, owner: str) -> None:
-        """Check arguments, and of an object inside another one what it says itself of its values."""
+        """Check arguments, then let a nested object validate its own values."""
         super().arguments(given, factory, where, owner)
         if where in MADE or where in SECTIONS:
             return  # jsonargparse makes those as the last thing, and lets through what they say
@@ -303,7 +306,7 @@ class Explained(Check):
             raise Wrong(where, str(error)) from None
 
     def refuse(self, where: str, value: Any, hint: Any) -> NoReturn:
-        """Raise with the value and what there should be."""
+        """Raise with the value and the expected type in words."""
         if where in SECTIONS and not isinstance(value, dict):
             raise Wrong(where, f"{where} is {value!r:.60}: give its fields, as in --{where}.FIELD VALUE (see --help)")
         shown = f"'{value}'" if isinstance(value, str) else f"{value}"
@@ -311,7 +314,7 @@ class Explained(Check):
         raise Wrong(where, f"{where} is {shown}: give {' or '.join(dict.fromkeys(_words(hint)))}")
 
     def refuse_name(self, where: str, name: Any, value: Any, takes: Sequence[str], owner: str) -> NoReturn:
-        """Raise with the nearest name that there is."""
+        """Raise with the unknown name and the nearest valid one."""
         field = f"{where}.{name}"
         if where in SECTIONS:
             raise Wrong(field, unknown(f"unknown field {field}", field, [f"{where}.{one}" for one in takes]))
@@ -328,7 +331,7 @@ def _parser_of(factory: Any) -> ArgumentParser:
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Put ``new`` over ``old``, table by table; a table over a name has the arguments of what is named."""
+    """Merge ``new`` over ``old`` recursively; a mapping over a class name becomes that class's arguments."""
     old = {
         n: {"class_path": x, "init_args": {}} if isinstance(x, str) and isinstance(new.get(n), dict) else x
         for n, x in old.items()
@@ -338,7 +341,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(name: str, text: str) -> dict[str, Any]:
-    """Make the tree that an option stands for: lists and tables as YAML reads them, all else as text."""
+    """Return the tree that one dotted option stands for; lists and mappings are parsed as YAML, the rest stays text."""
     value: Any = text
     with suppress(yaml.YAMLError):
         loaded = yaml.safe_load(text)
@@ -350,7 +353,7 @@ def _nested(name: str, text: str) -> dict[str, Any]:
 
 
 def _words(hint: Any) -> list[str]:
-    """Say in words what a type takes, each kind by itself, null last."""
+    """Describe in words what a type accepts, one phrase for each kind, null last."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         found = [word for one in inner for word in _words(one)]
@@ -367,7 +370,7 @@ def _words(hint: Any) -> list[str]:
 
 
 def _imported(path: str) -> Any:
-    """Import by path, as far as jsonargparse is allowed to."""
+    """Import a dotted path, within what jsonargparse is allowed to import."""
     from jsonargparse import _util
 
     return _util.import_object(path)
@@ -383,7 +386,7 @@ def _no_module(name: str) -> str:
 
 
 def _public(module_name: str) -> list[str]:
-    """List the names that a module means to offer: its ``__all__``, or its classes, functions and lazy names."""
+    """Return the public names of a module: its ``__all__``, or its classes, functions and lazy names."""
     module = sys.modules.get(module_name)
     if module is None:
         return []

@@ -1,4 +1,4 @@
-"""Options of a run that the experiment and the packages which follow them share."""
+"""Define the options of a run that `Experiment` and later packages share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUPS: dict[Group, str] = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Metadata of a config field besides its name, type and default."""
+    """Help text and rules of a config field, beside its name, type and default."""
 
     help: str
     metavar: str | None = None
@@ -41,25 +41,25 @@ class About:
 
 
 def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About]:
-    """Make the metadata of a dataclass's field; see `About`."""
+    """Make the metadata of a dataclass field; the arguments are `About`'s attributes."""
     return {"about": About(text, metavar, **more)}
 
 
 def lower_is_better(metric: str) -> bool:
-    """Check by its name whether less of a metric is better: of a loss, a perplexity or an error."""
+    """Return whether a metric's name means that less is better: a loss, a perplexity or an error."""
     return metric.endswith(_LOWER_IS_BETTER)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A metric value at which the run may end, e.g. accuracy=0.93; for a loss, perplexity or error, from above."""
+    """Metric value that ends the run, such as accuracy=0.93; for a loss, perplexity or error, reached from above."""
 
     metric: str
     value: float
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Return the target that ``METRIC=VALUE`` says.
+        """Parse ``METRIC=VALUE``.
 
         Raises:
             BadInput: the text is not of that form.
@@ -77,11 +77,11 @@ class Target:
 
     @property
     def at_most(self) -> bool:
-        """Whether less is better."""
+        """Return whether less is better."""
         return lower_is_better(self.metric)
 
     def met(self, metrics: Mapping[str, float]) -> bool:
-        """Check whether ``metrics`` reach the target."""
+        """Return whether ``metrics`` reach the target."""
         if self.metric not in metrics:
             return False
         value = metrics[self.metric]
@@ -94,15 +94,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Deadlines, in seconds.
+    """Deadlines of a wall-clock run, in seconds.
 
     Attributes:
-        join_s: for a client to be there.
+        join_s: for a client to connect.
         task_s: for the answer to an assignment.
-        idle_s: for a client to hear anything at all; the server says it is alive three times as often.
+        idle_s: for a client to hear anything from the server, which sends a heartbeat three times as often.
         stop_s: for threads and clients to end.
         eval_s: for the last evaluation, once the run has ended.
-        alone_s: how long `raafl serve` goes on without clients, or too few to start, and `raafl join` without a server.
+        alone_s: how long `raafl serve` runs without enough clients, and `raafl join` without a server.
     """
 
     join_s: float = 120.0

@@ -1,7 +1,7 @@
-"""Remember which configs this user has run from which working folder, so that going over one's own runs asks for no consent.
+"""Remember which configs this user has run from which folder, so that revisiting one's own runs needs no `--trust_config`.
 
-A config may name classes of the folder in which a command is run. Whoever has run that very text there has run those classes;
-a config of somebody else, or one that was altered since, has another digest. The notes lie in the user's state folder
+A config may name classes of the folder in which a command runs. Whoever has run that exact text there has already run those
+classes; another person's config, or one altered since, has another digest. The notes lie in the user's state folder
 (`$XDG_STATE_HOME/raafl/runs`), which no run folder reaches.
 """
 
@@ -19,11 +19,11 @@ _MOST = 1000
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Leave a note that this user runs a config in this working folder; where none can be written there is none.
+    """Record that this user runs a config in this working folder; does nothing where it cannot write.
 
     Args:
         config_yaml: text of the run's `config.yaml`.
-        run_folder: where the run lies, for whoever reads the notes.
+        run_folder: of the run, for a person who reads the notes.
     """
     with suppress(OSError, RuntimeError):  # read-only, or a user without a home
         note = _note(config_yaml)
@@ -35,7 +35,7 @@ def remember(config_yaml: str, run_folder: Path) -> None:
 
 
 def is_own(config_yaml: str) -> bool:
-    """Check whether this user has run a config, to the letter, in this working folder."""
+    """Return whether this user has run exactly this config in this working folder."""
     with suppress(OSError, RuntimeError):
         return _note(config_yaml).is_file()
     return False

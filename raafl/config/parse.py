@@ -1,4 +1,4 @@
-"""Reading an experiment from a YAML file and the command line, with jsonargparse; a problem becomes one clear line."""
+"""Parse an experiment from a YAML file and the command line with jsonargparse; each problem becomes one clear line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ started again, --max_restarts times in all (100)."""
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Result of parsing a command line."""
+    """Parsed command line: the experiment and the text of its config."""
 
     experiment: Experiment
     config_yaml: str
@@ -54,10 +54,11 @@ class Parsed:
 def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, plain: bool = False) -> ArgumentParser:
     """Make the parser of `raafl COMMAND`: `--config FILE`, and every field of an `Experiment` as an option.
 
-    A model and its data may be of any of the imported ``packages``.
-
-    ``plain``: one that needs no torch, for help and for `raafl.config.plain`; it takes anything for model, data, algorithm
-    and partition.
+    Args:
+        command: name of the command.
+        packages: imported packages whose classes model and data may be (both of Lightning's).
+        plain: make a parser that needs no torch and accepts anything for model, data, algorithm and partition; for help and
+            for `raafl.config.plain`.
     """
     import jsonargparse
 
@@ -101,12 +102,12 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
 
 
 def _as_it_is(value: Any) -> Any:
-    """Take any value, as a type of an option: for `Any` jsonargparse would import the class path in it."""
+    """Return the value unchanged; an option type in place of `Any`, whose class paths jsonargparse would import."""
     return value
 
 
 def _part_types() -> dict[str, Any]:
-    """Import the types of what a config names by a class path."""
+    """Import the types of the fields that name a class."""
     from raafl.lean_import import import_lightning
 
     import_lightning()
@@ -120,7 +121,7 @@ def _part_types() -> dict[str, Any]:
 
 
 def _formatter() -> type[Any]:
-    """Return jsonargparse's help formatter without types and class paths, in so far as the text says them."""
+    """Return jsonargparse's help formatter without the types and class paths that the help text already gives."""
     import argparse
 
     import jsonargparse
@@ -199,7 +200,7 @@ def _packages() -> tuple[str, ...]:
 
 
 def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[Namespace, str, Namespace]:
-    """Parse ``argv``: as plain values, as text, and with the objects that it names."""
+    """Parse ``argv``; return the namespace, its YAML text and the instantiated objects."""
     from argparse import ArgumentError
 
     try:
@@ -228,7 +229,7 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
 
 
 def _failed(error: Exception, namespace: Namespace) -> str:
-    """Say which part could not be made, where the user's own code has raised the error."""
+    """Report which part could not be built when the user's own code raised the error."""
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     for name in MADE:
         path = str(getattr(namespace[name], "class_path", None))
@@ -238,13 +239,16 @@ def _failed(error: Exception, namespace: Namespace) -> str:
 
 
 def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) -> Experiment:
-    """Return the experiment of a run folder, which somebody else may have made.
+    """Load the experiment of a run folder, which another person may have made.
 
-    ``overrides`` are options as on the command line; ``trusted``: import what its config names, whatever that is;
-    ``again``: the run is gone over again, and what is of no use for that is left out.
+    Args:
+        folder: of the run.
+        overrides: options as on the command line.
+        trusted: import whatever classes its config names; else only raafl's own.
+        again: leave out fields that are of no use for going over the run again, such as loggers.
 
     Raises:
-        BadInput: as `parse`; or the config names more than raafl's own, is not ``trusted``, and is none that this user ran here.
+        BadInput: as `parse`; or the config names foreign classes, is not ``trusted``, and is none that this user ran here.
     """
     from raafl.config.trust import is_trusted, of_folder
 
@@ -255,7 +259,7 @@ def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) 
 
 
 def _names_own(argv: Sequence[str]) -> bool:
-    """Check whether the user's own options name a class that is not raafl's, or a config that may."""
+    """Return whether the user's own options name a class outside raafl, or a config that may."""
     from raafl.config.registry import paths
 
     known = set(paths())
@@ -270,7 +274,7 @@ def _names_own(argv: Sequence[str]) -> bool:
 
 
 def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment:
-    """Return the experiment of a YAML file; ``overrides`` are options as on the command line.
+    """Load the experiment of a YAML file; ``overrides`` are options as on the command line.
 
     Raises:
         BadInput: as `parse`.
@@ -279,7 +283,7 @@ def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment
 
 
 def _find_project_modules() -> None:
-    """Let class paths name modules of the folder the command is run in, as `python -m` does."""
+    """Let class paths name modules of the current folder, as `python -m` does."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)

@@ -1,6 +1,6 @@
-"""Check what a command line says in raafl's own fields and plain values, before torch is imported.
+"""Check raafl's own fields and plain values of a command line before torch is imported.
 
-Model, data, algorithm and partition are left to the full reading in `raafl.config.parse`, whose parser and messages these are.
+Model, data, algorithm and partition are left to the full parsing in `raafl.config.parse`, whose parser and messages it uses.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # mypy: implicit-reexport
 # ruff: noqa: F401
-"""Data for many clients: data modules to start from, ways to share a data set out, and fast batches of each share.
+"""Provide data for many clients: data modules, partitions among clients, and fast batches of each client's part.
 
-Importing this package costs nothing: a name is imported when it is first asked for, and only the data modules need
-lightning.
+Importing this package costs nothing: a name is imported on first use, and only the data modules need Lightning.
 """
 
 from __future__ import annotations
@@ -57,5 +56,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not."""
+    """List the public names, imported or not."""
     return __all__

@@ -1,4 +1,4 @@
-"""Examples for language models as tokens, and which of them count: chats, prompts with completions, plain and classified texts."""
+"""Turn language-model examples (chats, prompts with completions, plain and classified texts) into tokens and labels."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FORMS: Final[Mapping[Task, tuple[tuple[str, ...], ...]]] = {
 
 
 def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) -> Callable[..., Tokens]:
-    """Choose what makes tokens and labels of the cells of a row.
+    """Return the function that tokenises and labels one row of the data.
 
     Args:
         tokenizer: of transformers.
-        task: what is trained.
-        form: the columns of the cells, one of `FORMS`.
-        max_length: tokens kept of each example, special ones included.
+        task: causal, seq2seq or classification.
+        form: the columns that a row has, one of `FORMS`.
+        max_length: most tokens of an example, special tokens included.
     """
 
     def tokens(text: str, **more: Any) -> list[int]:
@@ -74,13 +74,13 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
 
 
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
-    """Write a chat by the tokenizer's template; what the assistant says is labelled, and nothing else.
+    """Format a chat with the tokenizer's template; only the assistant's messages get labels.
 
-    The template marks it with ``{% generation %}``. Without that mark it is what each of the assistant's messages adds to the
-    chat before it, provided that it only adds to it.
+    The template marks them with ``{% generation %}``. Without that mark, an assistant's message is whatever its turn adds to
+    the formatted chat before it, provided that the turn only appends.
 
     Raises:
-        BadInput: the tokenizer has no template, or one that tells neither way what the assistant says.
+        BadInput: the tokenizer has no template, or the assistant's part cannot be found either way.
     """
     template = str(tokenizer.chat_template or "")
     if not template:
@@ -108,7 +108,16 @@ def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
 
 
 def pack(lengths: Ints, groups: Ints, max_length: int) -> list[Ints]:
-    """Put examples of one group together, in order, in rows of at most ``max_length`` tokens; return the numbers in each row."""
+    """Pack examples of one group, in order, into rows of at most ``max_length`` tokens.
+
+    Args:
+        lengths: tokens of each example.
+        groups: group of each example; examples of different groups never share a row.
+        max_length: most tokens of a row.
+
+    Returns:
+        The example numbers in each row.
+    """
     rows: list[list[int]] = []
     for group in np.unique(groups):
         left = 0
@@ -122,6 +131,6 @@ def pack(lengths: Ints, groups: Ints, max_length: int) -> list[Ints]:
 
 
 def _counted(ids: list[int], first: int, max_length: int) -> Tokens:
-    """Label the tokens from ``first`` on with themselves; nothing comes before the first of all, which would predict it."""
+    """Label the tokens from ``first`` on with themselves; the very first token has no label, since nothing predicts it."""
     first = max(first, 1)
     return ids[:max_length], ([IGNORED] * first + ids[first:])[:max_length]

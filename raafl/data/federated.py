@@ -1,8 +1,7 @@
-"""Data of a federation: any LightningDataModule, shared out among clients, and each client's batches.
+"""Share any LightningDataModule's training set out among clients, and make each client's batches.
 
-`FederatedData` asks the data module for its training data set once and partitions it; `ClientData` is one client's
-part. The order of a client's batches depends on the generator it is given and on nothing else, so that a task can be
-repeated anywhere.
+`FederatedData` asks the data module for its training set once and partitions it; `ClientData` is one client's part. The
+order of a client's batches depends on the generator it is given and on nothing else, so that a task can be repeated anywhere.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class ClientData:
         drop_last: bool = False,
         weights: torch.Tensor | None = None,
     ) -> None:
-        """Gather the client's samples, if they are to be copied."""
+        """Copy the client's samples if ``copied`` is set; else only remember which they are."""
         self.test: ClientData | None = None
         if len(indices) == 0:
             raise BadInput("a client has no samples: use fewer clients, or a partition that gives each at least one")
@@ -90,12 +89,12 @@ class ClientData:
             self._fetch, self._indices, self.source = select_from(self._fetch(indices)), None, None
 
     def num_batches(self, batch_size: int | None = None) -> int:
-        """Number of batches in one epoch."""
+        """Return the number of batches in one epoch."""
         size = self._size(batch_size)
         return max(self.num_samples // size, 1) if self._drop_last else math.ceil(self.num_samples / size)
 
     def classes(self) -> frozenset[int] | None:
-        """The classes of this client's samples, read on first use; None where they have no whole-number labels."""
+        """Return the classes of this client's samples, read on first use; None where labels are not whole numbers."""
         if not self._looked:
             rows = torch.arange(self.num_samples) if self._indices is None else self._indices
             batches = (self._fetch(part) for part in torch.split(rows, 256))
@@ -133,7 +132,7 @@ class ClientData:
         num_epochs: int | None = None,
         num_steps: int | None = None,
     ) -> Iterator[torch.Tensor]:
-        """The numbers of the samples in each of the `batches`, for `fetch`; arguments and errors are those of `batches`."""
+        """Yield the sample numbers of each of `batches`, for `fetch`; takes the same arguments and raises the same errors."""
         if (num_epochs is None) == (num_steps is None):
             raise BadInput(f"num_epochs is {num_epochs} and num_steps is {num_steps}: give exactly one of them")
         for name, number in (("num_epochs", num_epochs), ("num_steps", num_steps)):
@@ -143,11 +142,11 @@ class ClientData:
         return rows if num_steps is None else islice(rows, num_steps)
 
     def fetch(self, rows: torch.Tensor) -> Any:
-        """The batch of samples that `rows` gives the numbers of."""
+        """Return the samples with these numbers as one batch."""
         return self._fetch(rows)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Sized]:
-        """Yield all samples once, in the order of the data set, in batches of equal size, give or take one sample.
+        """Yield all samples once, in the data set's order, in batches that differ by at most one sample.
 
         Each batch comes with its number of samples.
         """
@@ -167,7 +166,7 @@ class ClientData:
             yield from torch.split(order, batch_size)[: self.num_batches(batch_size)]
 
     def _order(self, generator: torch.Generator) -> torch.Tensor:
-        """Draw the order of an epoch."""
+        """Draw the order of one epoch."""
         if self._weights is None:
             return torch.randperm(self.num_samples, generator=generator)
         return torch.multinomial(self._weights, self.num_samples, replacement=True, generator=generator)
@@ -181,7 +180,7 @@ class ClientData:
 
 
 class _Parts:
-    """Rows of the data set for each client, in one tensor: one for each would take half a kilobyte beside its numbers."""
+    """Row numbers of all clients in one tensor; a tensor for each client would cost half a kilobyte of overhead apiece."""
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self.sizes = [len(part) for part in parts]
@@ -242,7 +241,7 @@ class FederatedData:
         self.notes: list[str] = []
 
     def _split(self, partition: Partition, num_clients: int, seed: int) -> list[torch.Tensor]:
-        """Return the rows of each client; those that validate the global model are nobody's."""
+        """Return the row numbers of each client; validation rows belong to no client."""
         dataset, length = self._dataset, _length(self._dataset)
         if not len(self._validation):
             labels = self.labels() if partition.needs_labels else np.zeros(length, np.int64)
@@ -254,26 +253,26 @@ class FederatedData:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of samples that each client trains on; entry `i - 1` is client i's."""
+        """Return the number of training samples of each client; entry `i - 1` is client i's."""
         return self._parts.sizes
 
     @property
     def test_sizes(self) -> list[int]:
-        """Number of samples that each client tests on; entry `i - 1` is client i's."""
+        """Return the number of samples each client tests on; entry `i - 1` is client i's."""
         return self._test_parts.sizes
 
     def indices(self, client: int) -> torch.Tensor:
-        """The rows of the training set that client 1..N trains on, ascending."""
+        """Return the rows of the training set that client 1..N trains on, ascending."""
         if not 1 <= client <= self.num_clients:
             raise BadInput(f"client is {client}: clients are numbered 1 to {self.num_clients}")
         return self._parts.of(client)
 
     def labels(self) -> npt.NDArray[Any]:
-        """The class of each row of the training set."""
+        """Return the class of each row of the training set."""
         return labels_of(self._dataset)
 
     def _check_weights(self) -> None:
-        """Raise `BadInput` where a client has only samples that the loader's sampler never draws."""
+        """Raise `BadInput` if the loader's sampler gives weight 0 to all samples of some client."""
         weights = self._weights
         if weights is None:
             return
@@ -285,7 +284,7 @@ class FederatedData:
                 )
 
     def client(self, client: int) -> ClientData:
-        """The data of client 1..N; built on first use, and kept until `_MOST_KEPT` others have been asked for."""
+        """Return the data of client 1..N, built on first use and cached (the `_MOST_KEPT` most recently used)."""
         if client not in self._clients:
             self._clients[client] = self.make_client(client)
             if len(self._clients) > _MOST_KEPT:
@@ -294,7 +293,7 @@ class FederatedData:
         return self._clients[client]
 
     def make_client(self, client: int, *, copied: bool = False) -> ClientData:
-        """Make the data of client 1..N, with a copy of its samples where a process is to hold no others."""
+        """Build the data of client 1..N; ``copied`` copies its samples, for a process that needs no other client's."""
         rows = self.indices(client)
         mine = self._own(rows, copied, None if self._weights is None else self._weights[rows])
         if self.test_sizes[client - 1]:
@@ -305,11 +304,11 @@ class FederatedData:
         return ClientData(self._dataset, indices, self.batch_size, self._collate, copied, self.drop_last, weights)
 
     def example_batch(self, n: int = 2) -> Any:
-        """The first n samples of the training set as one batch."""
+        """Return the first ``n`` samples of the training set as one batch."""
         return self.fetch(torch.arange(min(n, _length(self._dataset))))
 
     def fetch(self, rows: torch.Tensor) -> Any:
-        """Rows of the training set as one batch."""
+        """Return rows of the training set as one batch."""
         return self._fetch(rows)
 
     def test_batches(self, batch_size: int | None = None, *, first: int = 0) -> Iterator[Sized]:
@@ -348,7 +347,7 @@ class FederatedData:
         return InOrder(fetch, num_samples, batch_size, tensors)
 
     def _test_set(self) -> tuple[Any, Collate, int | None] | None:
-        """Return the test set, or the validation set, as their loader has them; None where there is neither."""
+        """Return data set, collate function and batch size of the test or else the validation loader; None without either."""
         module = self.datamodule
         for name in ("test_dataloader", "val_dataloader"):
             if not overrides(module, name):
@@ -369,7 +368,7 @@ class FederatedData:
         return None
 
     def _some_of_training(self) -> tuple[Any, Collate, int | None]:
-        """Return samples of the training set, evenly spaced, to measure on, and note that there is nothing else."""
+        """Return evenly spaced training samples to measure on, and add a note that there is no test set."""
         length = _length(self._dataset)
         num = min(length, _MOST_MEASURED)
         self.notes.append(

@@ -1,7 +1,7 @@
-"""Examples to fine-tune a language model of transformers on: chats, prompts with completions, plain and classified texts.
+"""Load examples for fine-tuning a transformers language model: chats, prompts with completions, plain and classified texts.
 
-An ordinary LightningDataModule. A batch is a table as transformers' models take it: ``input_ids`` and ``labels``, and where they
-are needed ``attention_mask`` and ``position_ids``. Texts are tokenised once per machine; its ranks share the tokens.
+An ordinary LightningDataModule. A batch is a mapping as transformers' models take it: ``input_ids`` and ``labels``, and where
+needed ``attention_mask`` and ``position_ids``. Texts are tokenised once per machine; its ranks share the tokens.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PARTS = ("ids", "starts", "labels", "label_starts", "group")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Examples as tokens, one after the other; may lie in memory-mapped files.
+    """Tokens of all examples, concatenated; may lie in memory-mapped files.
 
     Attributes:
         ids: tokens of all examples.
-        starts: `(n + 1,)` where those of each begin, and the last ends.
+        starts: `(n + 1,)` start of each example in ``ids``, and the end of the last.
         labels: labels of all examples, see `raafl.data.examples.Tokens`.
-        label_starts: the same for them.
-        group: `(n,)` whose example each is, as a number; 0 where the data does not say.
+        label_starts: `(n + 1,)` the same for ``labels``.
+        group: `(n,)` number of the person or group each example belongs to; 0 where the data does not say.
     """
 
     ids: Tensor
@@ -51,7 +51,7 @@ class Encoded:
     group: Tensor
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Return the number of examples."""
         return len(self.group)
 
     def of(self, example: int) -> tuple[Tensor, Tensor]:
@@ -61,20 +61,20 @@ class Encoded:
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
-    """Rows of tokens with their labels, each of one example or of several.
+    """Rows of tokens with labels; each row holds one example, or several when packed.
 
     Args:
         encoded: the examples.
         rows: the numbers of the examples in each row.
-        packed: positions begin anew with each example of a row, by which transformers keeps them apart.
+        packed: restart positions at each example of a row, by which transformers keeps the examples apart.
 
     Attributes:
-        group: `(n,)` whose each row is; the column of natural clients.
-        labels: `(n,)` the class of each row; there where examples are classified.
+        group: `(n,)` group of each row, the column for natural clients.
+        labels: `(n,)` class of each row; only for classification.
     """
 
     def __init__(self, encoded: Encoded, rows: Sequence[Ints], *, packed: bool, classified: bool) -> None:
-        """Note which rows there are; tokens are copied when one is asked for."""
+        """Store the row layout; tokens are copied when a row is read."""
         self._encoded, self._rows, self._packed, self._classified = encoded, rows, packed, classified
         firsts = torch.tensor([int(row[0]) for row in rows])
         self.group = encoded.group[firsts]
@@ -82,11 +82,11 @@ class TokenRows(Dataset[dict[str, Tensor]]):
             self.labels = encoded.labels[firsts].to(torch.int64)
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One row, not padded: int64 ``input_ids``, ``labels`` (one class: no dimension), ``position_ids`` where packed."""
+        """Return one unpadded row: int64 ``input_ids``, ``labels`` (a scalar for classification), ``position_ids`` if packed."""
         ids, labels = zip(*(self._encoded.of(int(example)) for example in self._rows[index]), strict=True)
         if self._classified:
             return {"input_ids": ids[0], "labels": labels[0][0]}
@@ -96,14 +96,13 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class Padding:
-    """Collates rows of tokens, padded at the end to one length.
+    """Collate function that pads rows of tokens at the end to one length.
 
     Attributes:
-        token: what ``input_ids`` are padded with.
-        length: of every batch; None = of the longest row in it.
-        num_labels: of every row, where they are not those of its tokens; None = as many as tokens.
-        masked: batches have an ``attention_mask``, 1 where there is a token. Where no position sees what comes after it none is
-            needed.
+        token: pads ``input_ids``.
+        length: of every batch; None = of its longest row.
+        num_labels: labels of every row, for seq2seq; None = as many as tokens.
+        masked: add an ``attention_mask`` (1 = a token). A causal model needs none, since padding comes last.
     """
 
     token: int
@@ -112,7 +111,7 @@ class Padding:
     masked: bool
 
     def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the batch."""
+        """Collate rows into one batch."""
         batch = {name: self._padded([row[name] for row in rows], name) for name in rows[0]}
         if self.masked:
             ones = [torch.ones_like(row["input_ids"]) for row in rows]
@@ -192,17 +191,17 @@ class FineTuning(Classes):
 
     @property
     def tokenizer(self) -> Any:  # a transformers.PreTrainedTokenizerBase
-        """The tokenizer, with the template that was given; it is saved with the model."""
+        """Return the tokenizer, with the chat template that was given; it is saved with the model."""
         tokenizer = load_tokenizer(self._tokenizer)
         if self._chat_template is not None:
             tokenizer.chat_template = Path(self._chat_template).read_text(encoding="utf-8-sig")
         return tokenizer
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenise the examples, or map what was tokenised before.
+        """Tokenise the examples, or map the tokens of an earlier run.
 
         Raises:
-            BadInput: data or tokenizer are missing, or the data has not the columns.
+            BadInput: data, tokenizer or a column is missing.
         """
         if hasattr(self, "train"):
             return
@@ -225,11 +224,11 @@ class FineTuning(Classes):
         )
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches of the training set."""
+        """Return shuffled batches of the training set."""
         return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self._collate())
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Batches of the test set, in order."""
+        """Return batches of the test set, in order."""
         return DataLoader(self.test, self.batch_size, collate_fn=self._collate())
 
     def _collate(self) -> Padding:
@@ -239,7 +238,7 @@ class FineTuning(Classes):
         return Padding(token, length, self._num_labels if self.task == "seq2seq" else None, self.task != "causal")
 
     def _rows(self, encoded: Encoded, examples: Ints) -> list[Ints]:
-        """Share examples out among rows."""
+        """Assign examples to rows, packed or one each."""
         lengths = np.diff(encoded.starts.numpy())[examples].astype(np.int64)
         if self.packing:
             return [examples[row] for row in pack(lengths, encoded.group.numpy()[examples], self.max_length)]
@@ -274,7 +273,7 @@ class FineTuning(Classes):
         return Encoded(*found)
 
     def _form(self, path: str, names: Sequence[str]) -> tuple[str, ...]:
-        """Find the columns that the data has."""
+        """Return which of the forms in `FORMS` the data's columns match."""
         forms = FORMS[self.task]
         found = next((form for form in forms if all(self.columns.get(one, one) in names for one in form)), None)
         if found is None:
@@ -286,7 +285,7 @@ class FineTuning(Classes):
         return found
 
     def _read(self, rows: Any, form: Sequence[str], cells: Sequence[str], group: str | None) -> readers.Arrays:
-        """Tokenise all rows; those of which nothing would count are left out."""
+        """Tokenise all rows; leave out those without a single label."""
         encode = encoder(self.tokenizer, self.task, form, self.max_length)
         encoded = [encode(*values) for values in zip(*(rows[cell] for cell in cells), strict=True)]
         kept = [i for i, (ids, labels) in enumerate(encoded) if ids and any(label != IGNORED for label in labels)]
@@ -306,6 +305,6 @@ class FineTuning(Classes):
 
 
 def _flat(lists: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int32], Ints]:
-    """Put lists one after the other; return them, and where each begins and the last ends."""
+    """Concatenate lists; return the values and the offsets `(n + 1,)`."""
     starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
     return np.fromiter(chain.from_iterable(lists), np.int32, count=int(starts[-1])), starts

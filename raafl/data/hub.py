@@ -1,4 +1,4 @@
-"""Data sets of the package `datasets`: from the Hugging Face hub, its cache, a local folder or a file."""
+"""Load data sets with the package `datasets`: from the Hugging Face hub, its cache, a local folder or a file."""
 
 from __future__ import annotations
 

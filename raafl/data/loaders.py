@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn what fails inside into a `BadInput` of the field ``data``; ``what`` is whose code reads it."""
+    """Turn any exception inside the context into a `BadInput` of the field ``data`` that names ``what`` is being read."""
     try:
         yield
     except BadInput:

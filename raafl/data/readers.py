@@ -75,11 +75,11 @@ class Mnist:
         return [root / "torchvision" / "MNIST" / "raw", root / "MNIST" / "raw"]
 
     def find(self, root: Path) -> Path | None:
-        """The folder that has it, or None."""
+        """Return the folder that has the set, or None."""
         return next((folder for folder in self.places(root) if _has_mnist(folder)), None)
 
     def read(self, folder: Path, split: str) -> Tensors:
-        """The train or test split: `(n, 1, 28, 28)` uint8 (mapped from an unpacked file) and `(n,)` int64."""
+        """Return the train or test split: `(n, 1, 28, 28)` uint8 (mapped from an unpacked file) and `(n,)` int64."""
         stem = _MNIST_STEMS[split]
         images = read_idx(_idx_file(folder, f"{stem}-images-idx3-ubyte"))
         labels = read_idx(_idx_file(folder, f"{stem}-labels-idx1-ubyte"))
@@ -88,7 +88,7 @@ class Mnist:
 
 @dataclass(frozen=True, slots=True)
 class Cifar:
-    """One of the two CIFAR sets: how its files are called."""
+    """File names of one of the two CIFAR sets."""
 
     folder: str
     batches: str
@@ -101,11 +101,11 @@ class Cifar:
         return [root / self.folder, root / "torchvision" / self.batches, root / self.batches]
 
     def find(self, root: Path) -> Path | None:
-        """The folder that has it, or None."""
+        """Return the folder that has the set, or None."""
         return next((folder for folder in self.places(root) if self._is_in(folder)), None)
 
     def read(self, folder: Path, split: str) -> Tensors:
-        """The train or test split: `(n, 3, 32, 32)` uint8 and `(n,)` int64, decoded once per machine."""
+        """Return the train or test split: `(n, 3, 32, 32)` uint8 and `(n,)` int64, decoded once per machine."""
         name = f"{self.folder}-{split}"
         if folder.name == self.folder:
             sources = sorted(folder.rglob(f"{split}*.parquet"))
@@ -124,7 +124,7 @@ CIFAR100 = Cifar("cifar100", "cifar-100-python", "CIFAR100", "fine_label", {"tra
 
 
 def stack_images(images: Sequence[Any]) -> Bytes:
-    """PIL images as `(n, channels, height, width)` bytes: 1 channel where all are grey, else RGB.
+    """Stack PIL images to `(n, channels, height, width)` bytes: 1 channel where all are grey, else RGB.
 
     Raises:
         BadInput: there are none, or they differ in size.
@@ -181,7 +181,7 @@ def cached(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process of this machine through at a time."""
+    """Hold a lock file: one process of this machine at a time is inside."""
     try:
         file = path.open("a")
     except OSError:  # another user's lock: the worst is work done twice
@@ -250,7 +250,7 @@ def _is_writable(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its name when all is written: nobody ever sees a part of it."""
+    """Open a file that appears under its name only once it is completely written."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Shakespeare's plays, character by character, with the speakers as natural clients."""
+"""Load Shakespeare's plays by character, with the speakers as natural clients."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Shakespeare(Classes):
 
 
 def speeches_of(text: str) -> dict[str, list[str]]:
-    """Return the speeches by speaker: blank lines separate speeches, whose first line is the speaker and a colon."""
+    """Split the text into speeches, by speaker: blank lines separate speeches, the first line names the speaker."""
     found: dict[str, list[str]] = {}
     for block in text.split("\n\n"):
         head, _, speech = block.strip("\n").partition("\n")
@@ -137,7 +137,7 @@ def speeches_of(text: str) -> dict[str, list[str]]:
 
 
 def cut(codes: Codes, length: int) -> Codes:
-    """Windows `(n, length + 1)`, each beginning with the last character of the one before; what is left over is dropped."""
+    """Cut codes into windows `(n, length + 1)` that overlap by one character; drop the remainder."""
     num_windows = max(0, (len(codes) - 1) // length)
     starts = np.arange(num_windows)[:, None] * length
     windows: Codes = codes[starts + np.arange(length + 1)]

@@ -1,8 +1,7 @@
-"""Image sets to start from: scikit-learn's digits, MNIST, CIFAR-10 and CIFAR-100, and those from the Hugging Face hub.
+"""Load image sets: scikit-learn's digits, MNIST, CIFAR-10, CIFAR-100, and any from the Hugging Face hub.
 
-They are ordinary LightningDataModules. Images stay bytes, mapped from files where possible, and become normalised
-float32 when a batch (or a client's whole part) is gathered: the ranks of one machine share the bytes, and each holds as
-floats only the samples it owns.
+They are ordinary LightningDataModules. Images stay bytes, memory-mapped where possible, and become normalised float32 when a
+batch (or a client's whole part) is gathered: the ranks of one machine share the bytes, and each holds as floats only its own.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ class Classes(LightningDataModule):
         self.batch_size, self.num_train, self.num_test = batch_size, num_train, num_test
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches of the training set."""
+        """Return shuffled batches of the training set."""
         return DataLoader(self.train, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """The test set: none of these sets has a validation split of its own."""
+        """Return the test loader: these sets have no validation split of their own."""
         return self.test_dataloader()
 
     def test_dataloader(self) -> DataLoader[Any]:
-        """Batches of the test set, in order."""
+        """Return batches of the test set, in order."""
         return DataLoader(self.test, self.batch_size)
 
     def _set(self, train: Dataset[Any], test: Dataset[Any]) -> None:
@@ -58,7 +57,7 @@ class Classes(LightningDataModule):
 
 
 def spread(dataset: Dataset[Any], number: int | None) -> Dataset[Any]:
-    """At most so many samples of a data set, evenly spaced, so that a set sorted by class keeps every class."""
+    """Return at most ``number`` evenly spaced samples, so that a set sorted by class keeps every class."""
     length = len(dataset)  # type: ignore[arg-type]
     if number is None or number >= length:
         return dataset
@@ -103,7 +102,7 @@ class Digits(Classes):
 
 
 class _FromFolder(Classes):
-    """A data set of bytes in a folder, fetched by torchvision where it is missing."""
+    """Image set in a folder of byte files, downloaded by torchvision if missing."""
 
     files: ClassVar[readers.Mnist | readers.Cifar]
     mean: ClassVar[tuple[float, ...]]

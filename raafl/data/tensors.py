@@ -1,4 +1,4 @@
-"""Data sets that give many samples at once, and the search for one under the wrappers of a data loader."""
+"""Gather many samples at once from tensor data sets, and find one under the wrappers of a data loader."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Fetch = Callable[[torch.Tensor], Any]
 
 
 class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
-    """A data set that collects many samples in one operation, without collating them one by one.
+    """Data set that gathers many samples in one operation instead of collating them one by one.
 
-    Subclass it to give your own data the fast path of `ClientData`. `gather` must give what the default collate
-    function would make of the single samples, bit for bit.
+    Subclass it to give your own data the fast path of `ClientData`. `gather` must return, bit for bit, what the default collate
+    function makes of the single samples.
     """
 
     labels: torch.Tensor
@@ -27,21 +27,21 @@ class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     @abstractmethod
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The samples at `indices` (`(n,)` int64) as tensors whose first dimension is n, newly allocated."""
+        """Return the samples at `indices` (`(n,)` int64) as new tensors whose first dimension is n."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         return tuple(tensor[0] for tensor in self.gather(torch.tensor([range(len(self))[index]])))
 
 
 class TensorImages(GatherDataset):
-    """Labelled images kept as bytes and normalised when they are gathered.
+    """Labelled images stored as bytes and normalised when gathered.
 
-    The bytes may lie in a memory-mapped file, which all ranks of a machine then share; as float32 each rank would
-    hold four times as much for itself.
+    The bytes may lie in a memory-mapped file, which all ranks of a machine share; as float32 each rank would hold four times as
+    much for itself.
 
     Args:
         images: `(n, channels, height, width)` uint8.
@@ -70,14 +70,14 @@ class TensorImages(GatherDataset):
         return len(self.labels)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalised float32 images `(n, channels, height, width)` and int64 labels `(n,)`."""
+        """Return normalised float32 images `(n, channels, height, width)` and int64 labels `(n,)`."""
         pixels = self.images.index_select(0, indices).to(torch.float32)
         # Two exactly rounded operations, so that one image and many give the same bits.
         return pixels.sub_(self._mean_c11).div_(self._std_c11), self.labels.index_select(0, indices)
 
 
 def unwrap(dataset: Any) -> tuple[Any, torch.Tensor | None]:
-    """The data set under nested `Subset`s and its rows, `(len(dataset),)` int64; None stands for all rows in order."""
+    """Strip nested `Subset`s; return the inner data set and its rows, `(len(dataset),)` int64, or None for all rows in order."""
     rows: torch.Tensor | None = None
     while isinstance(dataset, Subset) and _plain(dataset, Subset):
         inner = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -87,12 +87,12 @@ def unwrap(dataset: Any) -> tuple[Any, torch.Tensor | None]:
 
 
 def is_tensors(dataset: object) -> bool:
-    """Whether this is a `TensorDataset` whose samples are plainly its rows (a subclass may change them on the way)."""
+    """Check whether this is a `TensorDataset` whose samples are its rows unchanged (a subclass may transform them)."""
     return isinstance(dataset, TensorDataset) and _plain(dataset, TensorDataset)
 
 
 def _plain(dataset: object, kind: type) -> bool:
-    """Whether a subclass of `kind` gives samples as `kind` does."""
+    """Check whether a subclass of `kind` inherits its `__getitem__` unchanged."""
     names = ("__getitem__", "__getitems__")
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
 
@@ -116,7 +116,7 @@ def fetcher(dataset: Any, collate: Collate) -> tuple[Fetch, bool]:
 
 
 def select_from(tensors: Sequence[torch.Tensor]) -> Fetch:
-    """Batches of rows of the same tensors."""
+    """Return a function that gathers rows of these tensors."""
     return lambda rows: [tensor.index_select(0, rows) for tensor in tensors]
 
 

@@ -1,7 +1,7 @@
-"""Text sets to start from: SST-2, AG News, the Financial PhraseBank, Shakespeare, and any on the Hugging Face hub.
+"""Load text sets: SST-2, AG News, the Financial PhraseBank, Shakespeare, and any from the Hugging Face hub.
 
-They are ordinary LightningDataModules. A classified text is `(tokens, attention mask, label)`, all texts padded or cut to
-one length, so that shapes never change. Texts are tokenised once per machine; the ranks of a machine share the tokens.
+They are ordinary LightningDataModules. A classified text is `(tokens, attention mask, label)`, padded or cut to one length so
+that shapes never change. Texts are tokenised once per machine; the ranks of a machine share the tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Labels = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Rows:
-    """One part of a text set: what it is read from, and how."""
+    """Source of one part of a text set: files, columns and the rows to take."""
 
     sources: Sequence[Path | str]
     read: Callable[[], tuple[list[str], Labels]]
 
 
 class _Texts(Classes):
-    """Classified texts, tokenised."""
+    """Classified texts, tokenised on first use."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class _Texts(Classes):
 
     @abstractmethod
     def _home(self) -> tuple[Path, str]:
-        """Folder of the cache, and a name for the set in it."""
+        """Return the cache folder and the name of this set in it."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenise both parts, or map what was tokenised before.
+        """Tokenise both parts, or map the tokens of an earlier run.
 
         Raises:
-            BadInput: the data or the tokenizer is missing, or has not the columns.
+            BadInput: the data, the tokenizer or a column is missing.
         """
         if not hasattr(self, "train"):
             self._set(self._tokens("train"), self._tokens("test"))
@@ -82,7 +82,7 @@ class _Texts(Classes):
 
 
 class _FromFolderOrHub(_Texts):
-    """Texts in parquet files under a folder of the data root, or else on the hub."""
+    """Texts in parquet files under the data root, or else from the hub."""
 
     folder: ClassVar[str]
     hub: ClassVar[str]

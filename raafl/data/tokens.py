@@ -1,4 +1,4 @@
-"""Texts as numbers: tokenised once per machine, padded to one length, gathered many at a time."""
+"""Tokenise texts once per machine, pad them to one length, and gather many at a time."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 
 
 class TensorTokens(GatherDataset):
-    """Labelled texts as tokens, padded to one length; attention masks are made when they are gathered.
+    """Labelled texts as tokens, padded to one length; attention masks are made when gathered.
 
     Args:
         tokens: `(n, length)` whole numbers, padding at the end; may lie in a memory-mapped file.
-        lengths: `(n,)` how many tokens of each text are not padding.
+        lengths: `(n,)` number of tokens of each text that are not padding.
         labels: `(n,)` whole numbers.
 
     Raises:
@@ -53,17 +53,17 @@ class TensorTokens(GatherDataset):
         return len(self.labels)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Int64 tokens and attention masks `(n, length)`, 1 where there is a token, and labels `(n,)`."""
+        """Return int64 tokens and attention masks `(n, length)`, 1 at a token, and labels `(n,)`."""
         lengths = self.lengths.index_select(0, indices)
         mask = (self._positions < lengths.unsqueeze(1)).to(torch.int64)
         return self.tokens.index_select(0, indices).to(torch.int64), mask, self.labels.index_select(0, indices)
 
 
 class TensorWindows(GatherDataset):
-    """Stretches of text to predict token by token, each of one speaker.
+    """Windows of text for next-token prediction, each from one speaker.
 
     Args:
-        windows: `(n, length + 1)` whole numbers, tokens of one stretch.
+        windows: `(n, length + 1)` whole numbers, the tokens of one window.
         speaker: n names; the column of natural clients.
 
     Raises:
@@ -84,19 +84,19 @@ class TensorWindows(GatherDataset):
         return len(self.speaker)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Int64 tokens and targets, both `(n, length)`: the targets are the tokens one further on."""
+        """Return int64 tokens and targets, both `(n, length)`; targets are the tokens shifted by one."""
         windows = self.windows.index_select(0, indices).to(torch.int64)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A way to turn texts into numbers.
+    """Choice of a tokenizer.
 
     Attributes:
         name: `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER` for a folder of an
             installed Python package.
-        vocab_size: for `words`: tokens in all, padding (0) and unknown words (1) included.
+        vocab_size: for `words`: size of the vocabulary, padding (0) and unknown words (1) included.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Tokenizer:
             raise BadInput(f"vocab_size is {self.vocab_size}: give 3 or more (0 is padding, 1 an unknown word)")
 
     def facts(self) -> list[Path | str]:
-        """Return the inputs of the result: files, or the tokenizer's name."""
+        """Return what the tokens depend on, for the cache key: the tokenizer's files or its name."""
         if self.name == WORDS:
             return [f"{WORDS} {self.vocab_size}"]
         where = Path(located(self.name))
@@ -117,9 +117,12 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], max_length: int, training_texts: Callable[[], Sequence[str]]
     ) -> tuple[Ints, Ints]:
-        """Tokens `(n, max_length)`, cut and padded at the end, and how many of each are not padding `(n,)`.
+        """Return tokens `(n, max_length)`, cut and padded at the end, and the number of tokens of each text `(n,)`.
 
-        ``max_length`` counts special tokens, too; ``words`` takes its vocabulary from ``training_texts``.
+        Args:
+            texts: n texts.
+            max_length: tokens of each text, special tokens included.
+            training_texts: source of the vocabulary of ``words``.
 
         Raises:
             BadInput: there is no such tokenizer.
@@ -135,14 +138,14 @@ class Tokenizer:
 
 
 def vocabulary(texts: Sequence[str], vocab_size: int) -> dict[str, int]:
-    """The most frequent words of the texts, lower case, ties in alphabetical order -> 2, 3, ..., vocab_size - 1."""
+    """Number the most frequent words of the texts, lower case, from 2 to vocab_size - 1; ties in alphabetical order."""
     counts = Counter(word for text in texts for word in _words(text))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[: vocab_size - 2]
     return {word: number for number, word in enumerate(ranked, start=_UNKNOWN + 1)}
 
 
 def located(name: str) -> str:
-    """The folder that `package:NAME/FOLDER` stands for; anything else as it is.
+    """Resolve `package:NAME/FOLDER` to its folder; return anything else unchanged.
 
     Raises:
         BadInput: the package is not installed, or has no such folder.

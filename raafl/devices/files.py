@@ -1,4 +1,4 @@
-"""Device files: rows read from YAML, JSON or CSV, and profiles written as YAML."""
+"""Read device files (YAML, JSON or CSV) and write profiles as YAML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAIRS = ("availability", "speed_changes")
 
 
 def read_rows(path: Path) -> list[Any]:
-    """Return the entries of a device file as they stand there.
+    """Return the unparsed entries of a device file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -40,7 +40,7 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def _cells(text: str, path: Path) -> list[Any]:
-    """Return the rows of a CSV file by the names of their columns, without empty cells."""
+    """Return the rows of a CSV file as mappings by column, without empty cells."""
     import csv
 
     rows = csv.DictReader(text.splitlines())
@@ -52,7 +52,7 @@ def _cells(text: str, path: Path) -> list[Any]:
 
 
 def no_file(text: str) -> str:
-    """Explain a text that names no file, which may have been meant as something else."""
+    """Explain that a text names no file, and what it may have been meant as."""
     if text == "auto" or text.isdecimal():
         return (
             f"devices is {text}: it says what the clients can do, by names, fields or a file, as in [{{name: a100}}]; leave it "
@@ -64,12 +64,12 @@ def no_file(text: str) -> str:
 
 
 def is_list(text: str) -> bool:
-    """Check whether ``text`` is meant as a list of devices rather than as a path."""
+    """Return whether ``text`` is a written-out list of devices rather than a path."""
     return text.lstrip().startswith(("[", "{")) or "\n" in text
 
 
 def read_list(text: str) -> list[Any]:
-    """Return the entries of a list of devices that is written out, as YAML.
+    """Parse a list of devices written out as YAML.
 
     Raises:
         ValueError: it is no YAML, or no list.

@@ -1,7 +1,7 @@
-"""Assign a GPU to each process of a run: one map for everything that starts processes (docs/gpu.md has it as a table).
+"""Assign a GPU to each process of a run; used by everything that starts processes (docs/gpu.md shows it as a table).
 
-Those that train are dealt their machine's GPUs in turn. The one that coordinates takes none of them away: without a
-`server_device` it uses no GPU, and with one that GPU is dealt last, so that it is shared only where the others do not suffice.
+Training processes get their machine's GPUs in turn. The coordinator uses no GPU without `server_device`; with one, that GPU
+comes last in the turn, so that a training process shares it only where there are too few.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Place:
 
     @classmethod
     def here(cls, server_device: str | None, chosen: int | None = None) -> Place:
-        """Read this process's place from the environment that torchrun, or `fit --local`, has given it.
+        """Read this process's position from the environment set by torchrun or `fit --local`.
 
         Args:
-            server_device: where rank 0 has the global model and does nothing else; None = rank 0 trains as well, or is elsewhere.
-            chosen: see above.
+            server_device: device of the global model on rank 0, which then does not train; None = rank 0 trains too, or is on
+                another machine.
+            chosen: GPU index that the user asked for; see `Place`.
         """
         import torch
 
@@ -38,11 +39,11 @@ class Place:
 
     @property
     def gpu(self) -> int | None:
-        """The index of this process's GPU; None = it uses none."""
+        """Return the index of this process's GPU; None = it uses none."""
         return self.gpu_of(self.local_rank)
 
     def gpu_of(self, local_rank: int) -> int | None:
-        """Map a process of this machine to the index of its GPU; None = it uses none."""
+        """Return the GPU index of another process of this machine; None = it uses none."""
         if not self.num_gpus:
             return None
         kind, _, index = (self.server_device or "").partition(":")
@@ -56,7 +57,7 @@ class Place:
         return (first + number) % self.num_gpus if self.chosen is None else self.chosen
 
     def num_sharing(self, gpu: int | None) -> int:
-        """Count the processes that share a GPU's memory, or the machine's (None); the coordinator's is one."""
+        """Return how many processes share a GPU's memory (None: the machine's), the coordinator included."""
         if gpu is None:
             return self.num_ranks
         return max(sum(self.gpu_of(rank) == gpu for rank in range(self.num_ranks)), 1)

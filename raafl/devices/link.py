@@ -1,4 +1,4 @@
-"""Measure the link between two machines: one asks, the other answers. Nothing is executed or stored."""
+"""Measure the link between two machines: one asks, the other answers. Nothing received is executed or stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A measured link, as seen by the client: bytes a second each way, and seconds one way."""
+    """Measured link from the client's side: bytes per second each way, and one-way latency in seconds."""
 
     down_bytes_per_s: float
     up_bytes_per_s: float
@@ -30,10 +30,10 @@ class Link:
 
 
 class Answerer:
-    """Answers the questions of one peer after the other, on the machine that is to be the server."""
+    """Server side of the measurement; answers one peer after another."""
 
     def __init__(self, address: str, deadline_s: float = DEADLINE_S) -> None:
-        """Listen; port 0 takes a free one. Raises `BadInput` where that cannot be."""
+        """Bind the address; port 0 picks a free port. Raises `BadInput` if it cannot be bound."""
         host, port = parse_address(address)
         self._deadline_s = deadline_s
         try:
@@ -43,7 +43,7 @@ class Answerer:
         self.port: int = self._listener.getsockname()[1]
 
     def serve(self, num_peers: int | None = None) -> None:
-        """Answer so many peers, or for ever; a peer that breaks off or says something else is dropped."""
+        """Answer ``num_peers`` peers (None: for ever); drop a peer that disconnects or breaks the protocol."""
         left = math.inf if num_peers is None else num_peers
         while left > 0:
             try:
@@ -112,7 +112,7 @@ def _rate(peer: socket.socket, kind: bytes, duration_s: float, round_s: float) -
 
 
 def _ask(peer: socket.socket, kind: bytes, size: int) -> float:
-    """Return the seconds from the question to the end of its answer."""
+    """Send a question; return the seconds until its answer is complete."""
     begin_s = time.perf_counter()
     peer.sendall(_QUESTION.pack(MAGIC, kind, size))
     if kind == b"u":
@@ -130,7 +130,7 @@ def _send(peer: socket.socket, size: int) -> None:
 
 
 def _take(peer: socket.socket, size: int) -> bytes:
-    """Return so many bytes, or fewer where the peer ends."""
+    """Receive ``size`` bytes, or fewer if the peer ends."""
     found = b""
     while len(found) < size and (piece := peer.recv(size - len(found))):
         found += piece
@@ -138,7 +138,7 @@ def _take(peer: socket.socket, size: int) -> bytes:
 
 
 def _drop(peer: socket.socket, size: int) -> int:
-    """Receive so many bytes and forget them; return how many came."""
+    """Receive and discard ``size`` bytes; return how many came."""
     buffer, got = bytearray(_CHUNK), 0
     while got < size and (more := peer.recv_into(buffer, min(_CHUNK, size - got))):
         got += more

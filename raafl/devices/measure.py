@@ -1,4 +1,4 @@
-"""Finding out what this machine can do, in about a second."""
+"""Measure what this machine can do, in about a second."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) -> tuple[float, float, float]:
-    """Return FLOP/s, bytes/s and seconds a launch by which FLOPs, bytes moved and operations, added up, take their time.
+    """Measure FLOP/s, bytes/s and seconds per kernel launch such that their times add up to the time of a step.
 
-    Measured are a matrix product and a layer of elementwise operations (activation, normalisation, addition), forward and
-    backward, large and tiny, whose bytes are counted as in `Cost.moved_bytes_per_sample`. They are what training does, so a
-    profile with these figures predicts a step of a small submodel, too. The fastest of several rounds counts.
+    It times a matrix product and a layer of elementwise operations (activation, normalisation, addition), forward and backward,
+    large and tiny; bytes are counted as in `Cost.moved_bytes_per_sample`. Since that is what training does, a profile with these
+    figures predicts a step of a small submodel too. The fastest of several rounds counts.
     """
     from raafl.devices.probes import Probes
 
@@ -54,11 +54,11 @@ def measure_machine(
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory that a process can still get.
+    """Memory that a process can still allocate.
 
     Attributes:
-        num_bytes: before the limit is met, or before this process would have more than its share of what all use.
-        limit: which limit that is, in words.
+        num_bytes: until the limit is met, or until this process has more than its share of what all use.
+        limit: name of that limit, in words.
         reserve_bytes: what libraries keep for themselves, beside a tenth for allocators.
     """
 
@@ -68,7 +68,7 @@ class Room:
 
     @property
     def for_task_bytes(self) -> float:
-        """Memory that the tensors of a task may take."""
+        """Return the bytes that a task's tensors may take."""
         return max((1 - RESERVE_SHARE) * self.num_bytes - self.reserve_bytes, 1.0)
 
 
@@ -78,15 +78,15 @@ GPU_RESERVE_BYTES = 512 * 2**20
 
 
 def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Room:
-    """Measure the memory that this process can still get on top of what it has, by the limit that is met first.
+    """Measure how much more memory this process can allocate, by whichever limit is met first.
 
-    For the CPU these are its own limits (``RLIMIT_AS``, ``RLIMIT_DATA``), those of the control groups that it is in (v1 or
-    v2, each with all above it; file cache that they would give up is taken as free), and the memory that the kernel calls
-    available. For CUDA it is what is free on the device. Infinite where nothing limits it.
+    For the CPU the limits are its own (``RLIMIT_AS``, ``RLIMIT_DATA``), those of its control groups (v1 or v2, and of all above
+    them; reclaimable file cache counts as free), and the memory that the kernel calls available. For CUDA it is the device's free
+    memory. Infinite where nothing limits it.
 
     Args:
         device: where the client will train.
-        num_sharing: processes that share what is not this one's own: those on the GPU, or on this machine.
+        num_sharing: processes that share the GPU, or this machine.
     """
     if str(device).startswith("cuda"):
         import torch
@@ -98,7 +98,7 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Roo
 
 
 def _own_limits() -> Iterator[Room]:
-    """Yield what the process's resource limits leave."""
+    """Yield the bytes left by the process's resource limits."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
@@ -116,7 +116,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "t
 
 
 def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
-    """Measure the memory that the tightest of this process's control groups leaves; infinite without any limit."""
+    """Return the bytes left by the tightest of this process's control groups; infinite without any limit."""
     try:
         entries = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
@@ -129,7 +129,7 @@ def _cgroup_left_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = P
 
 
 def _with_those_above(root: Path, path: str) -> Iterator[Path]:
-    """Yield the folder of a control group and of each above it; in a container, the root alone may be there."""
+    """Yield a control group's folder and those of its ancestors; a container may show the root alone."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for length in range(len(parts), -1, -1):
         yield root.joinpath(*parts[:length])

@@ -1,4 +1,4 @@
-"""The speeds of a machine, and its price of a launch, by which the time of a step is predicted."""
+"""Time small pieces of work that belong to no model, from which a machine's speeds are derived."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _TINY_DEPTH, _TINY_CALLS = 10, 20
 
 
 class Probes:
-    """Three pieces of work that belong to no model: a matrix product, a layer of elementwise operations, and tiny ones.
+    """Three timed workloads: a matrix product, a layer of elementwise operations, and many tiny operations.
 
-    The layer is an activation, a normalisation and an addition, forward and backward: memory taken, read and written as in a
-    training step. The tiny ones are products, ReLUs and additions of a single row, forward and backward: what they take is their
-    launches.
+    The layer is an activation, a normalisation and an addition, forward and backward, with memory allocated, read and written as
+    in a training step. The tiny workload is products, ReLUs and additions of a single row; its time is that of kernel launches.
 
-    ``best_s`` is the shortest that each has taken, ``product``, ``layer`` and ``tiny`` are what a ledger says of them.
+    Attributes:
+        best_s: shortest time of each workload so far.
+        product: FLOPs, bytes and operations of the product; ``layer`` and ``tiny`` likewise.
     """
 
     def __init__(
@@ -31,11 +32,14 @@ class Probes:
         num_samples: int | None = None,
         num_calls: int = 1,
     ) -> None:
-        """Prepare them.
+        """Allocate the workloads.
 
-        The layer has ``num_samples`` rows of 512 values; None = 4096, on a GPU, where that would be no more than its launches,
-        32 times as many, and the product 64 times as large. ``num_calls`` of each are timed together: a single one may fall
-        between two disturbances, which a step does not.
+        Args:
+            device: where they run.
+            clock: returns seconds, after the device has finished.
+            num_samples: rows of 512 values in the layer; None = 4096; on a GPU, where that would be launch-bound, 32 times as many
+                and a product 64 times as large.
+            num_calls: calls timed together, since a single one may fall between two disturbances.
         """
         self._device = torch.device(device)
         wide = 4 if self._device.type == "cuda" else 1
@@ -67,7 +71,7 @@ class Probes:
         return passes
 
     def take(self) -> None:
-        """Time each once more."""
+        """Time each workload once more."""
         for place, (work, num_calls) in enumerate(zip(self._work, self._calls, strict=True)):
             begin_s = self._clock()
             for _ in range(num_calls):
@@ -77,7 +81,7 @@ class Probes:
             self.best_s[place] = min(self.best_s[place], (self._clock() - begin_s) / num_calls)
 
     def speeds(self) -> tuple[float, float, float]:
-        """Return FLOP/s, bytes/s and seconds a launch with which FLOPs, bytes moved and operations, added up, explain all three."""
+        """Return the FLOP/s, bytes/s and seconds per launch that together explain all three times."""
         product_s, layer_s, tiny_s = self.best_s
         product, layer, tiny = (one.kernels.total() for one in (self.product, self.layer, self.tiny))
         many, few = self.layer.moved_bytes, self.tiny.moved_bytes

@@ -1,7 +1,7 @@
-"""Device profiles: how fast a client computes, how fast its links are, how much it holds, and when it is there.
+"""Describe devices: how fast a client computes, its links, its memory, and when it is available.
 
-A profile is plain data and knows nothing of models: it turns FLOPs and bytes into seconds. The simulator uses it as its
-cost model, selectors use it to size submodels. Times are seconds, sizes bytes, rates per second.
+A profile is plain data and knows nothing of models: it turns FLOPs and bytes into seconds. The simulator uses it as its cost
+model, selectors use it to size submodels. Times are seconds, sizes bytes, rates per second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TaskTime:
 
     @property
     def total_s(self) -> float:
-        """Seconds from assignment to arrival."""
+        """Return the seconds from assignment to arrival."""
         return self.down_s + self.compute_s + self.up_s
 
 
@@ -101,7 +101,7 @@ class Profile:
         )
 
     def as_it_goes(self, predicted: TaskTime, start_s: float) -> TaskTime:
-        """Correct a task's predicted time for its start: the speed may change under way."""
+        """Return the real duration of a task that starts at ``start_s``: the prediction, corrected for `speed_changes`."""
         if self.speed_changes is None:
             return predicted
         begun = now = start_s + predicted.down_s
@@ -116,15 +116,15 @@ class Profile:
         return replace(predicted, compute_s=now + left_s / factor - begun)
 
     def available(self, at_s: float) -> bool:
-        """Whether the client may work at this time."""
+        """Return whether the client may work at this time."""
         if self.availability is None:
             return True
         return any(start <= at_s < stop for start, stop in self._windows_near(at_s))
 
     def next_change_s(self, at_s: float) -> float:
-        """The first time after `at_s` at which `available` changes; infinite when it never does.
+        """Return the first time after `at_s` at which `available` changes; infinite if it never does.
 
-        Uses the same arithmetic as `available`, so that the change is there at exactly the time returned.
+        Uses the same arithmetic as `available`, so that the change happens at exactly the time returned.
         """
         if self.availability is None or self.availability == ((0.0, self.period_s),):
             return _INF
@@ -136,7 +136,7 @@ class Profile:
         return min(changes, default=_INF)
 
     def _windows_near(self, at_s: float) -> Iterator[tuple[float, float]]:
-        """Windows as absolute times: all of them, or those of the cycles around `at_s` when they repeat."""
+        """Return absolute windows: all of them, or those of the cycles around `at_s` if they repeat."""
         windows = self.availability or ()
         if self.period_s is None:
             yield from windows
@@ -181,7 +181,7 @@ class Device(Profile):
     given: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Fill in what the name says; check the profile, the count and the presence."""
+        """Fill in the fields that the name implies; check profile, count and presence."""
         known, unsaid = catalog.figures(self.name), _not_said(self)
         if not known and len(unsaid) == len(catalog.FIGURES) and self._says_nothing():
             raise ValueError(
@@ -201,13 +201,13 @@ class Device(Profile):
             raise ValueError(f"device {self.name!r}: " + "; ".join(problems))
 
     def _says_nothing(self) -> bool:
-        """Whether there is no more than a name, for devices that are all as the default."""
+        """Return whether the entry has only a name, for devices that are all the default."""
         more = (self.bytes_per_s, self.availability, self.period_s, self.speed_changes)
         return self.name != _DEFAULTS["name"] and self.presence == "always" and more == (None,) * len(more)
 
     @property
     def profile(self) -> Profile:
-        """The profile alone: of what is drawn, the first client's."""
+        """Return the profile without count and presence; for a random kind, the first client's."""
         return self._drawn(0)
 
     def profiles(self) -> list[Profile]:
@@ -231,7 +231,7 @@ _DEFAULTS = {f.name: f.default for f in fields(Profile)}
 
 
 def _not_said(device: Device) -> list[str]:
-    """Return the fields that are as the name says."""
+    """Return the fields left at the default of the device's name."""
     values = {name: getattr(device, name) for name in catalog.FIGURES}
     return [name for name, value in values.items() if isinstance(value, float) and math.isnan(value)]
 

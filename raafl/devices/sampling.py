@@ -1,4 +1,4 @@
-"""Devices and their hours drawn at random, by a seed: from distributions fitted to measurements, or of a given kind."""
+"""Draw devices and their hours of availability at random from a seed: from fitted distributions, or of a given kind."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def _generator(seed: int, *numbers: int) -> Any:
 
 
 def median(law: Mapping[str, Any]) -> dict[str, float]:
-    """Return the fields of a device in the middle of a generator's distributions."""
+    """Return the fields of a device at the medians of a generator's distributions."""
     return _device(law, law["score"]["mean_log"], (0.0, 0.0, 0.0))
 
 
 def draw(law: Mapping[str, Any], seed: int, number: int) -> dict[str, float]:
-    """Return the fields of one device of a generator; the same for the same seed and number.
+    """Return the fields of one random device; the same for the same seed and number.
 
-    Its score is lognormal, cut off where none was measured; speed and memory follow it; the speeds of its link are lognormal
-    and correlated.
+    The score is lognormal, truncated to the measured range; speed and memory follow from it; the link's speeds are lognormal and
+    correlated with it.
     """
     rng, score = _generator(seed, number), law["score"]
     least, most = math.log(score["least"]), math.log(score["most"])
@@ -56,16 +56,16 @@ def _device(law: Mapping[str, Any], log_score: float, normals: tuple[float, floa
 def presence(
     kind: Presence, on_s: float | None, off_s: float | None, seed: int, number: int
 ) -> tuple[Windows | None, float | None]:
-    """Return the windows in which a device is there, and after how many seconds they repeat; both None for always.
+    """Return the windows in which a device is available and the period after which they repeat; both None = always.
 
     Args:
-        kind: diurnal is there ``on_s`` of every ``on_s + off_s`` seconds, from a time of day that is drawn; markov comes and
-            goes after exponential times with means ``on_s`` and ``off_s``, and is there at the start as often as ever; leaves
-            stays for an exponential time with mean ``on_s`` and never comes back.
-        on_s: seconds there.
-        off_s: seconds away; of diurnal, None = the rest of a day.
+        kind: diurnal: available ``on_s`` of every ``on_s + off_s`` seconds, from a random time of day. markov: alternates after
+            exponential times with means ``on_s`` and ``off_s``, starting in its stationary state. leaves: stays for an exponential
+            time with mean ``on_s`` and never comes back.
+        on_s: seconds available.
+        off_s: seconds away; None for diurnal = the rest of a day.
         seed: of the draw.
-        number: of the device, so that each has a pattern of its own.
+        number: of the device, so that each has its own pattern.
     """
     if kind == "always" or on_s is None:
         return None, None

@@ -1,4 +1,4 @@
-"""Name a profile's long series, hours of availability and changes of speed, by digest: on the wire and in the journal."""
+"""Refer to a profile's long series (availability, speed changes) by digest, on the wire and in the journal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Known = Mapping[str, Any]
 
 
 def digest(pairs: Any) -> str:
-    """Return the digest of a series of pairs of numbers, however they are typed."""
+    """Return the digest of a series of number pairs, independent of how the numbers are typed."""
     text = json.dumps([[None if one is None else float(one) for one in pair] for pair in pairs])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -28,9 +28,11 @@ def long_series(profile: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a profile's plain data with each long series as ``{"digest": HEX}``.
+    """Replace each long series in a profile's plain data by ``{"digest": HEX}``.
 
-    With ``but``, the series written out before, a new one is left as it is and added there.
+    Args:
+        profile: plain data.
+        but: series already written out; a new one stays written out and is added here. None = replace all.
     """
     short = dict(profile)
     for name in FIELDS:
@@ -46,10 +48,14 @@ def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None =
 
 
 def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
-    """Return the plain data that `shortened` was given.
+    """Undo `shortened`.
+
+    Args:
+        profile: plain data with digests.
+        known: series by digest.
 
     Raises:
-        ValueError: a digest that is not known.
+        ValueError: a digest is not known.
     """
     whole = dict(profile)
     for name in FIELDS:
@@ -62,7 +68,7 @@ def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
 
 
 def too_long(profile: Mapping[str, Any]) -> str | None:
-    """Name a series with more pairs than may be written out, or None."""
+    """Return the name of a series with too many pairs to be written out, or None."""
     for name in FIELDS:
         pairs = profile.get(name)
         if isinstance(pairs, list) and len(pairs) > MOST_PAIRS:

@@ -7,9 +7,9 @@ from raafl.submodel.cost import Cost
 
 
 def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -> TaskTime:
-    """Predict the time of a task that trains on so many samples and then measures itself on ``tested`` more.
+    """Predict the time of a task that trains on ``samples`` samples and then evaluates on ``tested`` more.
 
-    A forward pass counts for a third of a training step; each of ``num_exchanges`` for the link's latency, twice.
+    A forward pass costs a third of a training step; each of ``num_exchanges`` adds the link's latency twice.
     """
     passes = samples + tested / 3
     return profile.task_time(

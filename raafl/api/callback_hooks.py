@@ -1,4 +1,4 @@
-"""Call the user's callbacks from a run, in their order."""
+"""Call the user's callbacks from a run, in order."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class CallbackHooks(RunHooks):
-    """Calls callbacks, in the order in which they were given; what one raises ends the run."""
+    """Adapter from run hooks to callbacks, in the order given; an exception from one ends the run."""
 
     def __init__(self, callbacks: Sequence[Callback], unwrap: Callable[[nn.Module], nn.Module]) -> None:
-        """Call ``callbacks``; `RunView.module` goes through ``unwrap``."""
+        """Store the callbacks; ``unwrap`` returns the user's module from raafl's wrapper, for `RunView.module`."""
         self._callbacks, self.unwrap = list(callbacks), unwrap
         self.run: Run | None = None
         self.error: Exception | None = None
@@ -35,7 +35,7 @@ class CallbackHooks(RunHooks):
         self._there: dict[int, int] = {}  # client -> incarnation that callbacks have been told of
 
     def stop(self, reason: str) -> None:
-        """Have the run end with ``reason``, the first that is given; from any thread."""
+        """Request the end of the run; the first ``reason`` counts. Callable from any thread."""
         self._stop = self._stop or f"stopped: {' '.join(reason.split()) or 'asked to'}"
         if self._view is not None:
             self._view.should_stop = True
@@ -43,7 +43,7 @@ class CallbackHooks(RunHooks):
     # ---- what a run tells ----
 
     def begin(self, run: Run, saved: Any = None) -> None:
-        """Let callbacks take back what a checkpoint has of theirs, and start."""
+        """Restore callbacks from a checkpoint, and start them."""
         self.run = run
         view = self._view = RunView(run, self.unwrap, self.stop)
         if saved is not None:
@@ -60,7 +60,7 @@ class CallbackHooks(RunHooks):
         self._raise()
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Let callbacks add to the metrics."""
+        """Let callbacks add metrics."""
         view = self._seen()
         self._announce(version, now)
         earlier, view.version, view.time_s = (view.version, view.time_s), version, now
@@ -80,7 +80,7 @@ class CallbackHooks(RunHooks):
         return metrics
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Tell of an update that was merged."""
+        """Report a merged update."""
         update, assignment = settled.update, settled.assignment
         if settled.outcome != "merged" or update is None or assignment is None or not self._callbacks:
             return
@@ -92,7 +92,7 @@ class CallbackHooks(RunHooks):
         self._tell("on_update_merged", merged)
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Tell who has come and gone, and of a new version."""
+        """Report clients that joined or left, and new versions."""
         self._seen().time_s = now
         if isinstance(event, Joined):
             client = event.client.id
@@ -109,17 +109,17 @@ class CallbackHooks(RunHooks):
         self._announce(coordinator.state.version, now)
 
     def stop_asked(self) -> str | None:
-        """Return the reason for which a callback, or whoever holds the federation, wants the run to end."""
+        """Return the reason for which a callback or the federation's owner wants the run to end; None = no reason."""
         return self.failure or self._stop
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Add what callbacks want kept."""
+        """Add the callbacks' state to the checkpoint."""
         # copied: it is written while callbacks go on
         states = [copy.deepcopy(self._call(callback, "state_dict", even_so=True)) for callback in self._callbacks]
         clock["callbacks"] = {"states": states, "clients": {str(c): life for c, life in self._there.items()}}
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Let callbacks see the summary."""
+        """Pass the summary to the callbacks."""
         self._announce(summary["versions"], summary["time_s"])
         self._seen().metrics = dict(summary["final"])
         for callback in self._callbacks:
@@ -133,7 +133,7 @@ class CallbackHooks(RunHooks):
         return self._view
 
     def _announce(self, version: int, now: float) -> None:
-        """Tell of every version up to this one."""
+        """Report every version up to this one."""
         view = self._seen()
         while self._version < version:
             self._version += 1
@@ -149,7 +149,7 @@ class CallbackHooks(RunHooks):
             self._call(callback, occasion, self._seen(), *what)
 
     def _call(self, callback: Callback, occasion: str, *what: Any, even_so: bool = False) -> Any:
-        """Call a callback, unless one has failed before; ``even_so`` then, too."""
+        """Call a callback unless one has failed before; ``even_so`` calls it then too."""
         if self.failure is not None and not even_so:
             return None
         try:
@@ -168,12 +168,12 @@ class CallbackHooks(RunHooks):
             self.error, self._broken = error, callback
 
     def _raise(self) -> None:
-        """Raise what a callback has raised, before there is a run to be ended."""
+        """Raise a callback's exception before there is a run to end."""
         if self.failure is not None:
             raise RunFailed(self.failure.removeprefix("failed: ")) from self.error
 
     def _numbers(self, callback: Callback, metrics: Mapping[str, Any], known: Mapping[str, float]) -> dict[str, float]:
-        """Return metrics as numbers; one that is not, or has a name that is taken, fails the run."""
+        """Return a callback's metrics as numbers; a value that is none, or a taken name, fails the run."""
         found = {}
         for name, value in metrics.items():
             if name in known and value is known[name]:

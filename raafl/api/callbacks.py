@@ -1,4 +1,4 @@
-"""Callbacks in Lightning's manner: look on as a run goes, add metrics, end it. They are called on the server alone."""
+"""Observe, extend or end a run with callbacks in Lightning's manner; they are called on the server only."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Does nothing at every occasion; override what you need.
+    """Base class whose methods do nothing; override what you need.
 
-    Called in the thread that coordinates, which waits meanwhile: in a wall-clock run keep it short. Whatever a callback
-    raises ends the run, as failed, with its summary written.
+    Called in the coordinating thread, which waits meanwhile: in a wall-clock run keep it short. An exception ends the run as
+    failed, with its summary written.
     """
 
     def on_start(self, run: RunView) -> None:
-        """Everything is built; nothing has been measured and there is no folder yet. Also when a run is resumed."""
+        """Called when everything is built, before the first evaluation and before the folder exists; also on resume."""
 
     def on_client_joined(self, run: RunView, client: int) -> None:
-        """Client 1..N is there, for the first time or again."""
+        """Called when client 1..N connects, for the first time or again."""
 
     def on_client_lost(self, run: RunView, client: int, reason: str) -> None:
-        """A client has gone: unavailable, disconnected, replaced by a new connection of its own, or unfit for any work."""
+        """Called when a client is gone: unavailable, disconnected, replaced by its own newer connection, or unfit for work."""
 
     def on_update_merged(self, run: RunView, update: MergedUpdate) -> None:
-        """An update is part of the global model."""
+        """Called when an update has become part of the global model."""
 
     def on_version(self, run: RunView, version: int) -> None:
-        """The global model has a new version; the updates merged into it have been told of."""
+        """Called when the global model has a new version, after `on_update_merged` for each of its updates."""
 
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> Mapping[str, float] | None:
-        """The global model was measured, at version 0 for the first time.
+        """Called when the global model was evaluated, first at version 0.
 
-        What is set in ``metrics``, or returned, is recorded with them: in metrics.csv, with loggers, for targets.
+        Entries set in ``metrics``, or returned, are recorded with them: in metrics.csv, by loggers, for targets.
         """
         return None
 
     def on_end(self, run: RunView, summary: Mapping[str, Any]) -> None:
-        """The run has ended, for the reason in ``summary["finished"]``; not called where an error leaves no summary."""
+        """Called when the run has ended for the reason in ``summary["finished"]``; not if an error leaves no summary."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a checkpoint is to keep of this callback: numbers, texts, tensors, and lists and dicts of them."""
+        """Return the state to checkpoint: numbers, texts, tensors, and lists and dicts of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; called before `on_start` of a run that is resumed."""
+        """Restore what `state_dict` returned; called before `on_start` of a resumed run."""
 
 
 def callbacks_of(given: Any) -> list[Callback]:
-    """Return the callbacks that were given: one, several, or None.
+    """Return the given callbacks as a list: one, several, or None.
 
     Raises:
-        BadInput: something is none.
+        BadInput: an item is not a callback.
     """
     if given is None:
         return []
@@ -80,13 +80,13 @@ OCCASIONS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class LambdaCallback(Callback):
-    """Calls functions: ``LambdaCallback(on_version=lambda run, version: ...)``."""
+    """Callback made of functions: ``LambdaCallback(on_version=lambda run, version: ...)``."""
 
     def __init__(self, **functions: _Callable[..., Any]) -> None:
-        """Take functions by the name of the method that each stands for.
+        """Store functions by the name of the method each implements.
 
         Raises:
-            BadInput: there is no such method, or a function cannot be called.
+            BadInput: there is no such method, or a function is not callable.
         """
         for name, function in functions.items():
             if name not in OCCASIONS:
@@ -101,10 +101,10 @@ class LambdaCallback(Callback):
 
 
 class EarlyStopping(Callback):
-    """Ends a run when a metric has not become better in so many evaluations in a row.
+    """Callback that ends a run when a metric has not improved for several evaluations in a row.
 
     Attributes:
-        best: the best value so far; None = none has been seen.
+        best: the best value so far; None = none yet.
         num_bad: evaluations since then.
     """
 
@@ -115,13 +115,13 @@ class EarlyStopping(Callback):
         mode: Literal["max", "min"] | None = None,
         min_delta: float = 0.0,
     ) -> None:
-        """Watch ``metric``.
+        """Monitor ``metric``.
 
         Args:
-            metric: one that `validation_step` or a callback before this one gives.
-            patience: evaluations without a better value after which the run ends.
-            mode: whether more or less is better; None = less of a loss, perplexity or error, more of anything else.
-            min_delta: by how much a better value is better, at least.
+            metric: one from `validation_step` or an earlier callback.
+            patience: evaluations without improvement after which the run ends.
+            mode: max or min; None = min for a loss, perplexity or error, max for anything else.
+            min_delta: least improvement that counts.
 
         Raises:
             BadInput: a value is out of range.
@@ -137,12 +137,12 @@ class EarlyStopping(Callback):
         self.num_bad = 0
 
     def on_start(self, run: RunView) -> None:
-        """Forget what an earlier run has shown."""
+        """Reset, for an instance used in an earlier run."""
         if not run.resumed:
             self.best, self.num_bad = None, 0
 
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
-        """Compare, and count."""
+        """Compare with the best value, and end the run when patience is exhausted."""
         if self.metric not in metrics:
             raise BadInput(f"EarlyStopping: there is no metric '{self.metric}': {nearest(self.metric, metrics)}")
         value = metrics[self.metric]
@@ -167,7 +167,7 @@ class EarlyStopping(Callback):
         return {"best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back."""
+        """Restore the best value and the count."""
         self.best, self.num_bad = state["best"], state["num_bad"]
 
     def __repr__(self) -> str:
@@ -178,19 +178,19 @@ class EarlyStopping(Callback):
 
 
 class Printing(Callback):
-    """Writes a line for each evaluation, and for the end; for `progress="quiet"`, in a notebook or a log."""
+    """Callback that prints a line for each evaluation and for the end; for `progress="quiet"`, in a notebook or a log."""
 
     def __init__(self, file: TextIO | None = None) -> None:
-        """Write to ``file``; None = standard output, as it is at the time."""
+        """Print to ``file``; None = standard output at the time."""
         self._file = file
 
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
-        """Write the metrics."""
+        """Print the metrics."""
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self._line(f"{run.time_s:9.1f} s  version {run.version}  {run.num_updates} updates  {shown}")
 
     def on_end(self, run: RunView, summary: Mapping[str, Any]) -> None:
-        """Write why it has ended."""
+        """Print why the run ended."""
         self._line(f"finished: {summary['finished']}, {summary['updates_merged']} updates, {run.folder}")
 
     def _line(self, text: str) -> None:

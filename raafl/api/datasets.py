@@ -1,4 +1,4 @@
-"""Data as it is given, made a LightningDataModule: one of those, plain data sets, or a name."""
+"""Convert the user's data (a data module, plain data sets, loaders or a name) to a LightningDataModule."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _TEXTS = ("text", "sentence", "content", "review")
 
 
 class Datasets(LightningDataModule):
-    """Two map-style data sets with their loaders."""
+    """Data module of two map-style data sets."""
 
     def __init__(
         self, train: Any, test: Any, batch_size: int = 32, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> None:
-        """Keep the data sets.
+        """Store the data sets.
 
         Args:
-            train: samples to be shared out among the clients; has `__len__` and `__getitem__`.
-            test: samples on which the global model is measured; None = there are none.
+            train: samples to share out among the clients; has `__len__` and `__getitem__`.
+            test: samples to evaluate the global model on; None = none.
             batch_size: samples in a batch.
-            collate_fn: makes a batch of a list of samples; None = torch's own.
+            collate_fn: makes a batch of a list of samples; None = torch's default.
         """
         super().__init__()
         for name, dataset in (("train", train), ("test", test)):
@@ -49,11 +49,11 @@ class Datasets(LightningDataModule):
         self.collate_fn = collate_fn or default_collate
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the training set's."""
+        """Return the training loader."""
         return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate_fn)
 
     def test_dataloader(self) -> Any:
-        """Return the test set's; an empty list where there is none."""
+        """Return the test loader; an empty list if there is none."""
         return [] if self.test is None else DataLoader(self.test, self.batch_size, collate_fn=self.collate_fn)
 
     def __repr__(self) -> str:
@@ -64,19 +64,19 @@ class Datasets(LightningDataModule):
 
 
 class Loaders(LightningDataModule):
-    """Two data loaders that were made by the user."""
+    """Data module of two data loaders made by the user."""
 
     def __init__(self, train: DataLoader[Any], test: DataLoader[Any] | None) -> None:
-        """Keep the loaders; ``test`` None = there is nothing to measure on."""
+        """Store the loaders; ``test`` None = nothing to evaluate on."""
         super().__init__()
         self.train, self.test = train, test
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the training set's."""
+        """Return the training loader."""
         return self.train
 
     def test_dataloader(self) -> Any:
-        """Return the test set's; an empty list where there is none."""
+        """Return the test loader; an empty list if there is none."""
         return [] if self.test is None else self.test
 
     def __repr__(self) -> str:
@@ -128,9 +128,9 @@ def _only(given: dict[str, Any], whom: str, *names: str) -> dict[str, Any]:
 
 
 def named(path: str, model_name: str | None, **given: Any) -> LightningDataModule:
-    """Return the texts of a data set on the hub or in a folder, tokenised for a transformers model.
+    """Load a data set from the hub or a folder, tokenised for a transformers model.
 
-    Its columns and splits are found by their usual names: give a `raafl.data.HuggingFaceText` where they have others.
+    Columns and splits are recognised by their usual names; use `raafl.data.HuggingFaceText` for others.
 
     Raises:
         BadInput: there is no such data set, or its columns have other names.
@@ -158,11 +158,11 @@ def named(path: str, model_name: str | None, **given: Any) -> LightningDataModul
 
 
 def num_classes(data: LightningDataModule) -> int:
-    """Count the classes of the labels of a data module's training set; it is set up."""
+    """Return the number of classes in a set-up data module's training labels."""
     return int(labels_of(train_loader(data).dataset).max()) + 1
 
 
 def train_loader(data: LightningDataModule) -> DataLoader[Any]:
-    """Return the training loader of a data module that is set up, also where it is in a list by itself."""
+    """Return the training loader of a set-up data module, also if it is alone in a list."""
     loader: Any = data.train_dataloader()
     return loader[0] if isinstance(loader, (list, tuple)) else loader  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""`raafl.Federation`: a model, data and unequal clients, from Python; on real ranks or on a virtual clock."""
+"""Run a federation from Python (`raafl.Federation`): a model, data and unequal clients, on real ranks or a virtual clock."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ OnInterrupt = Literal["raise", "return"]
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended.
+    """Result of a finished run.
 
     Attributes:
-        summary: what summary.json holds.
+        summary: content of summary.json.
         folder: the run's.
-        module: a copy of the module that was given, in eval mode, with the final values.
+        module: a copy of the given module, in eval mode, with the final values.
     """
 
     summary: dict[str, Any]
@@ -70,17 +70,17 @@ class Result:
 
     @property
     def final(self) -> dict[str, float]:
-        """The metrics of the final model."""
+        """Return the metrics of the final model."""
         return dict(self.summary["final"])
 
     @property
     def metrics(self) -> list[dict[str, float | None]]:
-        """The evaluations, as rows of metrics.csv: version, time_s, wall_s, metrics; None = not measured."""
+        """Return the evaluations as rows of metrics.csv: version, time_s, wall_s, metrics; None = not measured."""
         return [{name: float(value) if value else None for name, value in row.items()} for row in self._rows("metrics")]
 
     @property
     def clients(self) -> list[dict[str, str]]:
-        """The tasks, as rows of clients.csv."""
+        """Return the tasks as rows of clients.csv."""
         return self._rows("clients")
 
     def _rows(self, table: str) -> list[dict[str, str]]:
@@ -89,7 +89,7 @@ class Result:
 
 
 class Federation:
-    """Trains a model over many unequal clients; the settings of a run, which may be used for several."""
+    """Federation of unequal clients that train one model; its settings may be used for several runs."""
 
     def __init__(
         self,
@@ -101,19 +101,20 @@ class Federation:
         on_interrupt: OnInterrupt | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        """Take the settings; nothing is built yet.
+        """Store the settings; nothing is built yet.
 
         Args:
             algorithm: such as ``raafl.fed_raa(fragments=3)``, or its name.
             clients: how many; None = one for each rank but the first, or for each device, or 10.
-            devices: what they can do: a list of `raafl.devices.Device`, of their fields, or of shipped names; or a file.
-            callbacks: see `raafl.Callback`; one, or a list of them.
-            on_interrupt: what becomes of Ctrl-C once the run has ended: "raise" KeyboardInterrupt, so that a script ends too,
-                or "return" the result so far; None = return in a notebook, raise elsewhere.
-            settings: fields of a config (docs/python.md), with those of ``train`` and ``fabric`` also by themselves.
+            devices: speed, memory and link of the clients: a list of `raafl.devices.Device`, of their fields, or of bundled
+                names; or a file.
+            callbacks: one `raafl.Callback` or a list of them.
+            on_interrupt: after Ctrl-C, once the run has ended: "raise" KeyboardInterrupt, so that a script ends too, or
+                "return" the result so far; None = return in a notebook, raise elsewhere.
+            settings: fields of a config (docs/python.md); those of ``train`` and ``fabric`` also without their prefix.
 
         Raises:
-            BadInput: there is no such setting, or a callback is none.
+            BadInput: there is no such setting, or a callback is not one.
         """
         if on_interrupt not in (None, "raise", "return"):
             raise BadInput(f"on_interrupt is {on_interrupt!r:.60}: give 'raise' or 'return'")
@@ -141,10 +142,10 @@ class Federation:
         return f"Federation({', '.join(parts)})"
 
     def stop(self, reason: str = "asked to") -> None:
-        """End the run that is under way, from any thread; its summary says ``stopped: REASON``.
+        """End the run under way; its summary says ``stopped: REASON``. Callable from any thread.
 
         Raises:
-            BadInput: there is none.
+            BadInput: no run is under way.
         """
         if self._observer is None:
             raise BadInput("stop: no run is under way")
@@ -295,7 +296,7 @@ class Federation:
         return result
 
     def _raises(self) -> bool:
-        """Check whether an interrupted run interrupts the program."""
+        """Return whether an interrupted run raises KeyboardInterrupt."""
         return not in_notebook() if self.on_interrupt is None else self.on_interrupt == "raise"
 
     def _notes(self) -> list[str]:
@@ -309,7 +310,7 @@ class Federation:
 
 
 def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> Result:
-    """Return the result of a run, or raise why it has failed."""
+    """Return the result of a run, or raise the reason for its failure."""
     if summary["finished"].startswith("failed"):
         why = summary["finished"].removeprefix("failed: ")
         error: BaseException | None = observer.error
@@ -323,7 +324,7 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
 
 
 def in_notebook() -> bool:
-    """Check whether this process runs the cells of a notebook."""
+    """Return whether this process runs a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
 
@@ -338,7 +339,7 @@ def _settings_in(folder: Path) -> Mapping[str, Any]:
 
 @contextmanager
 def _left_as_it_was() -> Iterator[None]:
-    """Leave the process's random numbers, and how torch computes, as they were: a run sets its own."""
+    """Restore the process's random state and torch's numeric settings on exit; a run changes them."""
     cuda: Any = torch.cuda
     # where nothing has used a GPU yet, asking would start what forked processes cannot have
     gpus = range(cuda.device_count()) if cuda.is_initialized() else ()

@@ -1,4 +1,4 @@
-"""Ranks on this machine for `Federation.fit(..., local=N)`: the script is started again, once for each client."""
+"""Start ranks on this machine for `Federation.fit(..., local=N)` by running the script again for each client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _started: list[int] = []
 
 @contextmanager
 def local_ranks(num_clients: int | None) -> Iterator[None]:
-    """Within this context there are ranks: those that torchrun started, or with ``num_clients`` so many of this script.
+    """Provide ranks inside the context: torchrun's, or ``num_clients`` copies of this script.
 
     A client's process ends with the context, by `SystemExit`.
 
@@ -70,7 +70,7 @@ def local_ranks(num_clients: int | None) -> Iterator[None]:
 
 
 def _script(num_clients: int) -> list[str]:
-    """Find the command by which this script was started."""
+    """Return the command that started this script."""
     if num_clients < 1:
         raise BadInput(f"local is {num_clients}: give the number of clients to start, 1 or more")
     if _started:

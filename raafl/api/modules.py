@@ -1,4 +1,4 @@
-"""Models as they are given, made LightningModules: one of those, a plain module with a loss, or a name."""
+"""Convert the user's model (a LightningModule, a plain module with a loss, or a name) to a LightningModule."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ LR = 0.05
 
 
 class Plain(LightningModule):
-    """A plain module with the steps that it lacks; its parameters are called ``net.NAME``.
+    """LightningModule around a plain module; its parameters are called ``net.NAME``.
 
-    A batch is ``(input, ..., target)``, or a mapping with a target under labels, label, target, targets or y, and the
-    module's inputs by name.
+    A batch is ``(input, ..., target)``, or a mapping with the target under labels, label, target, targets or y, and the module's
+    inputs by name.
     """
 
     def __init__(self, net: nn.Module, loss: Loss, optimizer: MakeOptimizer | None, metrics: Metrics | None) -> None:
-        """Hold the module; arguments as for `ModuleSpec`."""
+        """Wrap the module; the arguments are those of `ModuleSpec`."""
         super().__init__()
         self.net = net
         self._parts = (loss, optimizer, metrics)  # in a tuple, since a loss that is a module is no part of the model
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Return the output of the module, its logits where it has several of which they are one."""
+        """Return the module's output; the logits where the output is a structure that has them."""
         output = self.net(*inputs, **named)
         return (
             output["logits"] if isinstance(output, Mapping) and "logits" in output else output
@@ -53,7 +53,7 @@ class Plain(LightningModule):
         return self._loss(output, target)
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        """Return the loss, the metrics, and the accuracy where outputs are logits and targets are classes."""
+        """Return loss and metrics, and accuracy where outputs are logits and targets are classes."""
         output, target = self._both(batch)
         found: dict[str, Any] = {"loss": self._loss(output, target)}
         if _are_logits(output, target):
@@ -62,7 +62,7 @@ class Plain(LightningModule):
         return found | {name: _measured(metric, output, target) for name, metric in (self._parts[2] or {}).items()}
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of the parameters that train, SGD unless another is given."""
+        """Return the optimizer of the trainable parameters, SGD by default."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         make = self._parts[1]
         return torch.optim.SGD(trained, lr=LR) if make is None else make(trained)
@@ -90,7 +90,7 @@ def _label(batch: Mapping[str, Any]) -> str | None:
 
 
 def _measured(metric: Any, output: Any, target: Any) -> Any:
-    """Compute a function's value for a batch, or that of a torchmetrics ``Metric`` that has seen it."""
+    """Return a metric function's value for a batch, or a torchmetrics ``Metric`` updated with it."""
     if isinstance(metric, nn.Module) and isinstance(output, Tensor):
         metric = metric.to(output.device)
     if not (callable(getattr(metric, "update", None)) and callable(getattr(metric, "compute", None))):
@@ -129,7 +129,7 @@ class ModuleSpec:
     metrics: Metrics | None = field(default=None)
 
     def __post_init__(self) -> None:
-        """Take off what `torch.compile` has put around a module; raise `BadInput` for what cannot be a model."""
+        """Unwrap a `torch.compile`d module; raise `BadInput` for what cannot be a model."""
         object.__setattr__(self, "given", uncompiled(self.given))
         is_name = isinstance(self.given, str)
         if not is_name and not callable(self.given):
@@ -154,11 +154,11 @@ class ModuleSpec:
 
     @property
     def is_made(self) -> bool:
-        """Whether a module was given that is there already, with weights of its own."""
+        """Return whether an existing module was given, with its own weights."""
         return isinstance(self.given, nn.Module)
 
     def make(self, data: LightningDataModule) -> LightningModule:
-        """Return a new LightningModule; ``data`` is set up, and says how many inputs or classes there are."""
+        """Build a new LightningModule; ``data`` is set up and provides the number of inputs or classes."""
         if isinstance(self.given, str):
             from model_zoo import HFSequenceClassifier
 
@@ -190,17 +190,17 @@ class ModuleSpec:
         return Plain(net, self.loss, self.optimizer, self.metrics)  # type: ignore[arg-type]
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the module that was given, of the one that `make` has made of it."""
+        """Return the user's module from the one that `make` returned."""
         return module.net if isinstance(module, Plain) else module
 
     def given_back(self, module: nn.Module) -> nn.Module:
-        """Return the same of a copy that nobody trains any more, with the class that it had, so that it can be saved whole."""
+        """Return the user's module from a finished copy, with its original class, so that it can be saved whole."""
         module = self.unwrap(module)
         module.__class__ = given_class(module)
         return module
 
     def settings(self) -> dict[str, Any]:
-        """Name its training in words."""
+        """Describe how it is trained, in words."""
         named = {"loss": self.loss, "optimizer": self.optimizer}
         found = {name: called(value) for name, value in named.items() if value is not None}
         if self.metrics:
@@ -218,7 +218,7 @@ def _check_function(name: str, value: Any, which: str) -> None:
 
 
 def called(thing: Any) -> str:
-    """Name a function, a class or an object, with the module that it is from."""
+    """Return the qualified name of a function, a class or an object's class."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     name = f"{named.__module__}.{named.__qualname__}"
     return name.removeprefix("builtins.")

@@ -1,4 +1,4 @@
-"""Name in config.yaml the Python objects that a run was given, and load them when the run is read again."""
+"""Refer to Python objects in config.yaml by name, and find them when the run is read again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _here: dict[str, Any] = {}
 
 @contextmanager
 def objects(**given: Any) -> Iterator[None]:
-    """Within this context the stand-ins stand for these.
+    """Resolve the stand-ins to these objects inside the context.
 
     Args:
-        given: ``module`` and ``data``, which are makers; ``unwrap``, which undoes what the first has added; ``algorithm``
-            and ``partition``.
+        given: ``module`` and ``data``, which are factories; ``unwrap``, which undoes the first's wrapper; ``algorithm`` and
+            ``partition``.
     """
     before = dict(_here)
     _here.update(given)
@@ -50,15 +50,15 @@ def _missing(what: str, given: str) -> NoReturn:
 
 
 class Module(LightningModule):
-    """Stands for the model."""
+    """Stand-in for the model in a config."""
 
     def __new__(
         cls, given: str, settings: dict[str, Any] | None = None, weights: str | None = None, shown: str = ""
     ) -> Any:
-        """Return the model that was given; arguments as in `__init__`.
+        """Return the given model; the arguments are those of `__init__`.
 
         Raises:
-            BadInput: none was, or it has other weights to begin with.
+            BadInput: no model was given, or its initial weights differ.
         """
         module = _take("module", given)()
         if weights is not None and (found := digest(_here["unwrap"](module))) != weights:
@@ -71,41 +71,41 @@ class Module(LightningModule):
     def __init__(
         self, given: str, settings: dict[str, Any] | None = None, weights: str | None = None, shown: str = ""
     ) -> None:
-        """Say what it was; never called.
+        """Describe the model in the config; never called.
 
         Args:
-            given: its class, or what makes it.
+            given: its class or factory.
             settings: its hyper-parameters, and how it is trained.
-            weights: digest of its initial values; None = the run's seed decides them.
-            shown: what it looks like.
+            weights: digest of its initial values; None = drawn from the run's seed.
+            shown: its printed form.
         """
 
 
 class Data(LightningDataModule):
-    """Stands for the data."""
+    """Stand-in for the data in a config."""
 
     def __new__(cls, given: str, settings: dict[str, Any] | None = None, shown: str = "") -> Any:
-        """Return the data module that was given, or raise `BadInput`."""
+        """Return the given data module; raises `BadInput` if there is none."""
         return _take("data", given)()
 
     def __init__(self, given: str, settings: dict[str, Any] | None = None, shown: str = "") -> None:
-        """Say what it was; never called."""
+        """Describe the data in the config; never called."""
 
 
 def algorithm(given: str, parts: dict[str, str] | None = None, shown: str = "") -> Algorithm:
-    """Return the algorithm that was given, or raise `BadInput`."""
+    """Return the given algorithm; raises `BadInput` if there is none."""
     found: Algorithm = _take("algorithm", given)
     return found
 
 
 def partition(given: str, shown: str = "") -> Partition:
-    """Return the partition that was given, or raise `BadInput`."""
+    """Return the given partition; raises `BadInput` if there is none."""
     found: Partition = _take("partition", given)
     return found
 
 
 def digest(module: nn.Module) -> str:
-    """Return 16 hexadecimal digits that stand for a module's parameters and persistent buffers."""
+    """Return a digest of 16 hexadecimal digits of a module's parameters and persistent buffers."""
     sha = hashlib.sha256()
     # as if not compiled
     state = {name.replace("_orig_mod.", ""): tensor for name, tensor in module.state_dict().items()}

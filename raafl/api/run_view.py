@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MergedUpdate:
-    """An update that was merged.
+    """Merged update as callbacks see it.
 
     Attributes:
         client: 1..N.
-        version: of the global model that it is part of.
-        staleness: versions that were made while the client trained.
+        version: of the global model that contains it.
+        staleness: versions made while the client trained.
         spec: the submodel, in words.
         num_samples: that the client trains on.
-        num_steps: optimiser steps it took.
-        train_s: seconds from the assignment to the arrival.
+        num_steps: optimizer steps it took.
+        train_s: seconds from assignment to arrival.
         bytes_down: sent to the client.
         bytes_up: sent back.
-        metrics: what the client measured: loss, what training_step logs, test/... on its own test part.
+        metrics: measured by the client: loss, what training_step logs, test/... on its own test part.
     """
 
     client: int
@@ -46,20 +46,19 @@ class MergedUpdate:
 
 
 class RunView:
-    """A run as callbacks see it.
+    """Run as callbacks see it.
 
     Attributes:
-        experiment: its settings; not to be changed.
-        version: of the global model; in `on_evaluate` the one that was measured, which may be an earlier one in a
-            wall-clock run.
-        time_s: seconds since the run began, on its own clock (virtual or real); in `on_evaluate` of that version.
+        experiment: its settings; do not change them.
+        version: of the global model; in `on_evaluate` the evaluated one, which may be earlier in a wall-clock run.
+        time_s: seconds since the run began, virtual or real; in `on_evaluate` of that version.
         metrics: of the last evaluation, callbacks' own included.
-        resumed: whether the run goes on with an earlier one.
-        should_stop: whether somebody has asked for its end.
+        resumed: whether the run continues an earlier one.
+        should_stop: whether its end has been requested.
     """
 
     def __init__(self, run: Run, unwrap: Callable[[nn.Module], nn.Module], ask: Callable[[str], None]) -> None:
-        """Show ``run``; ``unwrap`` makes of raafl's module the one that was given, ``ask`` takes a reason to end."""
+        """Wrap ``run``; ``unwrap`` returns the user's module from raafl's, ``ask`` requests the end with a reason."""
         self._run, self._unwrap, self._ask = run, unwrap, ask
         self.experiment: Experiment = run.parts.experiment
         self.version, self.time_s = run.parts.coordinator.state.version, 0.0
@@ -68,17 +67,17 @@ class RunView:
 
     @property
     def folder(self) -> Path:
-        """The run's folder; there is none before the first evaluation is recorded."""
+        """Return the run's folder; None before the first evaluation is recorded."""
         return self._run.folder
 
     @property
     def num_updates(self) -> int:
-        """Updates merged so far."""
+        """Return the number of merged updates."""
         return self._run.parts.coordinator.merged
 
     @property
     def num_clients(self) -> int:
-        """Clients that are there now."""
+        """Return the number of connected clients."""
         return len(self._run.parts.coordinator.roster.clients)
 
     def module(self) -> nn.Module:
@@ -86,16 +85,21 @@ class RunView:
         return self._unwrap(current(self._run, anew=True)).eval()
 
     def stop(self, reason: str = "asked to") -> None:
-        """End the run when the event at hand has been seen to; ``reason`` is in its summary as ``stopped: REASON``."""
+        """End the run after the present event; its summary says ``stopped: REASON``."""
         self._ask(reason)
 
     def note(self, text: str) -> None:
-        """Say something to the user: a line of its own in the run's progress view."""
+        """Print a line in the run's progress view."""
         self._run.progress.note(text)
 
 
 def current(run: Run, *, anew: bool) -> nn.Module:
-    """Return a copy of a run's module with the global values; ``anew`` collects its static statistics, if it has any."""
+    """Return a copy of a run's module with the global values.
+
+    Args:
+        run: the run.
+        anew: collect static batch-norm statistics afresh, if the model has any.
+    """
     parts = run.parts
     module = copy_structure(parts.module, {})
     for part in module.modules():

@@ -1,4 +1,4 @@
-"""A federation's settings as Python gives them: the fields of an `Experiment`, and how they are written to config.yaml."""
+"""Convert a federation's keyword arguments to the fields of an `Experiment`, and write these to config.yaml."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ class Settings(TypedDict, total=False):
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an `Experiment` that ``settings`` say.
+    """Return the fields of an `Experiment` from ``settings``.
 
     Raises:
-        BadInput: there is no such setting, or a group of them cannot be made.
+        BadInput: there is no such setting, or a group of them is invalid.
     """
     known = marked("keyword")
     given: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def _made(group: str, cls: Any, value: Mapping[str, Any]) -> Any:
 
 
 def algorithm_of(algorithm: Any) -> Algorithm:
-    """Return the algorithm, by its name with every default.
+    """Return an algorithm, or the one of a name with all defaults.
 
     Raises:
         BadInput: it is neither an algorithm nor the name of one.
@@ -140,7 +140,7 @@ def algorithm_of(algorithm: Any) -> Algorithm:
 
 
 def devices_of(devices: Any) -> Any:
-    """Return devices as an `Experiment` takes them: a file, or a list, whose entries may be fields or shipped names."""
+    """Return devices as an `Experiment` takes them: a file, or a list of entries (fields or bundled names)."""
     if devices is None or isinstance(devices, str):
         return devices
     if isinstance(devices, Path):
@@ -158,7 +158,7 @@ def devices_of(devices: Any) -> Any:
 
 
 def count_of(devices: Any) -> int | None:
-    """Count the devices; None where nothing says."""
+    """Return the number of devices; None if unknown."""
     if devices is None:
         return None
     try:
@@ -169,9 +169,9 @@ def count_of(devices: Any) -> int | None:
 
 
 def same_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Raise `BadInput` unless a run that is to go on had the settings that it is to go on with.
+    """Raise `BadInput` unless a resumed run has the settings that it is resumed with.
 
-    A field that ``theirs`` lacks was added since then; the run went by its default.
+    A field that ``theirs`` lacks was added later and had its default.
     """
     then = _completed(theirs)
     other = [name for name in mine if name not in marked("may_change") and then.get(name) != mine[name]]
@@ -184,7 +184,7 @@ def same_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
 
 
 def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the default of each plain field, and of each field of a section, that it lacks."""
+    """Return a config with the default of each field that it lacks, sections included."""
     found = dict(config)
     for one in dataclasses.fields(Experiment):
         if one.name in SECTIONS and isinstance(found.get(one.name), dict | None):
@@ -195,7 +195,7 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_of(experiment: Experiment, module: ModuleSpec, data: Any) -> dict[str, Any]:
-    """Return the whole config of a run, as config.yaml has it; what no config can say is named."""
+    """Return the whole config of a run for config.yaml, with descriptions of objects that no config can name."""
     found: dict[str, Any] = {f.name: _plain(getattr(experiment, f.name)) for f in dataclasses.fields(Experiment)}
     algorithm = experiment.algorithm
     if algorithm.name in ALGORITHMS and ALGORITHMS[algorithm.name]() == algorithm:
@@ -239,7 +239,7 @@ def _partition(partition: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Reduce a value to one that YAML can hold; an object becomes its class."""
+    """Convert a value to one that YAML can hold; an object becomes its class."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -255,7 +255,7 @@ def _plain(value: Any) -> Any:
 
 
 def without_addresses(text: str) -> str:
-    """Strip addresses in memory from a `repr`."""
+    """Remove memory addresses from a `repr`."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
@@ -265,7 +265,7 @@ def _shown(thing: Any) -> str:
 
 
 def to_yaml(config: Mapping[str, Any], notes: list[str]) -> str:
-    """Return a config as YAML, with ``notes`` as comments before it."""
+    """Return a config as YAML, with ``notes`` as comments above it."""
 
     class Dumper(yaml.SafeDumper):
         pass

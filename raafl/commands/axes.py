@@ -1,4 +1,4 @@
-"""`raafl axes`: what of a model shrinks, and what stays whole and why."""
+"""Print which dimensions of a model shrink, and what stays whole and why (`raafl axes`)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ALONE = ("--algorithm", "fed_raa", "--clients", "1")
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
-    """Find the axes that ``argv`` asks for and return what is to be printed, at most ``width`` columns wide on a terminal.
+    """Find the axes of the model in ``argv`` and return the text to print, at most ``width`` columns wide on a terminal.
 
     Raises:
-        BadInput: an option or the config makes no sense, or data and model do not go together.
+        BadInput: an option or the config is invalid, or data and model do not fit each other.
     """
     if any(option in argv for option in ("--help", "-h")):
         return HELP

@@ -66,7 +66,7 @@ Exit codes: 0 done, 1 the run failed, 2 bad input, 3 replaced by another client 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0 done, 1 the run failed, 2 bad input, 3 replaced by a client of the same id, 130 interrupted."""
+    """Run a command and return its exit code: 0 done, 1 failed, 2 bad input, 3 replaced by the same client, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
@@ -116,7 +116,7 @@ def _place(field: str | None, argv: Sequence[str]) -> str:
 
 
 def _complain(text: str, *, known_to_all: bool = False) -> None:
-    """Say on standard error what is wrong; of what every rank finds, only rank 0 speaks, unless it has not found it."""
+    """Print an error on standard error; of errors that every rank finds, only rank 0's is printed, unless it does not come."""
     rank = os.environ.get("RANK", "0")
     if known_to_all and rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(_WAIT_FOR_RANK_0_S)
@@ -170,7 +170,7 @@ def _simulate(argv: list[str]) -> int:
 
 
 def _num_ranks() -> int:
-    """Count the ranks that torchrun started, 1 where it did not; before libraries read its variables too."""
+    """Return the number of ranks that torchrun started, 1 without it; checked before libraries read its variables."""
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         value = os.environ.get(name, "0")
         if not value.isdecimal() or int(value) > 65535:
@@ -201,7 +201,7 @@ def _serve(argv: list[str]) -> int:
 
 
 def _join(argv: list[str]) -> int:
-    """Be a client until the server lets it go."""
+    """Run a client until the server dismisses it."""
     from raafl.commands.join import command
 
     def tell(text: str) -> None:
@@ -211,7 +211,7 @@ def _join(argv: list[str]) -> int:
 
 
 def _key(argv: list[str]) -> int:
-    """Make a run's secret, or the key of one client: in a file for its owner alone, or printed."""
+    """Create a run's secret, or one client's key: in a file that only its owner can read, or printed."""
     from raafl.config.remote_options import split
     from raafl.transport.tcp.handshake import load_secret
     from raafl.transport.tcp.secret_files import new_secret, write_new
@@ -230,7 +230,7 @@ def _key(argv: list[str]) -> int:
 
 
 def _replay(argv: list[str]) -> int:
-    """Replay a run folder; exit code 0 when the same model came out, 1 when not."""
+    """Replay a run folder; exit code 0 if the same model results, else 1."""
     from argparse import ArgumentParser
 
     from raafl.commands.replay import client_file, replay
@@ -267,7 +267,7 @@ def _replay(argv: list[str]) -> int:
 
 
 def _watch(argv: list[str]) -> int:
-    """Show a run from its folder; 130 when the watching is broken off."""
+    """Show a run from its folder; 130 if interrupted."""
     from raafl.commands.watch import watch
 
     watch(argv)
@@ -275,7 +275,7 @@ def _watch(argv: list[str]) -> int:
 
 
 def _page(argv: list[str]) -> int:
-    """Write a page about runs."""
+    """Write a report page."""
     from raafl.commands.report import report
 
     print(report(argv))
@@ -315,7 +315,7 @@ def _replay_lines(result: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def _json_alone(argv: list[str]) -> Iterator[None]:
-    """With `--json`, send to standard error whatever a run, its progress or a user's module prints."""
+    """With `--json`, redirect whatever a run, its progress or a user's module prints to standard error."""
     if "--json" not in argv or any(option in argv for option in ("--help", "-h", "--print_config")):
         yield
         return
@@ -324,7 +324,7 @@ def _json_alone(argv: list[str]) -> Iterator[None]:
 
 
 def _printed(module: str) -> Callable[[list[str]], int]:
-    """Make the command that prints the text which ``raafl.commands.MODULE.command`` returns."""
+    """Return a command that prints the text of ``raafl.commands.MODULE.command``."""
 
     def run(argv: list[str]) -> int:
         command = importlib.import_module(f"raafl.commands.{module}").command
@@ -365,7 +365,7 @@ def _algorithms(argv: list[str]) -> int:
 
 
 def _report(summary: dict[str, Any], folder: Path, parsed: Parsed) -> int:
-    """Print the end of a run, of one that is quiet only where it went wrong; return its exit code."""
+    """Print the end of a run, or for a quiet run only what went wrong; return its exit code."""
     from raafl.runfolder.journal import to_json
 
     ended = summary["finished"]

@@ -1,4 +1,4 @@
-"""`raafl compare FILE.yaml`: run a comparison, go on with one that was cut off, or verify one."""
+"""Run a comparison, continue one that was cut off, or verify one (`raafl compare FILE.yaml`)."""
 
 from __future__ import annotations
 

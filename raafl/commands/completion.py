@@ -1,4 +1,4 @@
-"""`raafl --print_completion SHELL`: a script that completes commands, options and their values, made from the parsers by shtab."""
+"""Generate a shell completion script from the parsers, with shtab (`raafl --print_completion SHELL`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TAKE_FOLDERS = ("replay", "report", "watch")
 
 
 def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
-    """Write the script that `raafl --print_completion SHELL` prints; ``usage`` says what each command does."""
+    """Return the script that `raafl --print_completion SHELL` prints; ``usage`` has each command's description."""
     texts = dict(re.findall(r"^  (\w+) +(\S.*?):?$", usage, re.M))
     shell = (values(argv, "--print_completion") or [""])[0]
     return script(shell, {name: texts.get(name, "") for name in commands})
@@ -41,7 +41,9 @@ def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
 def script(shell: str, commands: Mapping[str, str]) -> str:
     """Return the completion script for ``shell``.
 
-    ``commands`` says what each command does in a line, by name.
+    Args:
+        shell: bash, zsh or tcsh.
+        commands: a line of description for each command, by name.
 
     Raises:
         BadInput: another shell.
@@ -55,7 +57,7 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
 
 
 def _parser(commands: Mapping[str, str], shtab: Any) -> argparse.ArgumentParser:
-    """Return a parser with the names of everything, which parses nothing."""
+    """Return a parser that knows the names of all options and parses nothing."""
     from raafl.algorithms import ALGORITHMS
 
     parser = argparse.ArgumentParser(prog="raafl")
@@ -91,7 +93,7 @@ def _add(parser: argparse.ArgumentParser, name: str, text: str, known: list[str]
 
 
 def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield each option of a command that takes a config: its name, what it is, and its values where they are few."""
+    """Yield name, description and (few) values of each option of a command that takes a config."""
     from raafl.algorithms import ALGORITHMS
     from raafl.config.parse import make_parser
 
@@ -113,7 +115,7 @@ def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _values(hint: Any) -> list[str]:
-    """Return the values of a type hint that has few: those of a Literal, true and false; null where it may be None."""
+    """Return the values of a type hint that has few: a Literal, a bool, and null where None is allowed."""
     if hint is bool:
         return ["true", "false"]
     if get_origin(hint) is Literal:

@@ -1,7 +1,7 @@
-"""`raafl fit --local N`: one command for a run of N clients on this machine, without torchrun.
+"""Run a server and N clients on this machine with one command, without torchrun (`raafl fit --local N`).
 
-It starts `raafl serve` on a loopback socket of its own and N times `raafl join`, with a secret made for this run, and leaves
-the rest to `raafl.runtime.local.supervisor`. No torch here: what is wrong with the config is for the server to say.
+It starts `raafl serve` on a loopback socket and N times `raafl join`, with a secret made for this run, and leaves the rest to
+`raafl.runtime.local.supervisor`. It imports no torch: the server reports errors of the config.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RAAFL: Final = (sys.executable, "-m", "raafl")
 
 @dataclass(frozen=True)
 class Asked:
-    """Options of the command line of `raafl fit --local`."""
+    """Parsed options of `raafl fit --local`."""
 
     clients: int
     policy: RestartPolicy
@@ -43,7 +43,9 @@ class Asked:
 def fit_local(argv: Sequence[str], say: Callable[[str], None]) -> int:
     """Run ``raafl fit ARGV`` with `--local N` in it; return its exit code.
 
-    ``say`` tells the user something beside what the server says.
+    Args:
+        argv: the options.
+        say: is called with messages beside the server's own.
 
     Raises:
         BadInput: `--local`, `--max_restarts` or `--clients` is wrong, or this process was started by torchrun.
@@ -83,7 +85,7 @@ def fit_local(argv: Sequence[str], say: Callable[[str], None]) -> int:
 
 @contextlib.contextmanager
 def _loopback() -> Iterator[socket.socket]:
-    """Yield a socket that listens on a free port of this machine's own."""
+    """Yield a socket that listens on a free loopback port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
@@ -91,21 +93,21 @@ def _loopback() -> Iterator[socket.socket]:
 
 
 class ServerProcess:
-    """The command line of each of the server's lives."""
+    """Command line of the server's process, for each start."""
 
     def __init__(self, options: Sequence[str], listener: socket.socket, note: Path) -> None:
-        """Serve at ``listener``; ``note`` is where the server leaves the path of its run folder."""
+        """Serve at ``listener``; the server writes the path of its run folder to ``note``."""
         self._options, self._note = tuple(options), note
         self._address = ("--address", f"fd:{listener.fileno()}")
         self._num_aside = 0
 
     def folder(self) -> Path | None:
-        """Return the run folder, once there is one."""
+        """Return the run folder once there is one; else None."""
         path = self._note.read_text(encoding="utf-8") if self._note.is_file() else ""
         return Path(path.strip()) if path.strip() else None
 
     def command(self) -> list[str]:
-        """Write the command that starts it: for a new run, or to go on with the one there is."""
+        """Return the command that starts the server: for a new run, or to resume the one there is."""
         folder = self.folder()
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
             options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
@@ -122,7 +124,7 @@ class ServerProcess:
 
 
 def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
-    """Write the command that starts a client."""
+    """Return the command that starts a client."""
     mine = [option for option in without(options, *_SERVER_ONLY) if option != "--json"]
     if (resumed := values(options, "--resume")) and not values(options, "--config"):
         mine += ["--resume", resumed[-1]]
@@ -132,7 +134,7 @@ def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
 
 
 def child_environment(environment: Mapping[str, str], secret: str) -> dict[str, str]:
-    """Make the environment of the ranks: one thread each unless set, as torchrun does, and the secret."""
+    """Return the environment of the ranks: one thread each unless set, as torchrun does, and the secret."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -173,7 +175,7 @@ def _count(argv: Sequence[str], option: str, *, least: int) -> int | None:
 
 
 def _keep(logs: Path, folder: Path | None) -> None:
-    """Move the clients' logs into the run folder, if there is one and they hold anything."""
+    """Move the clients' logs into the run folder, if it exists and they are not empty."""
     written = [file for file in sorted(logs.iterdir()) if file.stat().st_size]
     if folder is not None and folder.is_dir() and written:
         kept = folder / "logs"

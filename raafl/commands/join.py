@@ -1,4 +1,4 @@
-"""The command line of `raafl join`."""
+"""Run a client from the command line (`raafl join`)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from raafl.runfolder.outcome import REASONS
 
 
 def command(argv: list[str], tell: Callable[[str], None]) -> int:
-    """Be a client until the server lets it go; return 0 then.
+    """Run a client until the server dismisses it; return 0 then.
 
     Raises:
-        BadInput: an option, the config, or the secret.
+        BadInput: an option, the config, or the secret is invalid.
         RunFailed: refused, or the server stayed away.
     """
     own, rest = split("join", argv)

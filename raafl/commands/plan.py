@@ -1,4 +1,4 @@
-"""`raafl plan`: what it takes, and what it says."""
+"""Print a run's predicted times, memory and bytes, or measure this machine (`raafl plan`)."""
 
 from __future__ import annotations
 
@@ -43,12 +43,10 @@ data is loaded and shared out; nothing is trained. Every field of a config is an
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
-    """Do what ``argv`` asks and return what is to be printed.
-
-    ``width`` is that of the terminal, ``terminal`` whether the text is for one.
+    """Do what ``argv`` asks and return the text to print, at most ``width`` columns wide; ``terminal``: format for one.
 
     Raises:
-        BadInput: an option or the config makes no sense.
+        BadInput: an option or the config is invalid.
     """
     if any(option in argv for option in ("--help", "-h")):
         return HELP

@@ -1,4 +1,4 @@
-"""Going over a run folder again: replaying its journal bit for bit."""
+"""Replay a run folder's journal bit for bit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def replay(
 
 
 def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
-    """Read from the journal how many clients the run waited for at its start, and whether lost ones counted."""
+    """Read from the journal the number of clients that the run waited for, and whether lost clients counted."""
     start = begun.get("start", {})
     least, counts = start.get("min_clients"), start.get("count_lost", True)
     if not isinstance(least, int | None) or not isinstance(counts, bool):
@@ -93,7 +93,7 @@ def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
 def _own_data(
     folder: Path, rows: Iterable[JournalRow], files: Mapping[int, Path], trusted: bool
 ) -> dict[int, ClientData]:
-    """Return the data of the clients that did not train on their share of the run's."""
+    """Return the data of the clients that did not train on their share of the run's data."""
     from raafl.runtime.client.setup import whole
 
     wanted = {row["client"] for row in rows if row.get("event") == "joined" and row.get("own_data")}
@@ -112,7 +112,7 @@ def _save(folder: Path, parts: ServerSetup) -> Path:
 
 
 def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
-    """Measure the distance of the replayed values from the run's last checkpoint: largest and root mean square difference."""
+    """Return the largest and the root mean square difference between the replayed values and the run's last checkpoint."""
     with contextlib.suppress(BadInput):
         saved = checkpoint.load(folder)
         values = parts.coordinator.state.values

@@ -1,4 +1,4 @@
-"""`raafl report RUN [RUN ...] --output PAGE.html`: from run folders to the page, or to a static figure."""
+"""Write a report page or a static figure from run folders (`raafl report RUN [RUN ...] --output PAGE.html`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_CONFIG = 100_000
 
 
 def report(argv: Sequence[str]) -> str:
-    """Write the page, or the figure, that the command line asks for; return a line for each that says where it is.
+    """Write the page or figure that ``argv`` asks for; return a line with the path of each.
 
     Raises:
         BadInput: a path is no run folder, an option is unknown, plotly is missing, or the page cannot be written.
@@ -77,7 +77,7 @@ def report(argv: Sequence[str]) -> str:
 
 
 def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
-    """Write a file whole, and say what it is; ``name`` is the option that names it."""
+    """Write a file atomically and return a line about it; ``name`` is the option that names it."""
     try:
         with atomic_file(path) as file:
             file.write(data)
@@ -89,8 +89,10 @@ def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
 def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = False) -> str:
     """Return the page about these runs.
 
-    ``labels``: read the data that their configs name, to show the classes of each client's samples; ``trusted``: for
-    that, import what they name, whatever it is.
+    Args:
+        runs: read back from their folders.
+        labels: read the data that their configs name, to show each client's classes.
+        trusted: for that, import whatever classes the configs name.
     """
     groups = grouped(runs)
     names = names_of(groups)
@@ -116,7 +118,7 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
 
 
 def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
-    """Load the data that a run's config names, which needs torch, and share them out again."""
+    """Load and partition the data that a run's config names; needs torch."""
     from raafl.config.parse import load_run
     from raafl.runtime.setup import load_data
 

@@ -1,8 +1,8 @@
-"""`raafl serve`: a run whose clients are on their own machines and come and go.
+"""Coordinate clients on other machines, which come and go (`raafl serve`).
 
-The server listens at one TCP port; nobody is told anything before the shared secret is proven
-(`raafl.transport.tcp.listener`). Of two clients with one id the newer takes part and the older is told so and ends:
-after a broken network the older connection is the dead one.
+The server listens on one TCP port; it tells nobody anything before the shared secret is proven (`raafl.transport.tcp.listener`).
+Of two clients with one id the newer takes part and the older is told and ends: after a broken network the older connection
+is the dead one.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def listener(address: str | socket.socket) -> str | socket.socket:
-    """Return the address to listen at: ``HOST:PORT``, or for ``fd:N`` the inherited listening socket with descriptor N.
+    """Return the address to listen on: ``HOST:PORT``, or for ``fd:N`` the inherited listening socket with descriptor N.
 
     Raises:
-        BadInput: neither.
+        BadInput: it is neither.
     """
     if isinstance(address, socket.socket):
         return address

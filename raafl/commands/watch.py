@@ -1,4 +1,4 @@
-"""`raafl watch RUN`: the view of a run, from its folder."""
+"""Show a running or finished run from its folder (`raafl watch RUN`)."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ SILENT_S = 120.0
 
 
 def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show the run that ``argv`` names, until it has ended; with `--once` as it stands now.
+    """Show the run in ``argv`` until it ends; with `--once` its present state.
 
-    ``file`` None = standard output; ``sleep`` waits so many seconds between two looks.
+    Args:
+        argv: the options.
+        file: to print to; None = standard output.
+        sleep: waits between two looks, in seconds.
 
     Raises:
-        BadInput: an option is wrong, or the run is not there and `--once` does not wait for it.
+        BadInput: an option is wrong, or the run does not exist and `--once` does not wait for it.
     """
     options = _options(argv)
     path: Path = options.run

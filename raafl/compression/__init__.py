@@ -1,1 +1,1 @@
-"""Compress what travels: compressors, the plan of a run, and codecs that remember what was lost."""
+"""Compress tensors on the wire: compressors, a run's compression plan, and codecs with error feedback."""

@@ -22,13 +22,13 @@ ROW = 32
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Turns tensors of one layout into tensors of another and back.
+    """Encoder of tensors in one layout to tensors in another, and its decoder.
 
     Attributes:
-        only: names of the tensors to compress where they are floating-point; None = all that are.
-        draws: whether it draws random numbers from its seed.
-        feeds_back: whether what it leaves out is to be added to what is sent next.
-        differences: whether, going up, it is for differences from what the client received; else for what the merge asks.
+        only: names of the floating-point tensors to compress; None = all of them.
+        draws: whether encoding draws random numbers from its seed.
+        feeds_back: whether the compression error is added to the next tensors sent (error feedback).
+        differences: whether uploads are differences from what the client received, whatever the merge asks for.
     """
 
     only: frozenset[str] | None = None
@@ -37,7 +37,7 @@ class Compressor(ABC):
     differences: ClassVar[bool] = True
 
     def takes(self, entry: TensorEntry) -> bool:
-        """Check whether a tensor is compressed."""
+        """Return whether a tensor is compressed."""
         return is_merged(entry.dtype) and entry.numel > 0 and (self.only is None or entry.name in self.only)
 
     def taken(self, layout: Layout) -> tuple[TensorEntry, ...]:
@@ -45,14 +45,16 @@ class Compressor(ABC):
         return _split(self, layout)[0]
 
     def layout(self, layout: Layout) -> Layout:
-        """Return the layout of what travels for tensors in ``layout``: what is compressed, then the others as they are."""
+        """Return the layout on the wire for tensors in ``layout``: compressed tensors first, then the others unchanged."""
         return _wire(self, layout)
 
     def encode(self, values: FlatTensors, out: FlatTensors, seed: int = 0) -> None:
-        """Compress ``values`` into ``out``, in place; what is not finite makes ``out`` so as well.
+        """Compress ``values`` into ``out``, in place; values that are not finite make ``out`` not finite as well.
 
-        ``out`` has ``layout(values.layout)``, on the same device; ``values`` are left as they are, ``seed`` decides
-        every draw.
+        Args:
+            values: tensors to compress; unchanged.
+            out: storage in ``layout(values.layout)`` on the same device.
+            seed: of every random draw.
         """
         taken, others = _split(self, values.layout)
         for entry in others:
@@ -60,10 +62,15 @@ class Compressor(ABC):
         self._encode(_as_reals(taken), values, out, seed)
 
     def decode(self, wire: FlatTensors, out: FlatTensors, *, finite: bool = True) -> None:
-        """Decompress ``wire``, in ``layout(out.layout)``, into ``out``, in place; ``finite`` refuses what is not.
+        """Decompress ``wire`` into ``out``, in place.
+
+        Args:
+            wire: tensors in ``layout(out.layout)``.
+            out: storage for the result.
+            finite: whether to refuse values that are not finite.
 
         Raises:
-            Unsound: no `encode` of finite tensors can have made it; ``out`` may have been written to.
+            InvalidPayload: no `encode` of finite tensors can have made it; ``out`` may be partly written.
         """
         if finite and not wire.is_finite():
             raise InvalidPayload("non-finite")
@@ -74,7 +81,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Yield name, shape and dtype of what travels for ``taken``."""
+        """Yield name, shape and dtype of the wire tensors for ``taken``."""
 
     @abstractmethod
     def _encode(self, taken: Sequence[TensorEntry], values: FlatTensors, out: FlatTensors, seed: int) -> None: ...
@@ -96,7 +103,7 @@ def _wire(compressor: Compressor, layout: Layout) -> Layout:
 
 
 def _as_reals(taken: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """Return entries with the shape and dtype of pairs of reals for complex tensors; `_reals_of` gives their values."""
+    """Return entries of complex tensors with the shape and dtype of pairs of reals; see `_reals_of`."""
     return [replace(e, shape=(*e.shape, 2), dtype=e.dtype.to_real()) if e.dtype.is_complex else e for e in taken]
 
 
@@ -109,7 +116,7 @@ class BFloat16(Compressor):
     """Rounds to the nearest bfloat16: 8 bits of precision, the range of float32."""
 
     def takes(self, entry: TensorEntry) -> bool:
-        """Check whether a tensor is compressed: not one of 16 bits or fewer."""
+        """Return whether a tensor is compressed: one of more than 16 bits."""
         return super().takes(entry) and entry.dtype.itemsize > 2
 
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -166,7 +173,7 @@ class Int8(Compressor):
 
 
 def num_rows(shape: tuple[int, ...]) -> int:
-    """Count the int8 scales of a tensor of this shape."""
+    """Return the number of int8 scales of a tensor of this shape."""
     return shape[0] if len(shape) > 1 and math.prod(shape[1:]) >= ROW else 1
 
 
@@ -176,21 +183,20 @@ def _scales(entry: TensorEntry) -> str:
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """The elements of largest magnitude, of all tensors of one dtype together, with their places.
+    """Sparsifier that keeps the elements of largest magnitude over all tensors of one dtype, with their positions.
 
-    Of n elements ``max(1, round(share n))`` travel (Stich et al. 2018, definition 2.1), the rest is 0 at the other end and is to
-    be added to what is sent next (error feedback, algorithm 1). Places travel as int32, in ascending order; as int64
-    from 2^31 elements on.
+    Of n elements ``max(1, round(share n))`` are sent (Stich et al. 2018, definition 2.1); the rest is 0 at the other end and is
+    added to the next tensors sent (error feedback, algorithm 1). Positions are int32 in ascending order, int64 from 2^31 elements.
 
     Attributes:
-        share: of the elements that travel.
+        share: of the elements that are sent.
     """
 
     share: float = 0.1
     feeds_back: ClassVar[bool] = True
 
     def count(self, numel: int) -> int:
-        """Count the elements of ``numel`` that travel."""
+        """Return how many of ``numel`` elements are sent."""
         return min(numel, max(1, round(self.share * numel)))
 
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -260,10 +266,15 @@ def _places(like: Tensor) -> Tensor:
 
 
 def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None) -> Compressor | None:
-    """Return the compressor of a name; ``share`` is top_k's. None for none, and for scalars, which are no tensors.
+    """Return the compressor of a name; None for none, and for scalars, which are not tensors.
+
+    Args:
+        name: bf16, int8, top_k, ...
+        share: of elements, for top_k.
+        only: names of the tensors to compress; None = all.
 
     Raises:
-        BadInput: there is none of that name.
+        BadInput: there is no compressor of that name.
     """
     match name:
         case "none" | "scalars":
@@ -280,7 +291,7 @@ def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None
 
 
 def up_name(compress: Compress, fixed: str | None) -> str:
-    """Name the compressor of updates: the one that the algorithm has ``fixed`` (`Local.up_as`), else ``compress.up``.
+    """Return the name of the compressor for updates: the algorithm's own (`Local.up_as`), else ``compress.up``.
 
     Raises:
         BadInput: both are given, and differ.

@@ -1,4 +1,4 @@
-"""Options of compression; importing them costs no torch."""
+"""Define the options of compression; importing them needs no torch."""
 
 from __future__ import annotations
 

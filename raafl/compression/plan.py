@@ -23,17 +23,17 @@ WAYS: tuple[Way, Way] = ("sent", "trained")
 
 
 class CompressionPlan:
-    """The compressors of a run and what they make of its payloads; the same on server and clients, without state.
+    """Compressors of a run and the wire layouts that follow; stateless, and equal on server and clients.
 
-    Parameters and bundles are compressed. Running statistics and other buffers are few and no step in a direction: they travel as
-    they are.
+    Parameters and bundles are compressed. Running statistics and other buffers are small and not steps in a direction: they are
+    sent uncompressed.
 
     Attributes:
-        payload: what travels, as it is before it is compressed.
-        submodels: of the model, or of the part of it that travels.
-        down: compresses what clients are sent; None = nothing does.
-        up: compresses what they send back.
-        adds_back: whether updates travel as differences although the merge asks for values, so that the server adds what it
+        payload: what is sent, before compression.
+        submodels: of the model, or of the part of it that is sent.
+        down: compresses what clients receive; None = uncompressed.
+        up: compresses what clients send; None = uncompressed.
+        adds_back: whether updates are sent as differences although the merge asks for values, so that the server adds what it
             had sent.
     """
 
@@ -41,7 +41,7 @@ class CompressionPlan:
         self, payload: Payload, sends: Literal["values", "delta"] = "values", down: Compressor | None = None,
         up: Compressor | None = None,
     ) -> None:  # fmt: skip
-        """Join the compressors and what they are for; ``sends`` is the merge's."""
+        """Combine payload and compressors; ``sends`` is what the merge asks clients to send."""
         self.payload, self.submodels, self.down, self.up = payload, payload.submodels, down, up
         self.adds_back = up is not None and up.differences and sends == "values"
         self._more = lru_cache(MAX_CACHED)(self._more_bytes)
@@ -50,10 +50,10 @@ class CompressionPlan:
     def of(
         cls, submodels: Submodels, compress: Compress, sends: Literal["values", "delta"], local: Local
     ) -> CompressionPlan | None:
-        """Plan the compression that a config's section and an algorithm's own payload ask for; None where plain submodels travel.
+        """Build the plan for a config's section and an algorithm's payload; None where plain submodels are sent.
 
         Raises:
-            BadInput: they contradict each other.
+            BadInput: the two contradict each other.
         """
         exchange = local.exchange(submodels)
         payload = local.payload(submodels if exchange is None else exchange.client)
@@ -65,50 +65,50 @@ class CompressionPlan:
 
     @classmethod
     def on(cls, coordinator: Coordinator) -> CompressionPlan:
-        """Return those of a coordinator's run."""
+        """Return the plan of a coordinator's run."""
         plan = coordinator.fleet.plan
         return plan if isinstance(plan, cls) else cls(coordinator.payload)
 
     @property
     def sender_unpacks(self) -> bool:
-        """Whether the server is to know what a client has received while its task is out."""
+        """Return whether the server must know exactly what a client received while its task is out."""
         return self.adds_back or (self.down is not None and self.down.feeds_back)
 
     @property
     def remembers(self) -> bool:
-        """Whether anything depends on what a client was sent, or has sent, before."""
+        """Return whether anything depends on what a client was sent, or has sent, before."""
         return any(one is not None and one.feeds_back for one in (self.down, self.up))
 
     def compressor(self, way: Way) -> Compressor | None:
-        """Make the compressor of one way: "sent" is down, "trained" is up."""
+        """Return the compressor of one direction: "sent" is down, "trained" is up."""
         return self.down if way == "sent" else self.up
 
     def layout(self, spec: Spec, way: Way) -> Layout:
-        """Return the layout of what travels one way for a task of ``spec``."""
+        """Return the wire layout of one direction for a task of ``spec``."""
         one, plain = self.compressor(way), self.payload.layout(spec, way)
         return plain if one is None else one.layout(plain)
 
     def added_back(self, layout: Layout) -> list[TensorEntry]:
-        """Select the tensors of an update in ``layout`` that travel as a difference though the merge wants values, bundles too."""
+        """Return the tensors of an update in ``layout`` (bundles too) that arrive as differences though the merge wants values."""
         if self.up is None or not self.adds_back:
             return []
         return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the plan between that part of the whole model and of ``spec``; both without what does not travel."""
+        """Return the extraction plan from the whole model to ``spec`` for one direction, without tensors that are not sent."""
         return self.payload.plan(spec, way)
 
     # ---- what it costs ----
 
     def cost(self, cost: Cost, spec: Spec) -> Cost:
-        """Return the cost of a task of ``spec`` with what travels compressed, where ``cost`` is that without."""
+        """Return the cost of a task of ``spec`` with compression; ``cost`` is the cost without."""
         down, up, held = self._more(self.submodels.normal(spec).leading)
         return replace(
             cost, down_bytes=cost.down_bytes + down, up_bytes=cost.up_bytes + up, peak_bytes=cost.peak_bytes + held
         )
 
     def _more_bytes(self, spec: Spec) -> tuple[int, int, int]:
-        """Count the bytes that go down, go up, and are held by the client beside the plain tensors."""
+        """Return the extra bytes sent down, sent up, and held by the client, compared with plain tensors."""
         more, held = [], 0
         for way in WAYS:
             one, plain, wire = self.compressor(way), self.payload.layout(spec, way), self.layout(spec, way)
@@ -122,7 +122,7 @@ class CompressionPlan:
         return more[0], more[1], held
 
     def notes(self, num_clients: int) -> list[str]:
-        """List the notes for the user at the start: what travels, and what the server holds for it."""
+        """Return the notes printed at the start: what is compressed, and the memory that the server needs for it."""
         if self.down is None and self.up is None:
             return []
         texts, held = [], 0

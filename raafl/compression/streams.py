@@ -1,10 +1,10 @@
-"""Both ends of what is compressed on its way to a client and back, and both of all clients' in one process.
+"""Compress both directions of each client's connection, with error feedback; and both ends of all clients in a simulation.
 
-Down, top_k sends what has changed since: both ends hold a copy of what the client has, which the first tasks fill with whole
-tensors. What was left out is in the next difference; that is the error feedback. Up, the client adds to each update what it
-has left out of earlier ones, its residual. Copy and residual live as long as an incarnation of the client: one that comes
-back starts with neither, so both ends agree whatever was lost between. An end keeps them in a `ClientState`: its own, or, of a
-simulated client, the run's, which checkpoints have.
+Down, top_k sends changes: both ends hold a copy of what the client has, which the first tasks fill with whole tensors. What was
+left out is part of the next difference; that is the error feedback. Up, the client adds its residual, what earlier updates
+left out, to each update. Copy and residual live as long as an incarnation of the client: a client that reconnects starts
+without either, so both ends agree whatever was lost between. They are stored in a `ClientState`: an end's own, or, for a
+simulated client, the run's, which is checkpointed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MAX_KEPT = 2
 
 
 class _Scratch:
-    """Storage for what lies between two steps, used again for the same layout; only the last few are kept."""
+    """Reusable storage for intermediate tensors, by layout; only the last few layouts are cached."""
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[Layout, FlatTensors]] = {}
 
     def __call__(self, purpose: str, layout: Layout, device: torch.device) -> FlatTensors:
-        """Return storage for ``layout``, with anything in it."""
+        """Return uninitialised storage for ``layout``."""
         kept = self._kept.setdefault(purpose, {})
         found = kept.get(layout)
         if found is None or found.device != device:
@@ -49,12 +49,12 @@ class _Scratch:
 
 
 class _End:
-    """One end of what travels one way to or from a client; ``scratch`` may be shared by those of one thread."""
+    """One end of one direction of a client's connection; ``scratch`` may be shared within a thread."""
 
     def __init__(
         self, plan: CompressionPlan, scratch: _Scratch | None = None, kept: ClientState | None = None, client: int = 0
     ) -> None:
-        """Go on from what is ``kept`` for the client; None = begin with nothing."""
+        """Continue from the stored state of the client; None = start without any."""
         self._plan, self._scratch = plan, scratch or _Scratch()
         self._kept, self._client = kept or ClientState(), client
         self._next: tuple[Spec, FlatTensors | None] | None = None
@@ -65,17 +65,17 @@ class Down(_End):
 
     @property
     def copy(self) -> FlatTensors | None:
-        """The client's copy of the whole model, NaN where it has nothing; None = no copy."""
+        """Return the client's copy of the whole model, NaN where it has nothing; None = no copy is needed."""
         return self._kept.find(COPY, self._client)
 
     def layout(self, spec: Spec) -> Layout:
-        """Return the layout of what travels for the next task, of ``spec``."""
+        """Return the wire layout of the next task, of ``spec``."""
         if self._is_whole(spec):
             return self._plan.payload.layout(spec, "sent")
         return self._plan.layout(spec, "sent")
 
     def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
-        """Encode ``snapshot`` for the wire, good until the next call; nothing is noted before `unpack`."""
+        """Encode ``snapshot`` for the wire, valid until the next call; the copy changes only in `unpack`."""
         one, spec = self._plan.down, assignment.spec
         if one is None or self._is_whole(spec):
             return snapshot
@@ -89,10 +89,10 @@ class Down(_End):
         return wire
 
     def unpack(self, spec: Spec, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Decode what the client has received, in ``out`` or in storage good until the next call; note that it has.
+        """Decode what the client received and update the copy; return it in ``out``, or in storage valid until the next call.
 
         Raises:
-            Unsound: it is none of `pack`'s.
+            InvalidPayload: it does not come from `pack`.
         """
         one, layout = self._plan.down, self._plan.payload.layout(spec, "sent")
         if one is None:
@@ -118,7 +118,7 @@ class Down(_End):
         return one is not None and one.feeds_back and self._known(spec) is None
 
     def _known(self, spec: Spec) -> FlatTensors | None:
-        """Find the client's own copy of ``spec`` where it has all of it and it matters."""
+        """Return the client's copy of ``spec`` if it is complete and needed; else None."""
         one, copy = self._plan.down, self.copy
         if one is None or not one.feeds_back or copy is None:
             return None
@@ -131,19 +131,19 @@ class Down(_End):
 
 
 class Up(_End):
-    """Codec of what one client sends back, for either end. Without a compressor tensors pass through unchanged."""
+    """Codec of one client's updates, for either end. Without a compressor tensors pass through unchanged."""
 
     @property
     def residual(self) -> FlatTensors | None:
-        """Accumulated compression error of the client, over all trained parameters; None = none."""
+        """Return the client's accumulated compression error over all trained parameters; None = none."""
         return self._kept.find(RESIDUAL, self._client)
 
     def forget(self) -> None:
-        """Leave out for good what was left out so far."""
+        """Discard the residual."""
         self._kept.forget(RESIDUAL, self._client)
 
     def pack(self, assignment: Assignment, trained: FlatTensors, received: FlatTensors) -> FlatTensors:
-        """Encode the trainer's result for the wire, good until the next call; keep what is left out of it."""
+        """Encode the trainer's result for the wire, valid until the next call; store the compression error."""
         one = self._plan.up
         if one is None:
             return trained
@@ -164,7 +164,7 @@ class Up(_End):
         return wire
 
     def _leave(self, spec: Spec, change: FlatTensors, wire: FlatTensors) -> None:
-        """Keep what ``wire`` does not have of ``change``, which is overwritten; start anew where that would be nonsense."""
+        """Store the part of ``change`` (overwritten) that ``wire`` lacks; discard the residual if it is not finite."""
         one, plan = self._plan.up, self._plan.plan(spec, "trained")
         if one is None or not wire.is_finite():  # it will be refused
             self.forget()
@@ -179,13 +179,15 @@ class Up(_End):
         plan.scatter_(self._kept.of(RESIDUAL, self._client, plan.full_layout, change.device), change)
 
     def unpack(self, spec: Spec, wire: FlatTensors, received: FlatTensors | None) -> FlatTensors:
-        """Return the update's tensors as the merge asks for them, good until the next call.
+        """Decode an update into the tensors that the merge asks for, valid until the next call.
 
-        ``received`` is what the client was sent and has trained; it is looked at only where
-        `CompressionPlan.adds_back`.
+        Args:
+            spec: of the task.
+            wire: as received.
+            received: what the client was sent; used only where `CompressionPlan.adds_back`.
 
         Raises:
-            Unsound: the update may not be merged.
+            InvalidPayload: the update may not be merged.
         """
         one = self._plan.up
         if one is None:
@@ -200,16 +202,16 @@ class Up(_End):
         return out
 
     def nothing(self, spec: Spec, device: torch.device) -> FlatTensors:
-        """Return zeros in the place of an update that is refused for what it is."""
+        """Return zeros in place of a refused update."""
         out = self._scratch("update", self._plan.payload.layout(spec, "trained"), device)
         return out.zero_()
 
 
 class CompressedSnapshots(Snapshots):
-    """Snapshots as clients receive them and updates as the server does, all in one process: for simulations and replays.
+    """Snapshots as clients receive them and updates as the server receives them, in one process: for simulations and replays.
 
-    Updates are packed and unpacked when they are taken from the executor, in the order of the events, whoever has trained
-    them and when. Of tasks with an exchange the client's part is packed, the server's stays as it is.
+    Updates are packed and unpacked when taken from the executor, in the order of the events, whoever trained them and when. Of
+    tasks with an exchange only the client's part is packed.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -221,11 +223,11 @@ class CompressedSnapshots(Snapshots):
 
     @property
     def remembers(self) -> bool:
-        """Whether every update that a client has sent matters to its next."""
+        """Return whether each update of a client affects its next one."""
         return self._plan.remembers
 
     def _both(self, assignment: Assignment) -> tuple[Down, Up]:
-        """Return both ends of a client's wire; in a new life they know nothing."""
+        """Return both ends of a client's connection; a new incarnation starts without state."""
         client = assignment.client if self.remembers else 0
         if self.remembers and self._life(assignment)[0] != assignment.incarnation:
             self._state.memory[LIVES][client] = [assignment.incarnation, 0]
@@ -242,7 +244,7 @@ class CompressedSnapshots(Snapshots):
         return lives.setdefault(assignment.client, [assignment.incarnation, 0])
 
     def cut(self, assignment: Assignment) -> FlatTensors:
-        """Return the values that the client receives; they stay as they are, however the state goes on, until given back."""
+        """Return the values that the client receives; they stay unchanged until given back."""
         one = self._plan.down
         if one is None:
             return super().cut(assignment)
@@ -261,7 +263,7 @@ class CompressedSnapshots(Snapshots):
         return snapshot
 
     def _carry_down(self, down: Down, assignment: Assignment, snapshot: FlatTensors, out: FlatTensors) -> int:
-        """Write to ``out``, which may be ``snapshot``, the values that the client trains from; return the bytes that travel."""
+        """Write the values that the client trains from to ``out`` (may be ``snapshot``); return the bytes sent."""
         wire = down.pack(assignment, self._travelling(assignment, snapshot, "sent"))
         if self._part is None:
             down.unpack(assignment.spec, wire, out)
@@ -272,20 +274,20 @@ class CompressedSnapshots(Snapshots):
         return wire.num_bytes
 
     def _travelling(self, assignment: Assignment, values: FlatTensors, way: Way) -> FlatTensors:
-        """Select the values that travel one way, good until the next call: the client's part, or all of it."""
+        """Return the values of one direction, valid until the next call: the client's part, or all."""
         if self._part is None:
             return values
         layout = self._part.layout(assignment.spec, way)
         return self._scratch(f"part {way}", layout, values.device).take_(values)
 
     def more_bytes(self, assignment: Assignment) -> int:
-        """Count the bytes beyond those predicted that went down for a client's newest task: whole tensors, at first."""
+        """Return the bytes sent down beyond the prediction for a client's newest task: whole tensors, at first."""
         if self._plan.down is None or not self._plan.down.feeds_back:
             return 0
         return self._life(assignment)[1] - self._plan.layout(assignment.spec, "sent").num_bytes
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
-        """Turn what the trainer returned into what the server receives, in place."""
+        """Replace the trainer's result by what the server receives, in place."""
         if update.refusal == OUT_OF_MEMORY:  # nothing was sent
             if self._part is not None:
                 self.refused(assignment)
@@ -308,5 +310,5 @@ class CompressedSnapshots(Snapshots):
             self.refused(assignment)
 
     def refused(self, assignment: Assignment) -> None:
-        """Note that a task with an exchange was refused, in the middle or at its end: the client forgets its residual."""
+        """Discard the residual of a client whose task with an exchange was refused."""
         self._both(assignment)[1].forget()

@@ -1,1 +1,1 @@
-"""W&B, TensorBoard, MLflow and other Lightning loggers beside a run."""
+"""Send a run to W&B, TensorBoard, MLflow and other Lightning loggers."""

@@ -1,7 +1,7 @@
-"""Lightning loggers beside a run (W&B, TensorBoard, CSV, MLflow, one's own), none of which delays it or ends it.
+"""Run Lightning loggers (W&B, TensorBoard, CSV, MLflow, custom) without letting them delay or end the run.
 
-Each logger lives in a thread of its own, which builds it, calls it and closes it. The run's thread only puts what is to be
-logged into a bounded queue. A logger that raises, hangs or falls behind is reported once, and counted in the summary.
+Each logger has a thread of its own, which builds, calls and closes it. The run's thread only puts items into a bounded queue. A
+logger that raises, hangs or falls behind is reported once and counted in the summary.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ MAX_QUEUED = 1000
 
 
 class Loggers(RunHooks):
-    """A run's loggers; nothing here waits for one of them, but `finish`."""
+    """Loggers of a run; only `finish` waits for them."""
 
     def __init__(
         self, logger: Any, folder: Path, record: RunRecord, warn: Callable[[str], None], note: Callable[[str], None], *,
         share: Callable[[Iterable[Spec]], float | None] | None = None,
     ) -> None:  # fmt: skip
-        """Prepare; `start` builds them.
+        """Create the workers; `start` builds the loggers.
 
-        ``note`` is told where a logger writes, when that is not what one would expect; ``share`` is how much of the model
-        some submodels cover, for the histogram of coverage.
+        Args:
+            logger: the config's field.
+            folder: of the run.
+            record: of the run, for figures.
+            warn: is called with warnings.
+            note: is called with where a logger writes, if that is not obvious.
+            share: returns how much of the model some submodels cover, for the histogram of coverage.
         """
         self._record, self._folder, self._since = record, folder, Since(share)
         self._workers: list[_Worker] = []
@@ -56,19 +61,19 @@ class Loggers(RunHooks):
             self._workers.append(_Worker(spec, name, make, warn, ids))
 
     def start(self, config_yaml: str) -> None:
-        """Build the loggers and let them log the run's config."""
+        """Build the loggers and log the run's config."""
         for worker in self._workers:
             worker.start()
             worker.put(prepare)
             worker.put(lambda logger: logger.log_hyperparams(hyper_parameters(config_yaml)))
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Note the end of a task, for the histograms of the next evaluation."""
+        """Count the end of a task for the histograms of the next evaluation."""
         if self._workers:
             self._since.settled(settled)
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Log an evaluation, with how far the run was when it became known."""
+        """Log an evaluation with the run's counters when it became known."""
         if not self._workers:
             return
         record = self._record
@@ -87,11 +92,11 @@ class Loggers(RunHooks):
             worker.put(lambda logger: log(logger, measured), counted=True)
 
     def finish(self, status: str, summary: Summary | None = None) -> dict[str, dict[str, Any]]:
-        """Let them write what is queued, for as long as the deadlines allow; return how each fared.
+        """Flush the queues within the deadlines; return the outcome of each logger.
 
         Args:
             status: "success", "interrupted" or "failed".
-            summary: of the run, whose tables and final model are logged too; None = they are not.
+            summary: of the run, logged with its tables and final model; None = not logged.
         """
         tables = Tables(self._folder)
         for worker in self._workers:
@@ -106,13 +111,13 @@ class Loggers(RunHooks):
         return {worker.name: worker.give_up() for worker in self._workers}
 
     def close(self) -> None:
-        """Let the threads end, without waiting for them."""
+        """Tell the threads to end, without waiting for them."""
         for worker in self._workers:
             worker.give_up()
 
 
 class _Worker(threading.Thread):
-    """One logger and the only thread that touches it."""
+    """One logger and the only thread that uses it."""
 
     def __init__(
         self, spec: LoggerSpec, name: str, make: Callable[[], Any], warn: Callable[[str], None], ids: RunIds
@@ -127,11 +132,11 @@ class _Worker(threading.Thread):
 
     @property
     def at_work(self) -> bool:
-        """Whether it goes on, and is not stuck in a call."""
+        """Return whether it is running and not stuck in a call."""
         return self.is_alive() and not self._look()
 
     def put(self, call: Callable[[Any], None], *, counted: bool = False) -> None:
-        """Have ``call`` made with the logger, in turn; ``counted`` if it logs metrics. Returns at once."""
+        """Queue a call and return at once; ``counted`` if it logs metrics."""
         self._look()
         try:
             self._queue.put_nowait((call, counted))
@@ -139,13 +144,13 @@ class _Worker(threading.Thread):
             self._fail(f"{self._queue.maxsize} calls wait for it, and what comes is dropped")
 
     def end(self, call: Callable[[Any], None]) -> None:
-        """Have ``call`` made as the last."""
+        """Queue the last call."""
         self.put(call)
         with suppress(queue.Full):
             self._queue.put_nowait(None)
 
     def give_up(self) -> dict[str, Any]:
-        """Make no more calls; return how many rows of metrics were logged, how many calls failed, and the first error."""
+        """Stop calling; return the rows logged, the failed calls, and the first error."""
         self._look()
         left = 0
         with suppress(queue.Empty):
@@ -159,7 +164,7 @@ class _Worker(threading.Thread):
             return {"logged": self._logged, "failed": self._failed, "error": self._error}
 
     def run(self) -> None:
-        """Build the logger and make the calls."""
+        """Build the logger and make the queued calls."""
         try:
             self._since = time.monotonic() + CALL_S  # to import and to connect may take twice as long
             logger = self._make()
@@ -185,7 +190,7 @@ class _Worker(threading.Thread):
                 self._fail(in_words(error))
 
     def _look(self) -> bool:
-        """Check whether it is stuck in a call, and say so the first time."""
+        """Return whether the thread is stuck in a call; report it the first time."""
         since = self._since
         stuck = since is not None and time.monotonic() - since > CALL_S
         if stuck and self._error is None:
@@ -203,13 +208,13 @@ class _Worker(threading.Thread):
 
 
 def hyper_parameters(config_yaml: str) -> dict[str, Any]:
-    """Return a run's config as what loggers call hyper-parameters; empty when there is none."""
+    """Return a run's config as a logger's hyper-parameters; empty if there is none."""
     found = yaml.safe_load(config_yaml)
     return found if isinstance(found, dict) else {}
 
 
 def _close(logger: Any, status: str) -> None:
-    """End a logger so that what it has is on disk, or sent."""
+    """Close a logger so that its data is on disk or sent."""
     logger.finalize("success" if status == "interrupted" else status)
     if type(logger).__name__ == "WandbLogger":  # Lightning leaves that to the end of the process
         logger.experiment.finish(exit_code=int(status == "failed"))

@@ -1,4 +1,4 @@
-"""Send loggers more than metrics, as far as each can take it: histograms, a table of clients, a timeline, the final model."""
+"""Log more than metrics where a logger supports it: histograms, a table of clients, a timeline, the final model."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _COLOURS = dict(zip(KINDS, ("#4269d0", "#b9b9c2", "#ff725c", "#efb118"), strict=
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """One evaluation, as loggers get it.
+    """One evaluation as loggers receive it.
 
     Attributes:
-        version: of the model measured.
-        metrics: its own, and averages over clients.
-        figures: of the run, at that time; ``time_s``, ``bytes_up`` and ``bytes_down`` are there.
+        version: of the evaluated model.
+        metrics: of the model, and averages over clients.
+        figures: of the run at that time, with ``time_s``, ``bytes_up`` and ``bytes_down``.
         staleness: of each update merged since the last evaluation.
         coverage: share of the model trained by each version since, 0 to 1.
     """
@@ -57,7 +57,7 @@ class Measurements:
     coverage: Sequence[float] = ()
 
     def scalars(self) -> dict[str, float]:
-        """Return everything that is a number, one for each name."""
+        """Return all numbers, one for each name."""
         found = {**self.metrics, **self.figures}
         if self.staleness:
             found["recent_staleness"] = sum(self.staleness) / len(self.staleness)
@@ -71,19 +71,19 @@ class Since:
     """Updates merged since the last evaluation."""
 
     def __init__(self, share: Callable[[Iterable[Spec]], float | None] | None = None) -> None:
-        """Start at nothing; ``share`` says how much of the model some submodels cover (None where that is not known)."""
+        """Start empty; ``share`` returns how much of the model some submodels cover (None = unknown)."""
         self._share = share
         self._staleness: list[int] = []
         self._specs: dict[int, set[Spec]] = {}
 
     def settled(self, settled: Settled) -> None:
-        """Note the end of a task."""
+        """Count the end of a task."""
         if settled.outcome == MERGED and settled.assignment is not None:
             self._staleness.append(settled.staleness)
             self._specs.setdefault(settled.version, set()).add(settled.assignment.spec)
 
     def take(self) -> tuple[list[int], list[float]]:
-        """Return each update's staleness and each version's coverage, and start again."""
+        """Return each update's staleness and each version's coverage, and reset."""
         shares = [self._share(specs) for specs in self._specs.values()] if self._share is not None else []
         staleness, self._staleness = self._staleness, []
         self._specs = {}
@@ -94,12 +94,12 @@ class Since:
 
 
 def is_a(logger: Any, name: str) -> bool:
-    """Check whether a logger is of the Lightning class of this name."""
+    """Return whether a logger is of the Lightning class of this name."""
     return any(cls.__name__ == name for cls in type(logger).__mro__)
 
 
 def prepare(logger: Any) -> None:
-    """Tell W&B what each metric is to be drawn against."""
+    """Tell W&B which axis to draw each metric against."""
     if not is_a(logger, "WandbLogger"):
         return
     begin = _prefix(logger)
@@ -109,7 +109,7 @@ def prepare(logger: Any) -> None:
 
 
 def log(logger: Any, measured: Measurements) -> None:
-    """Log an evaluation, with its version as step."""
+    """Log an evaluation with its version as the step."""
     row: dict[str, Any] = measured.scalars()
     histograms = {"staleness": measured.staleness, "coverage": measured.coverage}
     if is_a(logger, "WandbLogger"):
@@ -134,7 +134,7 @@ def log(logger: Any, measured: Measurements) -> None:
 
 
 def binned(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Count the values in each bin, and give the edges: a bin for each ``whole`` number, or `BINS` from 0 to 1."""
+    """Return a histogram: counts and edges, a bin for each ``whole`` number or `BINS` bins from 0 to 1."""
     import numpy as np
 
     most = int(max(values)) + 1 if whole else 1
@@ -142,7 +142,7 @@ def binned(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], n
 
 
 def finish(logger: Any, folder: Path, summary: Summary, tables: Tables, *, with_model: bool = True) -> None:
-    """Log what is known at the end: the tables, the summary and the final model."""
+    """Log the tables, the summary and the final model at the end."""
     model = folder / summary["model"] if summary.get("model") and with_model else None
     if is_a(logger, "WandbLogger"):
         _finish_wandb(logger, summary, tables, model)
@@ -194,7 +194,7 @@ Table = tuple[list[str], list[list[Any]]]
 
 
 class Tables:
-    """A run's tables, read from its folder once, whichever thread comes first."""
+    """Tables of a run, read from its folder once by whichever thread asks first."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, threading.Lock()
@@ -205,7 +205,7 @@ class Tables:
         return self._read()[0]
 
     def figure(self) -> Any:
-        """Return the timeline as a figure of plotly's; None where that is not installed, or there are too many tasks."""
+        """Return the timeline as a plotly figure; None without plotly or with too many tasks."""
         return self._read()[1]
 
     def _read(self) -> tuple[dict[str, Table], Any]:
@@ -220,7 +220,7 @@ class Tables:
 
 
 def clients_table(run: RecordedRun) -> Table:
-    """Return a row for each client: what it is, what became of its tasks, how long it worked, what it moved."""
+    """Return a row for each client: device, outcomes of its tasks, working time, bytes."""
     import numpy as np
 
     tasks = run.tasks
@@ -248,7 +248,7 @@ def clients_table(run: RecordedRun) -> Table:
 
 
 def timeline_table(run: RecordedRun) -> Table:
-    """Return a row for each task, in the order in which they ended; the last `MAX_TASKS`."""
+    """Return a row for each task in the order of their ends; the last `MAX_TASKS`."""
     tasks = run.tasks
     numbers = ("assigned_s", "arrived_s", "version", "merged_version", "staleness", "bytes_down", "bytes_up")
     rows = []
@@ -292,7 +292,7 @@ def _figure(timeline: Table) -> Any:
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table as Markdown, which TensorBoard shows; the first rows of a long one."""
+    """Return the first rows of a table as Markdown, for TensorBoard."""
 
     def line(cells: Iterable[Any]) -> str:
         return "| " + " | ".join("" if cell is None else f"{cell:.6g}" if isinstance(cell, float) else str(cell)
@@ -322,7 +322,7 @@ _NAMES = {
 
 
 def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the arguments by which a tracker knows a run, of those of a logger that a file may hold."""
+    """Return the arguments that identify a run to a tracker, from those in a file."""
     return {
         name: value
         for name, words in _NAMES.items()
@@ -331,10 +331,10 @@ def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RunIds:
-    """The names that trackers have given a run, kept in its folder, so that a resumed run goes on under them."""
+    """Identifiers that trackers gave a run, stored in its folder so that a resumed run continues them."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what an earlier attempt has left in ``folder``."""
+        """Read the identifiers of an earlier attempt from ``folder``."""
         self._path, self._lock = folder / _RUN_IDS, threading.Lock()
         self._found: dict[str, dict[str, Any]] = {}
         with suppress(OSError, ValueError, TypeError, AttributeError):  # not there, or not what was written
@@ -342,11 +342,11 @@ class RunIds:
             self._found = {str(name): _names_in(ids) for name, ids in found.items()}
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return the arguments with which the logger of this name goes on; none for a new run."""
+        """Return the arguments with which the logger of this name continues; none for a new run."""
         return dict(self._found.get(name, {}))
 
     def keep(self, name: str, logger: Any) -> None:
-        """Note under which name a logger logs; what cannot be written is left."""
+        """Store the identifier of a logger; does nothing where it cannot write."""
         ids: dict[str, Any] = {}
         if is_a(logger, "WandbLogger"):
             ids = {"id": logger.experiment.id}

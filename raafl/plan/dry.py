@@ -1,4 +1,4 @@
-"""Running a federation over virtual time without training anything: coordinator, parts and devices are the real ones."""
+"""Run a federation over virtual time without training: coordinator, parts and devices are the real ones."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ MOST_UPDATES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Prediction for a run with one algorithm; None where it made no version.
+    """Predicted figures of a run with one algorithm; None where it made no version.
 
     Attributes:
         name: of the algorithm.
-        updates: merged in the run that was gone through.
-        time_s: seconds on the run's own clock until then.
-        version_s: seconds for each version.
-        update_s: seconds for each merged update, all clients together.
-        utilisation: share of the clients' time in which they work at tasks.
+        updates: merged in the dry run.
+        time_s: virtual seconds until then.
+        version_s: seconds per version.
+        update_s: seconds per merged update, all clients together.
+        utilisation: share of the clients' time spent on tasks.
         staleness: mean over the merged updates.
         bytes_per_update: down and up.
         run_s: seconds until ``max_updates`` of the config.
         least, most: merged updates of the client with the fewest, and with the most.
         problem: why it cannot be run; the figures are then None or 0.
         note: why it will not learn at this staleness.
-        bases: form in which each client, by id, held the frozen base in its last task, where there are several.
+        bases: precision of the frozen base that each client, by id, held in its last task, where there are several.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Prediction:
 
 
 class World:
-    """Parts shared by all predictions for one experiment: data, clients, and the model's structure with its costs."""
+    """Data, clients and costs shared by all predictions for one experiment."""
 
     def __init__(self, experiment: Experiment) -> None:
-        """Load the data and share it out. Raises `BadInput` as `raafl.runtime.setup` does."""
+        """Load and partition the data. Raises `BadInput` as `raafl.runtime.setup` does."""
         torch.set_num_threads(experiment.threads)
         self.experiment = experiment
         self.data: FederatedData = load_data(experiment)
@@ -92,12 +92,12 @@ class World:
         return self._submodels[key]
 
     def cut_submodels(self) -> Submodels:
-        """Return those of the config's own algorithm, proven though it may give everyone the whole model."""
+        """Return the proven submodels of the config's own algorithm, even if it gives every client the whole model."""
         own = self.experiment.algorithm
         return self.submodels(replace(own, select=Rated()) if type(own.select) is Full else own)
 
     def fleet(self, algorithm: Algorithm) -> SelectContext:
-        """Collect the parts' notes on all clients, whether the algorithm suits them or not."""
+        """Collect the parts' notes on all clients, even if the algorithm does not suit them."""
         fleet = self._coordinator(algorithm, None, real=False).fleet
         return fleet.of(self.clients)
 
@@ -131,47 +131,47 @@ class World:
 
 
 class Unmerged(Merge):
-    """Takes updates and does nothing with them: the model stays as it is, versions count."""
+    """Merge that discards updates: the model stays unchanged, versions count."""
 
     def __init__(self, inner: Merge) -> None:
-        """Stand in for ``inner``."""
+        """Stand in for the merge ``inner``."""
         self.sends = inner.sends
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Do nothing."""
+        """Discard the update."""
 
     def apply(self, state: GlobalState) -> None:
-        """Do nothing."""
+        """Change nothing."""
 
 
 class Untrained(Executor):
-    """Answers every task at once, with tensors that nobody looks at; ``bases`` as in `Prediction`."""
+    """Executor that answers every task at once with tensors that nobody reads."""
 
     def __init__(self, payload: Payload, sizes: Mapping[int, int]) -> None:
-        """Answer for clients with ``sizes`` samples by id."""
+        """Answer for clients with ``sizes`` samples, by id."""
         self._payload, self._sizes = payload, sizes
         self._tasks: dict[int, tuple[Assignment, torch.device]] = {}
         self.bases: dict[int, str] = {}
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Keep the task."""
+        """Store the task."""
         self._tasks[assignment.id] = assignment, snapshot.device
         if assignment.spec.base is not None:
             self.bases[assignment.client] = assignment.spec.base
 
     def result(self, assignment_id: int) -> Update:
-        """Return an update of the layout that is expected."""
+        """Return an update of the expected layout."""
         task, device = self._tasks.pop(assignment_id)
         tensors = FlatTensors.zeros(self._payload.layout(task.spec, "trained"), device)
         return Update(task.id, task.client, task.incarnation, tensors, self._sizes[task.client])
 
     def cancel(self, assignment_id: int) -> None:
-        """Forget the task."""
+        """Drop the task."""
         self._tasks.pop(assignment_id, None)
 
 
 class DryRun(Simulation):
-    """A simulation that is never resumed: its snapshots may have no values to save."""
+    """Simulation that is never resumed, and so saves nothing."""
 
     def save(self) -> dict[str, Any]:
         """Save nothing."""
@@ -182,9 +182,13 @@ class DryRun(Simulation):
 
 
 def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int | None = None) -> Prediction:
-    """Go through a run with this algorithm and return what it took; why it cannot be, in `Prediction.problem`.
+    """Run one algorithm without training and return its figures; `Prediction.problem` says why it cannot run.
 
-    The run ends at ``max_updates``; None = where the config ends, at most `MOST_UPDATES` or 20 for each client.
+    Args:
+        world: shared data, clients and costs.
+        algorithm: to predict.
+        name: of the algorithm, for the result.
+        max_updates: end of the run; None = the config's end, at most `MOST_UPDATES` or 20 updates per client.
     """
     name, wanted = name or algorithm.name, world.experiment.max_updates
     if max_updates is None:

@@ -1,4 +1,4 @@
-"""The whole plan of an experiment."""
+"""Plan an experiment: times, memory, bytes and choices."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ from raafl.submodel.prove.narrow import num_values
 class Plan:
     """Predicted time, memory and bytes of a run.
 
-    The first of ``algorithms`` is the config's own; ``axes`` is what `raafl.parts.select.axis_report.facts` returns;
-    ``by_the_loop`` is why clients cannot be trained as one batch, None where nothing is known that is against it;
-    ``guessed`` says what of the whole model's cost is a guess, and why (`raafl.submodel.Cost`), "" where nothing is.
+    Attributes:
+        algorithms: predictions, the config's own first.
+        axes: what `raafl.parts.select.axis_report.facts` returns.
+        by_the_loop: why clients cannot be trained as one batch; None where nothing known prevents it.
+        guessed: which part of the whole model's cost is a guess, and why (`raafl.submodel.Cost`); "" where nothing is.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Plan:
     guessed: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain data; what is infinite is None."""
+        """Return the plan as plain data; infinite values become None."""
         data = asdict(replace(self, submodels=[], devices=[]))
         data["submodels"] = [{**_without_spec(row), "spec": str(row.spec)} for row in self.submodels]
         names = [row.name for row in self.submodels]
@@ -101,7 +103,7 @@ def make_plan(
 
 
 def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
-    """Return why clients of a simulated run are trained one after the other, as far as it is known before any is trained."""
+    """Return why a simulated run trains clients one after another, as far as known before training."""
     local = experiment.algorithm.local
     reason = refusal_of(local, local.payload(submodels), experiment.fabric, device_type(experiment.fabric))
     if reason is not None:
@@ -113,7 +115,7 @@ def _by_the_loop(experiment: Experiment, submodels: Submodels) -> str | None:
 
 
 def _others(world: World, name: str, advice: Advice, max_updates: int | None) -> list[Prediction]:
-    """Predict a run of an algorithm with its defaults, or with the choice that the plan makes for it."""
+    """Predict an algorithm with its defaults, or with the settings that the plan advises for it."""
     choices: dict[str, dict[str, Any]] = {
         "fed_raa": {"fragments": advice.fragments} if advice.fragments else {},
         "fed_buff": {"buffer_size": advice.buffer_size},

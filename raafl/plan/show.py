@@ -1,4 +1,4 @@
-"""A plan in words: tables by rich on a terminal, aligned columns in files and pipes."""
+"""Print a plan: rich tables on a terminal, aligned columns in files and pipes."""
 
 from __future__ import annotations
 
@@ -70,9 +70,15 @@ def _first(names: Sequence[str], most: int | None) -> list[str]:
 def table(
     title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, terminal: bool, widest: int = _NO_END
 ) -> str:  # fmt: skip
-    """Return a table with its title; numbers to the right.
+    """Return a table with its title; numbers aligned to the right.
 
-    On a terminal lines have at most ``width`` columns, in files and pipes as many as they need; nowhere more than ``widest``.
+    Args:
+        title: above the table.
+        names: of the columns.
+        rows: cells as text.
+        width: columns of the terminal; files and pipes use as many as needed.
+        terminal: whether to draw with rich.
+        widest: most columns anywhere.
     """
     from rich.console import Console
     from rich.table import Table as RichTable

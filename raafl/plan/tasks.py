@@ -1,4 +1,4 @@
-"""Tasks by device and submodel, who is slow, and the choices that follow."""
+"""Compute tasks by device and submodel, stragglers, and the settings that follow."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ STRAGGLER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SubmodelRow:
-    """Cost of a task with one submodel: bytes as they travel, FLOPs per sample.
+    """Cost of a task with one submodel: compressed bytes, FLOPs per sample.
 
-    ``peaks`` has the peak with each form in which the frozen base may be held, the first is ``peak_bytes``; empty where there is
-    one form alone.
+    ``peaks`` has the memory peak for each precision of the frozen base, ``peak_bytes`` first; empty if there is only one.
     """
 
     name: str
@@ -39,13 +38,13 @@ class SubmodelRow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """The clients with one kind of device, and what tasks take the middle one of them.
+    """Clients with one kind of device, and the task times of their median client.
 
     Attributes:
         name: of the kind.
         clients: their ids.
-        num_samples: of the middle one.
-        flops_per_s, memory_bytes: of the middle one.
+        num_samples: of the median client.
+        flops_per_s, memory_bytes: of the median client.
         seconds: of a task of each submodel, in their order; None where it does not fit the memory.
         seconds_range: least and most over the clients for the whole model, memory aside.
         stragglers: ids of those that are.
@@ -88,7 +87,7 @@ class Advice:
 
 
 def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelRow]:
-    """Return the model at each rate, the first units of each axis, and the pieces that ``select`` chooses from, if any."""
+    """Return a row for the model at each rate (the first units of each axis) and for the pieces that ``select`` chooses from."""
     axes = axes_of(fleet.state.submodels)
     named: dict[Spec, str] = {FULL: "1"}
     for rate in RATES[1:] if axes else ():
@@ -113,7 +112,7 @@ def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelR
 def device_rows(
     fleet: SelectContext, clients: Iterable[ClientInfo], submodels: Sequence[SubmodelRow]
 ) -> list[DeviceRow]:
-    """Return a row for each kind of device, by the name of its profile, in the order of the clients."""
+    """Return a row for each kind of device, by profile name, in the order of the clients."""
     kinds: dict[str, list[ClientInfo]] = {}
     everyone = list(clients)
     for client in everyone:
@@ -141,13 +140,13 @@ def device_rows(
 
 
 def stragglers(fleet: SelectContext, clients: Sequence[ClientInfo]) -> list[int]:
-    """Return the ids of the clients that are; see `STRAGGLER`."""
+    """Return the ids of the stragglers; see `STRAGGLER`."""
     limit_s = STRAGGLER * median_low(_cost_s(fleet, client) for client in clients)
     return [c.id for c in clients if _cost_s(fleet, c) > limit_s * (1 + 1e-9) or not fleet.fits(c, FULL)]
 
 
 def advise(fleet: SelectContext, clients: Sequence[ClientInfo]) -> Advice:
-    """Return the choices that follow from what tasks take."""
+    """Return the settings that follow from the task times."""
     slow = set(stragglers(fleet, clients))
     whole_s = {client.id: _cost_s(fleet, client) for client in clients}
     quick_s = [seconds for client, seconds in whole_s.items() if client not in slow] or [max(whole_s.values())]
@@ -167,5 +166,5 @@ def advise(fleet: SelectContext, clients: Sequence[ClientInfo]) -> Advice:
 
 
 def _cost_s(fleet: SelectContext, client: ClientInfo, spec: Spec = FULL) -> float:
-    """Return the seconds of a task of ``spec``, with what the method has a client do in the middle of it."""
+    """Return the seconds of a task of ``spec``, exchanges in mid-task included."""
     return fleet.cost_s(client, Work(spec, extra=fleet.task_options(client)))

@@ -1,4 +1,4 @@
-"""Show each client's participation against its speed, and its share of the samples."""
+"""Chart each client's participation against its speed, and its share of the samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Classes = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One client of a run; ``task_s`` is the median time of its tasks, ``share`` that of the versions it took part in."""
+    """One client of a run; ``task_s`` is its median task time, ``share`` the share of versions it took part in."""
 
     name: str
     tasks: int
@@ -36,7 +36,7 @@ class Point:
 
 
 def participation(groups: Sequence[Group]) -> Chart:
-    """Draw each client's participation against its speed."""
+    """Chart each client's participation against its speed."""
     speeds = {
         "a device's speed": ("flops_per_s", "FLOP/s of the device, by its profile"),
         "time of a task": ("task_s", "median seconds of a task"),
@@ -140,9 +140,12 @@ def _table(group: Group, points: Mapping[int, Sequence[Point]]) -> Table:
 def partition(
     runs: Sequence[tuple[str, RecordedRun]], classes: Mapping[int, Classes | str], left_out: int = 0
 ) -> Chart:
-    """Draw each client's number of samples; by class, for the runs (by id) of which that is known.
+    """Chart each client's number of samples, by class where known.
 
-    ``classes`` has samples of each class by client, or why that is not known, by id() of the run.
+    Args:
+        runs: named runs.
+        classes: by id() of the run: samples of each class by client, or the reason why they are unknown.
+        left_out: number of runs that are not shown.
     """
     views: dict[tuple[str, ...], View] = {}
     tables, reasons, grouped = [], [], False
@@ -197,7 +200,7 @@ def _bars(run: RecordedRun, sizes: Mapping[int, int], classes: Classes) -> View:
 
 
 def _histogram(sizes: Mapping[int, int], classes: Classes) -> View:
-    """Draw many clients: how many have how many samples, or, with classes, which classes bands of them have."""
+    """Chart many clients: a histogram of their sizes or, with classes, the classes of bands of clients."""
     if not classes:
         counts, edges = np.histogram(list(sizes.values()), _BANDS)
         trace = {

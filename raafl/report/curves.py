@@ -1,4 +1,4 @@
-"""Metrics against time, updates, versions and bytes; runs that differ by their seed as a mean in a band."""
+"""Chart metrics against time, updates, versions and bytes; runs that differ by seed become a mean with a band."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def curves(groups: Sequence[Group]) -> Chart:
 
 
 def _hidden(group: Group) -> str:
-    """Return by how much the shortest run of a group cuts the others' line, where that is a tenth or more."""
+    """Return a note on how much the shortest run of a group cuts the others' line, if a tenth or more."""
     ends = {run.name: run.end_s for run in group.runs}
     shortest = min(ends, key=ends.__getitem__)
     share = ends[shortest] / max(max(ends.values()), 1e-9)
@@ -67,7 +67,7 @@ def _hidden(group: Group) -> str:
 
 
 def metric_names(groups: Sequence[Group]) -> list[str]:
-    """Return the columns that have a curve in any run, those that people look at first in front."""
+    """Return the columns that have a curve in any run, the most looked-at first."""
     names = list(dict.fromkeys(
         name for group in groups for run in group.runs for name, values in run.metrics.items()
         if name not in _NOT_METRICS and not name.startswith(TIME_TO) and np.isfinite(values).any()
@@ -77,7 +77,7 @@ def metric_names(groups: Sequence[Group]) -> list[str]:
 
 
 def along(run: RecordedRun, against: str) -> Numbers:
-    """Return the position of each row of a run's metrics.csv on an axis; NaN where it is unknown."""
+    """Return the x position of each row of a run's metrics.csv; NaN where unknown."""
     metrics = run.metrics
     missing = np.full(len(metrics.get("version", ())), np.nan)
     if against == TIME:
@@ -94,7 +94,7 @@ def along(run: RecordedRun, against: str) -> Numbers:
 
 
 def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers]:
-    """Return a run's curve: places on the axis, ascending, and values; rows that lack either are left out."""
+    """Return a run's curve as x (ascending) and values; incomplete rows are left out."""
     if metric not in run.metrics:
         return np.empty(0), np.empty(0)
     x, y = along(run, against), run.metrics[metric]
@@ -105,7 +105,7 @@ def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers
 
 
 def band(lines: Sequence[tuple[Numbers, Numbers]], points: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Return x, mean, least and most of several curves, each linear between its points, where all of them are known."""
+    """Return x, mean, minimum and maximum of several curves, interpolated linearly over their common range."""
     lines = [(x, y) for x, y in lines if len(x)]
     since, until = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
     places = np.unique(np.concatenate([x for x, _ in lines]))

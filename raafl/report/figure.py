@@ -1,4 +1,4 @@
-"""Define the elements of a page: charts with views to choose from, and the table behind each."""
+"""Define the elements of a page: charts with selectable views, and the table behind each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_ACROSS = 10
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; ``caption`` says what it leaves out, if anything."""
+    """Table of a page; ``caption`` says what was left out."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -30,7 +30,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One state of a chart: plotly's traces and layout. Texts are plain: they are escaped when the page is written."""
+    """One selectable state of a chart: plotly traces and layout. Texts are plain and are escaped when the page is written."""
 
     data: Sequence[Mapping[str, Any]]
     layout: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Chart:
 
 
 def rounded(values: Sequence[float] | Numbers | npt.NDArray[Any], digits: int = 5) -> list[float | None]:
-    """Return numbers to so many significant digits; what is not finite becomes None, a gap in a line."""
+    """Round numbers to significant digits; values that are not finite become None, a gap in a line."""
     return [
         None if not math.isfinite(value) else float(f"{value:.{digits}g}")
         for value in np.asarray(values, np.float64).tolist()
@@ -66,21 +66,21 @@ def rounded(values: Sequence[float] | Numbers | npt.NDArray[Any], digits: int = 
 
 
 def thinned(length: int, most: int) -> npt.NDArray[np.int64]:
-    """Return at most so many places out of ``length``, evenly, the first and the last among them."""
+    """Return at most ``most`` evenly spaced indices out of ``length``, including first and last."""
     if length <= most:
         return np.arange(length)
     return np.unique(np.linspace(0, length - 1, max(most, 2)).round().astype(np.int64))
 
 
 def thin_rows(rows: Sequence[Sequence[Cell]], most: int = MAX_ROWS) -> tuple[list[Sequence[Cell]], str]:
-    """Return at most so many rows, evenly, and a caption that says so where rows are left out."""
+    """Return at most ``most`` evenly spaced rows, and a caption if rows are left out."""
     places = thinned(len(rows), most)
     said = f"{len(places)} of {len(rows):,} rows, evenly picked." if len(places) < len(rows) else ""
     return [rows[place] for place in places], said
 
 
 def fitting(table: Table) -> Table:
-    """Return a table that is wide and low turned, with a column for each of its rows: so that it fits on the page."""
+    """Transpose a table that is wide and short, so that it fits on the page."""
     if len(table.columns) <= _MOST_ACROSS or len(table.rows) > _MOST_ACROSS:
         return table
     rows = [[name, *(row[place] for row in table.rows)] for place, name in enumerate(table.columns)]
@@ -88,23 +88,23 @@ def fitting(table: Table) -> Table:
 
 
 def gap(num_bars: int) -> float:
-    """Return the share of a bar chart that is left free, so that a few bars are not as broad as the page."""
+    """Return the free share of a bar chart, so that few bars are not as wide as the page."""
     return max(0.2, 1 - num_bars / 10)
 
 
 def briefly(value: float) -> str:
-    """Return a positive number in three digits with a letter for its thousands, as in 2.5 G, to put a unit behind."""
+    """Format a positive number with three digits and an SI letter, such as 2.5 G."""
     power = min(max(math.floor(math.log10(value) / 3), 0), 5)
     return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}"
 
 
 def banded(items: Sequence[int], most: int) -> list[list[int]]:
-    """Return items in order in at most ``most`` bands of as equal a size as can be."""
+    """Split items in order into at most ``most`` bands of nearly equal size."""
     return [
         band.tolist() for band in np.array_split(np.array(items, np.int64), min(most, len(items)) or 1) if len(band)
     ]
 
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
-    """Return an axis with a title."""
+    """Return a plotly axis with a title."""
     return {"title": {"text": title}, **more}

@@ -1,4 +1,4 @@
-"""Group runs that belong together: one config but for the seed, the same clock, equally long; and name the groups."""
+"""Group runs that differ only by seed and ended by the same limits, and name the groups."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ COLOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs of one config but for the seed, with the same limits, which ended by them; a run that was cut short is alone.
+    """Runs of one config apart from the seed, ended by the same limits; a run that was cut short is alone.
 
     Attributes:
-        label: what tells it from the other groups, in a few words.
+        label: how the group differs from the others, in a few words.
         colour: of its lines.
-        differs: the fields of its config in which the groups differ, with its values.
+        differs: the config fields in which the groups differ, with its values.
     """
 
     label: str
@@ -39,7 +39,7 @@ class Group:
 
 
 def grouped(runs: Sequence[RecordedRun]) -> list[Group]:
-    """Return the runs by experiment, in the order in which the experiments come first."""
+    """Group runs by experiment, in order of first appearance."""
     found: dict[str, list[RecordedRun]] = {}
     for run in runs:
         found.setdefault(_key(run), []).append(run)
@@ -69,7 +69,7 @@ def algorithm_of(run: RecordedRun) -> str:
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Return nested mappings and lists as dotted names with their values' texts."""
+    """Flatten nested mappings and lists to dotted names with their values as text."""
     items: Any = ()
     if isinstance(value, Mapping):
         items = [(str(name), item) for name, item in value.items()]
@@ -94,7 +94,7 @@ def _experiment(run: RecordedRun) -> dict[str, Any]:
 
 
 def _cut_short(run: RecordedRun) -> bool:
-    """Whether a run ended before its limits did it."""
+    """Return whether a run ended before its limits."""
     return str((run.summary or {}).get("finished")) not in REASONS
 
 
@@ -105,7 +105,7 @@ def _key(run: RecordedRun) -> str:
 
 
 def _labels(members: Sequence[Sequence[RecordedRun]], fields: Sequence[Mapping[str, str]]) -> list[str]:
-    """Name each group by its algorithm, and by what tells it from the other groups of that algorithm."""
+    """Label each group by its algorithm and its differences from other groups of that algorithm."""
     labels: list[str] = []
     for some, mine in zip(members, fields, strict=True):
         alike = [other for other in fields if other["algorithm"] == mine["algorithm"]]
@@ -134,7 +134,7 @@ def _short(value: str) -> str:
 
 
 def names_of(groups: Sequence[Group]) -> dict[int, str]:
-    """Name each run, by its id(): its group, its seed, and its folder where those do not tell it apart."""
+    """Return a name for each run, by id(): group, seed, and its folder if those are not unique."""
     called: dict[int, str] = {}
     for group in groups:
         for run in group.runs:

@@ -1,4 +1,4 @@
-"""The classes of each client's samples, found by dealing out the config's data again; a run folder does not hold them."""
+"""Recover the classes of each client's samples by partitioning the config's data again; run folders do not store them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MAX_CLASSES = 100
 
 
 def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData]) -> Mapping[int, Sequence[int]] | str:
-    """Return the number of samples of each class by client, clients with data of their own left out; or why not.
+    """Return the samples of each class by client, without clients that have their own data; or the reason why not.
 
-    ``deal_out`` loads the data that the run's config names, and shares them out.
+    ``deal_out`` loads and partitions the data that the run's config names.
     """
     if not run.config:
         return "there is no config to deal the data out by"

@@ -1,4 +1,4 @@
-"""The figures of each run in a table, what became of its tasks, and its config."""
+"""Tabulate the figures of each run, the outcomes of its tasks, and its config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_METRICS = 8
 
 
 def figures(run: RecordedRun) -> dict[str, Cell]:
-    """Return a run's figures by name: from its summary, or, where it has none, from the other files."""
+    """Return a run's figures by name, from its summary, or without one from the other files."""
     summary, tasks = run.summary or {}, run.tasks
     merged = tasks.are(MERGED)
     stale = tasks["staleness"][merged & np.isfinite(tasks["staleness"])]
@@ -53,20 +53,20 @@ def figures(run: RecordedRun) -> dict[str, Cell]:
 
 
 def ended(run: RecordedRun) -> str:
-    """Say in words why a run ended."""
+    """Return in words why a run ended."""
     reason = (run.summary or {}).get("finished")
     return "not ended" if reason is None else REASONS.get(str(reason), str(reason))
 
 
 def final(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
-    """Return the model's metrics at the end of a run, or at its last evaluation; NaN where there is none."""
+    """Return the model's metrics at the end of a run, or at its last evaluation; NaN without one."""
     known = (run.summary or {}).get("final")
     known = known if isinstance(known, Mapping) else {}
     return [_either(known.get(name), _last(run, name)) for name in metrics]
 
 
 def model_metrics(groups: Sequence[Group]) -> list[str]:
-    """Return the metrics of the model alone: the run's own figures stand elsewhere."""
+    """Return the metrics of the model, without the run's own figures."""
     return [name for name in metric_names(groups) if is_metric(name)][:_MAX_METRICS]
 
 
@@ -84,7 +84,7 @@ def runs_table(groups: Sequence[Group]) -> Table:
 
 
 def groups_table(groups: Sequence[Group]) -> Table | None:
-    """Return mean and least to most of each group's results; None where no group has several runs."""
+    """Return mean and range of each group's results; None if no group has several runs."""
     if all(len(group.runs) == 1 for group in groups):
         return None
     metrics = model_metrics(groups)
@@ -121,7 +121,7 @@ def differences_table(groups: Sequence[Group]) -> Table | None:
 
 
 def notes_of(run: RecordedRun) -> list[str]:
-    """List the faults of a run that a reader has to know: what is missing, what was not written, what was warned of."""
+    """Return the problems of a run that a reader must know: missing, unwritten, warnings."""
     summary = run.summary or {}
     notes = list(run.notes)
     unwritten = summary.get("unwritten")

@@ -1,7 +1,7 @@
-"""The page: one HTML file with everything in it, that asks no network for anything.
+"""Write the page: one HTML file that contains everything and loads nothing from a network.
 
-Whatever comes from a run folder is escaped: in HTML, in the JSON of the charts, and in the texts that plotly reads as markup.
-The page's own policy forbids it to load anything, should something slip through.
+Whatever comes from a run folder is escaped: in HTML, in the charts' JSON, and in the texts that plotly reads as markup. The
+page's content security policy forbids loading anything, should something slip through.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ESCAPED_IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": 
 
 
 def escaped(text: str) -> str:
-    """Return text as HTML that reads as it does; control characters, and those that turn text around, become spaces."""
+    """Escape text for HTML; control and bidirectional characters become spaces."""
     if not text.isprintable():
         text = "".join(one if one.isprintable() or one in "\n\t" else " " for one in text)
     return html.escape(text)
 
 
 def shown(value: Cell) -> str:
-    """Return a cell's text: numbers to five digits, nothing as a dash."""
+    """Format a cell: numbers with five digits, a dash for nothing."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "–"
     if isinstance(value, float):
@@ -41,7 +41,7 @@ def shown(value: Cell) -> str:
 
 
 def table_html(table: Table, colours: Mapping[str, str] | None = None) -> str:
-    """Return a table; a name in ``colours`` gets a swatch, in the first column or in the head."""
+    """Return a table; names in ``colours`` get a swatch, in the first column or in the head."""
     words = [any(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
     head = "".join(
         f"<th{_words(text)}>{_swatch(str(name), colours)}{escaped(str(name))}</th>"
@@ -69,12 +69,12 @@ def _words(is_text: bool) -> str:
 
 
 def folded(title: str, inner: str) -> str:
-    """Write the block that is shown when its title is clicked."""
+    """Return a block that unfolds when its title is clicked."""
     return f'<details><summary>{escaped(title)}</summary><div class="inner">{inner}</div></details>'
 
 
 def chart_html(chart: Chart) -> str:
-    """Return a chart's section: what it shows, its choices, its place, its tables."""
+    """Return a chart's section: title, note, choices, placeholder, tables."""
     parts = [f'<section id="{chart.name}"><h2>{escaped(chart.title)}</h2><p class="soft">{escaped(chart.note)}</p>']
     if chart.views:
         selects = []
@@ -94,7 +94,7 @@ def chart_html(chart: Chart) -> str:
 
 
 def data_json(charts: Sequence[Chart]) -> str:
-    """Return the charts' views as JSON that may stand in a script element."""
+    """Return the charts' views as JSON that is safe inside a script element."""
     data = {
         chart.name: {
             "height": chart.height,
@@ -115,7 +115,7 @@ def _clean(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Escape every text of a figure, which plotly would read as markup, but for those that are markup of our own."""
+    """Escape every text of a figure that plotly would read as markup, except our own markup."""
     if isinstance(value, Mapping):
         return {name: item if name in _OWN_MARKUP else _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -139,8 +139,13 @@ def plotly_js() -> str:
 def page(title: str, subtitle: str, top: str, charts: Sequence[Chart], bottom: str, links: Mapping[str, str]) -> str:
     """Return the whole page.
 
-    ``top`` and ``bottom`` are HTML around the charts, ``links`` names of further sections by their id; the rest is
-    plain text.
+    Args:
+        title: plain text.
+        subtitle: plain text.
+        top: HTML before the charts.
+        charts: in order.
+        bottom: HTML after the charts.
+        links: names of further sections by id.
     """
     files = resources.files("raafl.report")
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))

@@ -1,4 +1,4 @@
-"""Staleness of what was merged, and how often each region and each submodel was trained."""
+"""Chart the staleness of merged updates, and how often each region and submodel was trained."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def staleness(groups: Sequence[Group]) -> Chart:
 
 
 def regions(groups: Sequence[Group]) -> Chart:
-    """Draw the merges of each region of the model: how often, how stale, how long ago."""
+    """Chart the merges of each region of the model: how often, how stale, how long ago."""
     figures = {group.label: _regions(group) for group in groups}
     numbers = sorted({region for some in figures.values() for region in some})
     if not numbers:
@@ -100,7 +100,7 @@ def regions(groups: Sequence[Group]) -> Chart:
 
 
 def specs(groups: Sequence[Group]) -> Chart:
-    """Return the submodels that were handed out, and what became of their tasks."""
+    """Tabulate the assigned submodels and the outcomes of their tasks."""
     views: dict[tuple[str, ...], View] = {}
     tables, choices, shortened = [], [], False
     for group in groups:
@@ -134,7 +134,7 @@ def specs(groups: Sequence[Group]) -> Chart:
 
 
 def axes(groups: Sequence[Group]) -> Chart:
-    """Tabulate the axes, the shares that rates leave and the layers that stay whole, by the summary of one run of each."""
+    """Tabulate the axes, the parameters that each rate keeps, and the layers that stay whole, from one run of each group."""
     tables: list[Table] = []
     for group in groups:
         summary: Mapping[str, Any] = next((run.summary for run in group.runs if run.summary), {})
@@ -168,14 +168,14 @@ def axes(groups: Sequence[Group]) -> Chart:
 
 
 def _of_merged(group: Group, column: str) -> Numbers:
-    """Return a column of all runs' merged tasks, without what is missing."""
+    """Return a column of all runs' merged tasks, without missing values."""
     values = np.concatenate([run.tasks[column][run.tasks.are(MERGED)] for run in group.runs])
     found: Numbers = values[np.isfinite(values) & (values >= 0)]
     return found
 
 
 def _regions(group: Group) -> dict[int, list[float]]:
-    """Return for each region its merged updates per run, their mean staleness, and its longest pause in any run."""
+    """Return for each region its merged updates per run, mean staleness, and longest pause in any run."""
     region, stale = (np.concatenate([run.tasks[name][run.tasks.are(MERGED)] for run in group.runs])
                      for name in ("region", "staleness"))  # fmt: skip
     found: dict[int, list[float]] = {}
@@ -189,7 +189,7 @@ def _regions(group: Group) -> dict[int, list[float]]:
 
 
 def _pauses(run: RecordedRun) -> dict[int, float]:
-    """Return for each region the most versions that were made in a row without it."""
+    """Return for each region the most consecutive versions made without it."""
     merged = run.tasks.are(MERGED) & np.isfinite(run.tasks["merged_version"]) & np.isfinite(run.tasks["region"])
     region, version = run.tasks["region"][merged], run.tasks["merged_version"][merged]
     if not len(version):

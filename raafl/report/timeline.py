@@ -1,4 +1,4 @@
-"""Show the work, waiting and losses of clients over time, and the use of each client's time."""
+"""Chart the work, waiting and losses of clients over time, and the use of each client's time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WAITING = "rgba(140,140,150,0.35)"
 
 
 def in_order(run: RecordedRun) -> list[int]:
-    """Return the clients, the fastest devices first, those of unknown speed last."""
+    """Return the clients, fastest devices first, unknown speeds last."""
 
     def speed(client: int) -> tuple[float, int]:
         known = run.clients.get(client)
@@ -32,19 +32,19 @@ def in_order(run: RecordedRun) -> list[int]:
 
 
 def lane(run: RecordedRun, client: int) -> str:
-    """Name a client: its number and its device."""
+    """Return a client's label: its number and device."""
     device = run.clients[client].device if client in run.clients else ""
     device = device if len(device) <= _LABEL else device[: _LABEL - 1] + "…"
     return f"{client} {device}".strip()
 
 
 def lanes_height(lanes: int) -> int:
-    """Return the pixels that a chart of so many horizontal bars takes."""
+    """Return the height in pixels of a chart with so many horizontal bars."""
     return 130 + 26 * lanes
 
 
 def bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
-    """Return clients by what to call them: each its own lane, or, if there are too many, bands of like speed."""
+    """Return clients by label: each its own lane, or bands of similar speed if there are too many."""
     if len(order) <= _MAX_LANES:
         return {lane(run, client): [client] for client in order}
     named: dict[str, list[int]] = {}
@@ -57,7 +57,7 @@ def bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
 
 
 def timeline(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
-    """Return the chart of who did what when, for each named run."""
+    """Chart who did what when, for each named run."""
     views: dict[tuple[str, ...], View] = {}
     tables, large, unknown = [], False, False
     for name, run in runs:
@@ -166,7 +166,7 @@ def _tasks_table(name: str, run: RecordedRun, found: Stretches) -> Table:
 
 
 def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
-    """Draw the uses of the time of each client, and of all of them."""
+    """Chart how each client, and all together, spent the time."""
     views: dict[tuple[str, ...], View] = {}
     tables: list[Table] = []
     totals: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""Compute from a run's tasks the stretches of each client's time: download, training, upload, waiting."""
+"""Compute how each client's time divides into download, training, upload and waiting."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TRAIN, TRANSFER, TASK, NOTHING, WAIT, AWAY = USES = (
 
 @dataclass(frozen=True, slots=True)
 class Stretches:
-    """Tasks as stretches of time, an entry a task.
+    """Time intervals of tasks, an entry a task.
 
     Attributes:
-        row: index into the run's tasks; -1 for a task that has no row.
+        row: index into the run's tasks; -1 for a task without a row.
         kind: index into `KIND_NAMES`.
     """
 
@@ -40,10 +40,10 @@ class Stretches:
 
 
 def stretches(run: RecordedRun) -> Stretches:
-    """Return when each task began and ended.
+    """Return the start and end of each task.
 
-    A task whose answer came ends with its arrival; a lost one when its client was lost, or, where the journal does not say,
-    when the client begins its next; any other was under way when the run ended.
+    An answered task ends with its arrival; a lost one when its client was lost or, if the journal does not say, when the client
+    starts its next; any other was under way when the run ended.
     """
     tasks, end_s = run.tasks, run.end_s
     start_s, stop_s = tasks["assigned_s"].copy(), tasks["arrived_s"].copy()
@@ -71,15 +71,15 @@ def stretches(run: RecordedRun) -> Stretches:
 
 
 def _first(times: Sequence[float], since: float, otherwise: float) -> float:
-    """Return the first of ascending times that is not before ``since``."""
+    """Return the first of ascending times at or after ``since``; ``otherwise`` if there is none."""
     place = bisect_left(times, since)
     return times[place] if place < len(times) else otherwise
 
 
 def uses(run: RecordedRun, found: Stretches) -> dict[int, dict[str, float]]:
-    """Divide each client's seconds, from 0 to the run's end, by client and `USES`.
+    """Divide each client's seconds, from 0 to the run's end, among `USES`.
 
-    The transfers of a task are what its device's links take for its bytes; where they are not known, a task is not divided.
+    A task's transfers take what its device's links need for its bytes; where the links are unknown, a task is not divided.
     """
     end_s = run.end_s
     times = {client: dict.fromkeys(USES, 0.0) for client in run.client_ids()}
@@ -112,7 +112,7 @@ def _present_s(run: RecordedRun, client: int, end_s: float) -> float:
 
 
 def transfer_s(run: RecordedRun) -> Numbers:
-    """Return the seconds that each task's bytes spend on its device's links, `(tasks,)`; NaN where that is not known."""
+    """Return the seconds that each task's bytes need on its device's links, `(tasks,)`; NaN where unknown."""
     tasks = run.tasks
     assignments = tasks["assignment"].tolist()
     down_s, up_s, latency_s = (np.full(len(tasks), math.nan) for _ in range(3))
@@ -128,7 +128,7 @@ def transfer_s(run: RecordedRun) -> Numbers:
 
 
 def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float]:
-    """Return seconds per byte down and up, and the latency; NaN where the link is a real one of unknown speed."""
+    """Return seconds per byte down and up, and the latency; NaN for a real link of unknown speed."""
     down, up = (number(client.profile.get(name)) for name in ("down_bytes_per_s", "up_bytes_per_s"))
     latency = number(client.profile.get("latency_s"))
     latency = 0.0 if math.isnan(latency) else latency
@@ -139,7 +139,7 @@ def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float
 
 
 def at_work(found: Stretches, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
-    """Return the share of its time that each band of clients was in tasks, `(bands, len(edges) - 1)`, 0 to 1."""
+    """Return the share of time that each band of clients spent in tasks, `(bands, len(edges) - 1)`, 0 to 1."""
     band_of = {client: band for band, members in enumerate(clients) for client in members}
     bands = np.array([band_of.get(client, -1) for client in found.client.tolist()], np.int64)
     shares = np.zeros((len(clients), len(edges) - 1))

@@ -1,1 +1,1 @@
-"""The contract with the run folder: what a run leaves behind, who writes it, and how it is read again."""
+"""Define, write and read the run folder."""

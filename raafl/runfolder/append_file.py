@@ -1,6 +1,6 @@
-"""Files that grow by whole rows, and files written whole or not at all; a full disk loses neither the run nor the file.
+"""Write files that grow by whole rows, and files that appear whole or not at all; a full disk ends neither run nor file.
 
-A row that cannot be written (disk full, quota, read-only, folder deleted) is kept in memory, up to a bound, and written when
+A row that cannot be written (disk full, quota, read-only, folder deleted) stays in memory, up to a bound, and is written when
 that works again; beyond the bound rows are dropped and counted. The first failure is reported, not raised.
 """
 
@@ -28,7 +28,7 @@ _unfinished: set[Path] = set()
 
 
 def say(text: str) -> None:
-    """Say what is wrong on standard error, if there is one that takes it."""
+    """Print a warning on standard error, if there is one."""
     with suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"raafl: {text}\n")
         sys.stderr.flush()
@@ -36,10 +36,10 @@ def say(text: str) -> None:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under `path` only when the block ends well: written beside it, synced, then renamed.
+    """Open a file that appears under `path` only when the block ends without error: written beside it, synced, then renamed.
 
     Raises:
-        OSError: it cannot be written; what was at `path` is as it was, and nothing lies beside it.
+        OSError: it cannot be written; `path` is unchanged, and nothing lies beside it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     _unfinished.add(temporary)
@@ -59,14 +59,14 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def drop_unfinished() -> None:
-    """Remove the files that are being written by `atomic_file` now, before this process ends at once; any thread."""
+    """Remove the files that `atomic_file` is writing, before this process ends at once; callable from any thread."""
     for temporary in list(_unfinished):
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what a process that was killed within `atomic_file` has left in `folder`."""
+    """Remove the temporary files in `folder` of a process that was killed within `atomic_file`."""
     for temporary in folder.glob(".*.tmp"):
         with suppress(OSError):
             temporary.unlink()
@@ -86,9 +86,12 @@ class Rows(Generic[Item]):
     ) -> None:  # fmt: skip
         """Open the file.
 
-        ``encode`` gives an item as the bytes of its row, line end included; ``new``: it must not be there yet, else
-        rows are appended; ``warn`` is told once, when rows can no longer be written; ``remake`` makes the folder again
-        when it was deleted.
+        Args:
+            path: of the file.
+            encode: returns the bytes of an item's row, line end included.
+            warn: is called once when rows can no longer be written.
+            new: the file must not exist; else rows are appended.
+            remake: recreates the folder if it was deleted.
 
         Raises:
             OSError: the file cannot be opened.
@@ -101,21 +104,21 @@ class Rows(Generic[Item]):
         self._warned = False
 
     def abandon(self) -> None:
-        """Close the file without writing what is kept."""
+        """Close the file without writing pending rows."""
         self._file.close()
 
     @property
     def num_unwritten(self) -> int:
-        """Rows that are missing in the file: kept for later, or dropped."""
+        """Return the number of rows missing in the file, pending or dropped."""
         return len(self._kept) + self.num_dropped
 
     @property
     def failing(self) -> bool:
-        """Whether the last row could not be written."""
+        """Return whether the last row could not be written."""
         return bool(self._kept) or self._num_new_dropped > 0
 
     def add(self, item: Item) -> None:
-        """Write a row, or keep it for later.
+        """Write a row, or keep it pending.
 
         Raises:
             ValueError: the file is closed.
@@ -139,7 +142,7 @@ class Rows(Generic[Item]):
             self.flush()
 
     def flush(self) -> None:
-        """Try to write what was kept."""
+        """Try to write the pending rows."""
         if self._file.closed:
             return
         self._tried_s = time.monotonic()
@@ -169,7 +172,7 @@ class Rows(Generic[Item]):
         self._write(data)
 
     def _look(self) -> None:
-        """See that the file is still there; what is written to a deleted one goes nowhere, without a word."""
+        """Check that the file still exists: writes to a deleted file are lost without an error."""
         self._looked_s = time.monotonic()
         if os.fstat(self._file.fileno()).st_nlink == 0:
             self._begin_anew()
@@ -190,16 +193,16 @@ class Rows(Generic[Item]):
             raise
 
     def _prepare(self) -> None:
-        """See that the file begins as it should, before a row is written."""
+        """Write the file's beginning if it is missing, before a row."""
 
     def _emptied(self) -> None:
-        """Take note that the file is a new one."""
+        """Reset what depends on the file's beginning, for a new file."""
 
     def _put_gap(self, num_rows: int) -> None:
-        """Say in the file that rows are missing here; a file that has no words for it says nothing."""
+        """Mark in the file that rows are missing here, if its format can."""
 
     def _begin_anew(self) -> None:
-        """Make the file again; the rows of the one that was deleted are lost, and come before those that are kept."""
+        """Recreate a deleted file; its rows are lost and precede the pending ones."""
         try:
             self._remake()
             self._open("ab")
@@ -237,7 +240,7 @@ class Rows(Generic[Item]):
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` outlive a power failure."""
+    """Make a rename in `folder` survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

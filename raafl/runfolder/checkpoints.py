@@ -132,7 +132,7 @@ def newest(run_folder: str | os.PathLike[str]) -> Path | None:
 
 
 def _versions(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, lowest version first."""
+    """Return the checkpoints in `folder`, lowest version first."""
     matches = ((_NAME.fullmatch(file.name), file) for file in folder.glob("version-*.ckpt"))
     return [file for _, file in sorted((int(match[1]), file) for match, file in matches if match)]
 
@@ -146,7 +146,7 @@ def _keep(folder: Path, new: Path, keep_last: int) -> None:
 
 
 def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
-    """The keys under which Lightning finds what to construct the module with."""
+    """Return the keys from which Lightning constructs the module."""
     hparams = dict(getattr(module, "hparams", None) or {})
     kept = {}
     for name, value in hparams.items():

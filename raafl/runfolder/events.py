@@ -1,4 +1,4 @@
-"""The journal and the summary of a run, read back; without torch, which takes a second to import."""
+"""Read the journal and the summary of a run, without importing torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from raafl.sanitize import sanitize_text, sanitize_tree
 def read_events(path: str | os.PathLike[str]) -> Iterator[JournalRow]:
     """Yield the events of a journal in order; `path` is a run folder or its `events.jsonl`.
 
-    A last line that is torn (no line end, as a crash may leave it) is left out.
+    A torn last line (without a line end, after a crash) is skipped.
 
     Raises:
-        ValueError: A line that is not torn is not a JSON object; the message names file and line.
-        FileNotFoundError: There is no journal at `path`.
+        ValueError: a complete line is not a JSON object; the message names file and line.
+        FileNotFoundError: there is no journal at `path`.
     """
     path = Path(path)
     path = path / JOURNAL if path.is_dir() else path
@@ -39,12 +39,12 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[JournalRow]:
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """Read the summary in a run folder, without what is not of its type; None where there is none, or it is damaged.
+    """Read the summary of a run folder; None if it is missing or damaged.
 
-    Its texts are fit to be shown, whoever has written them.
+    Fields of the wrong type are dropped, and texts are sanitised for display, whoever wrote them.
 
     Raises:
-        OSError: it is there, but cannot be read.
+        OSError: it exists but cannot be read.
     """
     if not (folder / SUMMARY).is_file():
         return None
@@ -59,7 +59,7 @@ def read_summary(folder: Path) -> Summary | None:
 
 
 class Undone:
-    """The lines of a journal, by number from 0, that a resumed run has gone back behind; found line by line."""
+    """Numbers of the journal lines, from 0, that a resumed run has rolled back; computed line by line."""
 
     def __init__(self) -> None:
         self.num_lines = 0
@@ -67,7 +67,7 @@ class Undone:
         self._ranges: list[range] = []
 
     def add(self, kind: str | None, kept: int | None = None) -> None:
-        """Look at the next line: its ``event``, and of a run that goes on how many events it has ``kept``."""
+        """Process the next line: its ``event``, and for a resume how many events it ``kept``."""
         number, self.num_lines = self.num_lines, self.num_lines + 1
         if kind in EVENTS:
             self._events.append(number)
@@ -78,7 +78,7 @@ class Undone:
 
     @property
     def num_events(self) -> int:
-        """Count the lines that are events, and count."""
+        """Return the number of events that were not rolled back."""
         return len(self._events)
 
     def __contains__(self, number: int) -> bool:
@@ -86,21 +86,21 @@ class Undone:
 
 
 class JournalRows:
-    """The rows of a journal but for those that a resumed run has gone back behind; read anew whenever they are gone through."""
+    """Rows of a journal without those that a resumed run rolled back; each iteration reads the file again."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Find out which count; see `read_events` for ``path`` and what is raised."""
+        """Determine which rows count; `path` and errors are those of `read_events`."""
         self._path, self._undone = path, Undone()
         for row in _sound(read_events(path)):
             self._undone.add(row.get("event"), row.get("kept"))
 
     def __iter__(self) -> Iterator[JournalRow]:
-        """Yield them in order."""
+        """Yield the rows in order."""
         return (row for number, row in enumerate(read_events(self._path)) if number not in self._undone)
 
     @property
     def num_events(self) -> int:
-        """Count those that are events."""
+        """Return the number of rows that are events."""
         return self._undone.num_events
 
 

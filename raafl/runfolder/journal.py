@@ -120,14 +120,14 @@ class RunFolder:
             raise
 
     def _remake(self) -> None:
-        """Make the folder and its config, where they are not there (any more)."""
+        """Create the folder and its config where they are missing."""
         self.path.mkdir(parents=True, exist_ok=True)
         config = self.path / CONFIG
         if not config.exists():
             config.write_text(self._config, encoding="utf-8")
 
     def _remove(self, *, folder: bool) -> None:
-        """Remove a folder in which there is no room for a run."""
+        """Remove a folder that has no space for a run."""
         with suppress(OSError):
             for name in (CONFIG, *GROWING):
                 (self.path / name).unlink(missing_ok=True)
@@ -136,13 +136,13 @@ class RunFolder:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """Rows missing in each file: kept for later, or dropped. Files that miss none are not named."""
+        """Return the rows missing in each file, pending or dropped; complete files are left out."""
         files: tuple[Rows[Any], ...] = (self._events, self._metrics, self._clients)
         return {file.path.name: file.num_unwritten for file in files if file.num_unwritten}
 
     @property
     def num_clients_dropped(self) -> int:
-        """Rows of clients.csv that will never be there."""
+        """Return the rows of clients.csv that are lost for good."""
         return self._clients.num_dropped
 
     def event(self, event: JournalRow) -> None:
@@ -188,11 +188,11 @@ class RunFolder:
             self.reader.client(row)
 
     def gap(self, num_rows: int) -> None:
-        """Say in the journal that so many rows are missing here."""
+        """Mark in the journal that rows are missing here."""
         self._events.gap(num_rows)
 
     def flush(self) -> None:
-        """Try once more to write the rows that are kept in memory."""
+        """Try once more to write pending rows."""
         for file in (self._events, self._metrics, self._clients):
             file.flush()
 
@@ -225,7 +225,7 @@ class RunFolder:
             summary["unwritten"][SUMMARY] = 1
 
     def close(self) -> None:
-        """Write what is kept, if that is possible by now, and close the files; a second call does nothing."""
+        """Write pending rows if possible, and close the files; a second call does nothing."""
         for file in (self._events, self._metrics, self._clients):
             file.close()
 
@@ -246,7 +246,7 @@ def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON text of plain data, tensors, numpy values and dataclasses; NaN and infinities become null."""
+    """Return JSON text of plain data, tensors, numpy values and dataclasses; NaN and infinities become null."""
     try:
         return _ENCODE(value) if indent is None else json.dumps(value, indent=indent, allow_nan=False, default=_plain)
     except ValueError:  # a float that JSON has no word for: rare, so only then is the value walked
@@ -254,7 +254,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON should hold in place of an object that it does not know."""
+    """Return a JSON-compatible stand-in for an object."""
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -269,7 +269,7 @@ def _plain(value: Any) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Return plain data with None in the place of numbers that JSON has no word for."""
+    """Return plain data with None for numbers that JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -283,7 +283,7 @@ _ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plai
 
 
 class _Journal(Rows[bytes]):
-    """Events, one JSON object a line; where rows are missing stands a row `gap`."""
+    """Journal file: one JSON object a line, with a `gap` row where rows are missing."""
 
     def __init__(self, path: Path, warn: Callable[[str], None], remake: Callable[[], None], **options: Any) -> None:
         self._time_s, self._last_id = 0.0, 0
@@ -306,7 +306,7 @@ class _Journal(Rows[bytes]):
 
 
 class _Table(Rows[list[Any]]):
-    """A CSV file with a header. None is left empty, mappings become JSON, anything else is written as it prints."""
+    """CSV file with a header. None becomes an empty cell, mappings become JSON."""
 
     def __init__(
         self, path: Path, columns: Sequence[str], warn: Callable[[str], None], remake: Callable[[], None], *,
@@ -328,7 +328,7 @@ class _Table(Rows[list[Any]]):
         self.add([value if type(value := get(name)) in _AS_THEY_ARE else _cell(value) for name in self.columns])
 
     def widen(self, new: Sequence[str]) -> None:
-        """Add columns at the end; when the next row comes, those that are there are written again."""
+        """Add columns at the end; the existing rows are rewritten with the next row."""
         self.columns = (*self.columns, *new)
 
     def _emptied(self) -> None:
@@ -354,7 +354,7 @@ _AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
 
 
 class _Into:
-    """What `csv.writer` takes for a file: each row it writes is appended to a list."""
+    """File object for `csv.writer` that appends each row to a list."""
 
     def __init__(self, rows: list[str]) -> None:
         self.write = rows.append
@@ -372,7 +372,7 @@ def _cell(value: Any) -> Any:
 
 
 def _rounded(name: str, value: Any) -> Any:
-    """Return a cell without what sums of floats leave in the last digits of times and shares; metrics stay exact."""
+    """Round times and shares to hide summation error; leave metrics exact."""
     is_figure = name in RUN_COLUMNS or name.endswith("_s") or name.startswith(TIME_TO)
     return float(f"{value:.12g}") if is_figure and type(value) is float else value
 

@@ -1,4 +1,4 @@
-"""Collect what clients' `training_step` logs: the values of each task, and their means by samples between evaluations.
+"""Collect what clients' `training_step` logs: values per task, and sample-weighted means between evaluations.
 
 The values come from clients, so their number, names and sizes are bounded.
 """
@@ -26,7 +26,7 @@ Sums = dict[str, list[float]]
 
 
 def logged_values(update: Update) -> dict[str, float]:
-    """Return the values that `training_step` has logged in a task, by name, in the order of the names."""
+    """Return the values logged in a task, by name, in alphabetical order."""
     found = (
         (sanitize_text(name, MAX_NAME), value) for name, value in update.metrics.items()
         if name not in (LOSS, PEAK) and not name.startswith(TEST) and abs(value) <= MAX_VALUE
@@ -35,29 +35,29 @@ def logged_values(update: Update) -> dict[str, float]:
 
 
 def column_of(name: str) -> str:
-    """Return the name of a metric's mean in metrics.csv; one of `validation_step` may have the metric's own."""
+    """Return the metrics.csv column of a logged metric's mean; `validation_step` may own the plain name."""
     return name if name.startswith(TRAIN.rstrip("/")) else TRAIN + name
 
 
 class LoggedMeans:
-    """Means, by samples, of what was logged in the tasks merged from one evaluation to the next.
+    """Sample-weighted means of values logged in the tasks merged between two evaluations.
 
-    A window is closed when an evaluation becomes due. Its result may come later, or never, where another overtakes it: its
-    window then counts for the next.
+    A window closes when an evaluation becomes due. If its result never comes because a later one overtakes it, the window counts
+    for the next.
     """
 
     def __init__(self) -> None:
-        """Start with nothing."""
+        """Start empty."""
         self._names: dict[str, bool] = {}  # of metrics that get a mean, and whether the trial step has logged it
         self._open: Sums = {}
         self._closed: list[tuple[int, Sums]] = []
 
     def expect(self, names: Iterable[str]) -> None:
-        """Take it that `training_step` logs these; no client can keep them out."""
+        """Reserve places for the names that `training_step` logs; clients cannot crowd them out."""
         self._names |= {sanitize_text(name, MAX_NAME): True for name in names}
 
     def add(self, values: Mapping[str, float], num_samples: int) -> None:
-        """Add what was logged in a task that has been merged, weighted by its samples."""
+        """Add the values of a merged task, weighted by its samples."""
         for name, value in values.items():
             if not self._admits(name):
                 continue
@@ -71,12 +71,12 @@ class LoggedMeans:
         return name in self._names
 
     def close(self, version: int) -> None:
-        """End the window: ``version`` is to be measured."""
+        """End the window: ``version`` is queued for evaluation."""
         self._closed.append((version, self._open))
         self._open = {}
 
     def take(self, version: int) -> dict[str, float]:
-        """Return the means, by column of metrics.csv, of the windows up to ``version``, which has been measured."""
+        """Return the means, by column, of the windows up to the evaluated ``version``."""
         due = [sums for closed, sums in self._closed if closed <= version]
         self._closed = [(closed, sums) for closed, sums in self._closed if closed > version]
         means: dict[str, float] = {}
@@ -88,12 +88,12 @@ class LoggedMeans:
         return means
 
     def save(self) -> dict[str, Any]:
-        """Return everything as plain data."""
+        """Return the state as plain data."""
         closed = [[version, _copied(sums)] for version, sums in self._closed]
         return {"names": dict(self._names), "open": _copied(self._open), "closed": closed}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Go on from what `save` returned."""
+        """Restore the state that `save` returned."""
         self._names |= data["names"]
         self._open = _copied(data["open"])
         self._closed = [(version, _copied(sums)) for version, sums in data["closed"]]

@@ -1,4 +1,4 @@
-"""A run folder read back, as far as it is there: an unfinished run, or a damaged folder, is reported with what it has."""
+"""Read a run folder as far as it goes; an unfinished or damaged run is returned with notes on what is missing."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if nam
 
 @dataclass(slots=True)
 class ClientRecord:
-    """One client, as the journal describes it.
+    """One client according to the journal.
 
     Attributes:
-        profile: its device's fields; rates that are infinite are None.
-        spells: `(from, to)` seconds in which it was there; `to` is infinite while it has not left.
+        profile: its device's fields; infinite rates are None.
+        spells: `(from, to)` seconds in which it was connected; `to` is infinite while it has not left.
     """
 
     id: int
@@ -59,19 +59,19 @@ class ClientRecord:
 
     @property
     def device(self) -> str:
-        """Its device's name; empty where that is not known or says nothing."""
+        """Return its device's name; empty where unknown."""
         name = str(self.profile.get("name", ""))
         return "" if name == "default" else name
 
     @property
     def flops_per_s(self) -> float:
-        """Its device's speed; NaN where that is not known."""
+        """Return its device's speed; NaN where unknown."""
         return number(self.profile.get("flops_per_s"))
 
 
 @dataclass(slots=True)
 class Tasks:
-    """clients.csv by columns, an entry a task; numbers that are missing are NaN."""
+    """Columns of clients.csv, an entry a task; missing numbers are NaN."""
 
     client: npt.NDArray[np.int64]
     outcome: list[str]
@@ -81,7 +81,7 @@ class Tasks:
     """Index into `KINDS`."""
 
     def __post_init__(self) -> None:
-        """Tell the kinds of outcome apart; an unknown one counts as lost."""
+        """Classify the outcomes; an unknown outcome counts as lost."""
         codes = {kind: code for code, kind in enumerate(KINDS)}
         found = [codes.get(kind_of(outcome), codes[LOST]) for outcome in self.outcome]
         self.kind = np.array(found, np.int64)
@@ -90,11 +90,11 @@ class Tasks:
         return len(self.client)
 
     def __getitem__(self, name: str) -> Numbers:
-        """A column of numbers, `(len,)`."""
+        """Return a column of numbers, `(len,)`."""
         return self.numbers[name]
 
     def are(self, kind: str) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tasks that ended so, `(len,)`."""
+        """Return a mask of the tasks with this outcome, `(len,)`."""
         found: npt.NDArray[np.bool_] = self.kind == KINDS.index(kind)
         return found
 
@@ -104,12 +104,12 @@ class RecordedRun:
     """Content of one run folder.
 
     Attributes:
-        metrics: columns of metrics.csv; what is no number is NaN.
-        summary: None where the run has not ended.
-        open_tasks: client and start of tasks that have no row: under way when the run stopped being written.
-        num_exchanges: of tasks that talk to the server in their middle, by assignment: round trips.
-        lost_at: when each client was lost.
-        goals: the limits that it went on with when it was resumed, which its config does not say; empty where it was not.
+        metrics: columns of metrics.csv; cells that are no number are NaN.
+        summary: None if the run has not ended.
+        open_tasks: client and start of tasks without a row: under way when the run stopped being written.
+        num_exchanges: round trips in mid-task, by assignment.
+        lost_at: times at which each client was lost.
+        goals: limits given when it was resumed, which its config does not have; empty if it was not.
         notes: what is missing or damaged, for the reader.
     """
 
@@ -132,17 +132,17 @@ class RecordedRun:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether its seconds are virtual."""
+        """Return whether its seconds are virtual."""
         return self.runtime == "simulated"
 
     @property
     def seed(self) -> Any:
-        """The run's seed, or None."""
+        """Return the run's seed, or None."""
         return self.config.get("seed", (self.summary or {}).get("seed"))
 
     @property
     def end_s(self) -> float:
-        """Seconds on the run's clock at which it ended, or at which its files end."""
+        """Return the time on the run's clock at which it ended, or at which its files end."""
         ended = number((self.summary or {}).get("time_s"))
         if math.isfinite(ended) and ended > 0:
             return ended
@@ -153,7 +153,7 @@ class RecordedRun:
         return max(seen)
 
     def client_ids(self) -> list[int]:
-        """Every client that joined or worked, ascending."""
+        """Return every client that joined or worked, ascending."""
         return sorted({*self.clients, *self.tasks.client.tolist(), *(client for client, _ in self.open_tasks)})
 
 
@@ -214,7 +214,7 @@ def _read_summary(run: RecordedRun, path: Path) -> None:
 
 
 def _rows(run: RecordedRun, path: Path) -> Iterator[list[str]]:
-    """Yield the header of a table, then its rows; those that are torn are left out, and said."""
+    """Yield the header of a table, then its rows; torn rows are skipped and noted."""
     num_damaged = 0
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         found = _csv(line.replace("\0", "") for line in file)
@@ -287,7 +287,7 @@ def _tasks(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Tasks:
 
 
 def _read_journal(run: RecordedRun, path: Path) -> None:
-    """Take from the journal who was there when, what device each has, and which tasks never ended."""
+    """Read from the journal when clients were connected, their devices, and which tasks never ended."""
     settled = set(run.tasks["assignment"].tolist())
     try:
         for event in read_events(path):

@@ -1,4 +1,4 @@
-"""Record a run: rows for the run folder, and figures for the summary."""
+"""Record a run: write its rows to the run folder and keep the figures of its summary."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from raafl.submodel import FlatTensors
 
 
 class RunRecord:
-    """Keeps count of a run as its runtime drives it, and writes its folder. One writer, no lock.
+    """Counters of a run, and the writer of its folder. Single writer, no lock.
 
     Without a folder it only counts (benchmarks, the Python API without an output).
     """
@@ -40,7 +40,7 @@ class RunRecord:
     def __init__(
         self, folder: RunFolder | None, targets: Sequence[Target] = (), figures: RunStatistics | None = None
     ) -> None:
-        """Start counting."""
+        """Start at zero."""
         self.figures = figures or RunStatistics()
         self.row: dict[str, float | None] = {}
         """Figures beside the metrics, as they were when the version measured last was made."""
@@ -64,16 +64,16 @@ class RunRecord:
 
     @property
     def wall_s(self) -> float:
-        """Wall-clock seconds since the run began."""
+        """Return wall-clock seconds since the run began."""
         return time.perf_counter() - self.started
 
     @property
     def reached(self) -> bool:
-        """Whether there are targets and all have been met."""
+        """Return whether there are targets and all have been met."""
         return bool(self.time_to) and all(at_s is not None for at_s in self.time_to.values())
 
     def restart_clock(self) -> None:
-        """Count wall-clock seconds from now."""
+        """Restart the wall clock at 0."""
         self.started = time.perf_counter()
 
     # ---- as it happens ----
@@ -105,12 +105,12 @@ class RunRecord:
             self.bytes_up += up
 
     def turned_away(self, reason: str) -> None:
-        """Count a connection that did not become a client; from any thread."""
+        """Count a refused connection; callable from any thread."""
         with self._lock:
             self._turned_away[reason] += 1
 
     def kept_out(self, client: int) -> None:
-        """Count that a client was kept out for a while."""
+        """Count a suspension of a client."""
         self._kept_out[client] += 1
 
     def settled(self, settled: Settled, now: float) -> None:
@@ -147,7 +147,13 @@ class RunRecord:
         return row
 
     def due(self, version: int, now: float, more: Mapping[str, float] | None = None) -> None:
-        """Note how things stand as the global model of ``version`` is to be measured, which may take its time, and ``more``."""
+        """Freeze the run's counters when `version` is queued for evaluation; the result may come later.
+
+        Args:
+            version: of the global model to be evaluated.
+            now: time on the run's clock.
+            more: further figures to record with it.
+        """
         self._due[version] = {**self._figures(version, now), **(more or {})}
         self.figures.logged.close(version)
 
@@ -175,11 +181,11 @@ class RunRecord:
 
     @property
     def client_metrics(self) -> dict[str, float]:
-        """Averages over clients, as they were when the version measured last was made."""
+        """Return averages over clients as of the version evaluated last."""
         return {name: value for name, value in self.row.items() if name.startswith(CLIENT) and value is not None}
 
     def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:
-        """Note the global model's metrics; return whether there are targets and all have been met by now."""
+        """Record the global model's metrics; return whether there are targets and all are now met."""
         self.metrics, self.evaluated_version = metrics, version
         if version not in self._due:
             self.due(version, now)
@@ -199,7 +205,7 @@ class RunRecord:
     # ---- interrupted and resumed ----
 
     def save(self) -> dict[str, Any]:
-        """Return every count as plain data."""
+        """Return all counters as plain data."""
         return {
             "wall_s": self.wall_s,
             "outcomes": dict(self.outcomes),
@@ -219,7 +225,7 @@ class RunRecord:
         }
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Go on counting from what `save` returned."""
+        """Restore the counters that `save` returned."""
         self.started = time.perf_counter() - data["wall_s"]
         self.outcomes.update(data["outcomes"])
         self.participation.update(data["participation"])
@@ -237,7 +243,7 @@ class RunRecord:
             self.row = dict(data["row"])
 
     def lose(self, num: int) -> None:
-        """Count assignments whose rows were marked lost when the run was resumed."""
+        """Count assignments that were marked lost when the run was resumed."""
         self.outcomes[LOST_AT_RESTART] += num
         self.num_rows += num
 
@@ -246,7 +252,7 @@ class RunRecord:
     def summary(
         self, *, algorithm: str, runtime: str, seed: int, version: int, values: FlatTensors, time_s: float, reason: str
     ) -> Summary:
-        """Return the summary: a contract that scripts rely on."""
+        """Return the summary, a contract that scripts rely on."""
         merged = self.outcomes[MERGED]
 
         def by_reason(kind: str) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""The names in a run folder: its files, the rows of its tables and of its journal, its summary; each stands here alone.
+"""Define all names in a run folder: its files, the columns of its tables, the rows of its journal, its summary.
 
-A name that is used and does not stand here is an error of types: whoever writes or reads a row does so as one of these.
-Values are what JSON or a CSV file holds of them; a folder of an earlier version may lack some. Needs neither torch nor numpy.
+Writers and readers use these types, so that an unknown name is a type error. Values are what JSON or a CSV file can hold. Needs
+neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -106,13 +106,13 @@ class ClientRow(TypedDict, total=False):
 
 
 class LoggedCells(TypedDict, total=False):
-    """A column that clients.csv gets once a row has it: what a task's `training_step` has logged, as JSON, by name."""
+    """Column that clients.csv gets once a row has it: values logged by a task's `training_step`, as JSON by name."""
 
     logged: Mapping[str, float]
 
 
 class MemoryCells(TypedDict, total=False):
-    """Columns that clients.csv gets when the first row has them: a task's memory, as predicted and as measured."""
+    """Columns that clients.csv gets once a row has them: a task's predicted and measured memory."""
 
     peak_bytes: int
     measured_bytes: int
@@ -130,7 +130,7 @@ LOST_AT_RESTART: Final = "lost:restart"
 
 
 def kind_of(outcome: str) -> str:
-    """Name the kind of an outcome, without its reason."""
+    """Return the kind of an outcome, without its reason."""
     return outcome.partition(":")[0]
 
 
@@ -138,7 +138,7 @@ def kind_of(outcome: str) -> str:
 
 
 class Measurement(TypedDict):
-    """Begins a row of metrics.csv; the model's metrics, averages over clients, `RunFigures` and times to targets follow."""
+    """First columns of metrics.csv; metrics, averages over clients, `RunFigures` and times to targets follow."""
 
     version: int
     time_s: float
@@ -146,7 +146,7 @@ class Measurement(TypedDict):
 
 
 class RunFigures(TypedDict, total=False):
-    """Columns of metrics.csv on the run itself."""
+    """Columns of metrics.csv about the run itself."""
 
     utilisation: float
     participation: float
@@ -170,7 +170,7 @@ TIME_TO: Final = "time_to/"
 
 
 def is_metric(column: str) -> bool:
-    """Tell a metric, of the model or averaged over clients, from the other columns of metrics.csv."""
+    """Return whether a column of metrics.csv is a metric of the model or of clients."""
     return column not in METRIC_COLUMNS and column not in RUN_COLUMNS and not column.startswith(TIME_TO)
 
 
@@ -226,7 +226,7 @@ class Summary(TypedDict, total=False):
 
 
 def misfits(row: Mapping[str, Any], kind: type) -> list[str]:
-    """List the fields of a row that do not hold what ``kind``, one of the records above, says of them; unknown ones may."""
+    """Return the fields of a row whose values do not match ``kind``, one of the records above; unknown fields are ignored."""
     hints = _hints(kind)
     return [name for name, value in row.items() if name in hints and not _fits(value, hints[name])]
 
@@ -237,7 +237,7 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Check whether a value read from JSON is one of a type, without a look inside."""
+    """Return whether a value from JSON matches a type, without looking inside containers."""
     if hint is Any or get_origin(hint) is Literal:
         return True
     if get_origin(hint) is UnionType:

@@ -1,4 +1,4 @@
-"""Compute figures of a run besides the model's own metrics: participation, coverage, memory."""
+"""Compute participation, coverage and memory of a run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _MAX_CACHED = 256
 
 
 class Coverage:
-    """Share of the model that is trained from one version to the next."""
+    """Share of the model that is trained between versions."""
 
     def __init__(self, submodels: Submodels) -> None:
-        """Look at submodels of this model."""
+        """Measure submodels of this model."""
         self._submodels, self._payload = submodels, Payload(submodels)
         self._shares: OrderedDict[frozenset[Spec], float | None] = OrderedDict()
         self._layout = submodels.layout(FULL, "trained")  # without what is frozen, which may be most of the model
@@ -63,11 +63,11 @@ class RunStatistics:
     """Running figures of a run, told of each assignment and of its end."""
 
     def __init__(self, coverage: Coverage | None = None, peak_bytes: Callable[[Assignment], int] | None = None) -> None:
-        """Start at nothing.
+        """Start at zero.
 
         Args:
-            coverage: of the model; None = coverage is not counted.
-            peak_bytes: the predicted memory of a task; None = it is not.
+            coverage: of the model; None = not counted.
+            peak_bytes: returns the predicted memory of a task; None = not counted.
         """
         self._coverage, self._peak_bytes = coverage, peak_bytes
         self._open: tuple[int, set[Spec]] = (0, set())  # the version that is being made, and what it trains
@@ -83,13 +83,15 @@ class RunStatistics:
     # ---- as it happens ----
 
     def assigned(self, assignment: Assignment) -> None:
-        """Note that a task begins."""
+        """Count the start of a task."""
         self._since[assignment.id] = assignment.assigned_s
 
     def settled(self, settled: Settled, known: Mapping[str, float]) -> dict[str, Any]:
-        """Note the end of a task and return its cells for clients.csv.
+        """Count the end of a task and return its cells for clients.csv.
 
-        ``known`` are the metrics that the server itself has; a client's others are left out, whatever it sends.
+        Args:
+            settled: the task and its outcome.
+            known: metrics that the server measures itself; a client's other metrics are dropped.
         """
         assignment, update = settled.assignment, settled.update
         cells: dict[str, Any] = {}
@@ -128,7 +130,7 @@ class RunStatistics:
         rounds[0] = version
 
     def _close(self) -> None:
-        """Count the coverage of the version that is being made, which is whole by now."""
+        """Record the coverage of the version being completed."""
         specs = self._open[1]
         share = self._coverage.share(specs) if self._coverage is not None and specs else None
         if share is not None:
@@ -139,11 +141,11 @@ class RunStatistics:
     # ---- as it stands ----
 
     def working_s(self, now: float) -> float:
-        """Return the seconds that tasks under way have taken so far, together."""
+        """Return the total seconds so far of the tasks under way."""
         return sum(now - since for since in self._since.values())
 
     def clients(self) -> dict[str, float]:
-        """Return each metric's average over clients of what each last measured on its own test part, by size of its data."""
+        """Return each metric of the clients' own test parts, averaged over clients by test size, from each client's latest task."""
         means: dict[str, float] = {}
         for name in dict.fromkeys(name for _, metrics in self._tested.values() for name in metrics):
             having = [(size, metrics[name]) for size, metrics in self._tested.values() if name in metrics]
@@ -151,29 +153,29 @@ class RunStatistics:
         return means
 
     def coverage(self) -> dict[str, float | None]:
-        """Return the mean and the least share of the model that is trained from one version to the next."""
+        """Return mean and minimum of the share of the model trained per version."""
         self._close()
         number, total, least = self._shares
         return {"mean": total / number if number else None, "min": least if number else None}
 
     def participation(self, version: int, num_clients: int) -> dict[str, float]:
-        """Return the mean and the least, over clients, of the share of versions that a client took part in."""
+        """Return mean and minimum over clients of the share of versions that a client took part in."""
         least = min((num for _, num in self._rounds.values()), default=0) if len(self._rounds) >= num_clients else 0
         return {"mean": self.mean_participation(version, num_clients), "min": least / max(version, 1)}
 
     def mean_participation(self, version: int, num_clients: int) -> float:
-        """Return the mean share, at a cost that does not grow with the clients."""
+        """Return the mean share, in time independent of the number of clients."""
         return self._num_rounds / (max(num_clients, 1) * max(version, 1))
 
     def memory(self) -> dict[str, int | None]:
-        """Return the highest memory of a task: as predicted, and as clients' processes have measured it."""
+        """Return the highest memory of a task, predicted and measured."""
         predicted, measured = (int(value) or None for value in self._memory)
         return {"predicted_bytes": predicted, "measured_bytes": measured}
 
     # ---- interrupted and resumed ----
 
     def save(self) -> dict[str, Any]:
-        """Return everything as plain data."""
+        """Return the state as plain data."""
         self._close()
         return {
             "open": self._open[0],
@@ -187,7 +189,7 @@ class RunStatistics:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Go on from what `save` returned."""
+        """Restore the state that `save` returned."""
         self._open = (data["open"], set())
         self._shares, self._memory = list(data["shares"]), list(data["memory"])
         self._since.update(data["since"])
@@ -200,7 +202,7 @@ class RunStatistics:
 
 
 def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]:
-    """Read a client's measurements on its own test part, of the metrics that are known; none without a sound size."""
+    """Return a client's measurements on its own test part, limited to known metrics; none without a valid size."""
     if not 1 <= update.metrics.get(NUM_TESTED, 0.0) < MOST:
         return {}
     found = {name: update.metrics.get(TEST + name, math.nan) for name in known}

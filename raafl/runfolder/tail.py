@@ -1,4 +1,4 @@
-"""A run folder read as it grows, without ever writing to it."""
+"""Follow a run folder as it grows, without writing to it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _READ_BYTES = 2**22  # of a file at once: a long run's journal is larger than me
 
 
 class _WrittenAnew(Exception):
-    """What has been read no longer counts."""
+    """Signal that the file was replaced, so that everything read so far is void."""
 
 
 class NewLines:
-    """The whole lines that a growing file has got since the last look."""
+    """Complete lines appended to a growing file since the last look."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._inode, self._read = 0, 0
 
     def lines(self) -> list[str] | None:
-        """Return new lines without their ends, a half-written last one left for later; None if the file is another now.
+        """Return new complete lines without their ends; None if the file was replaced.
 
-        Of a long file the first of them; another call returns the next.
+        Of a long file it returns the first part; call again for the next.
         """
         if not self.path.is_file():  # nor a device or a pipe, which may never end
             return None if self._read else []
@@ -57,36 +57,35 @@ class NewLines:
 
 
 class Reader(Protocol):
-    """Receiver of each row of a run; raises TypeError, ValueError, AttributeError or KeyError for a row that is not raafl's."""
+    """Receiver of each row of a run; raises TypeError, ValueError, AttributeError or KeyError for an invalid row."""
 
     def event(self, row: JournalRow, at: float | None = None) -> None:
-        """Take in a row of the journal, written ``at`` that time of the clock at the latest."""
+        """Process a journal row, written at clock time ``at`` or before."""
 
     def client(self, row: Mapping[str, str]) -> None:
-        """Take in a row of clients.csv."""
+        """Process a row of clients.csv."""
 
     def metrics(self, row: Mapping[str, str]) -> None:
-        """Take in a row of metrics.csv."""
+        """Process a row of metrics.csv."""
 
     def ended(self, summary: Summary) -> None:
-        """Take in the summary of a run that has ended."""
+        """Process the summary of a finished run."""
 
 
 R = TypeVar("R", bound=Reader)
 
 
 class RunTail(Generic[R]):
-    """A run folder whose rows are told to a reader as they come; the folder need not be there yet.
+    """Follower of a run folder that passes each new row to a reader; the folder need not exist yet.
 
     Attributes:
-        state: the reader, of the rows up to the last `look`. When a file is written anew, or the run goes back behind what was
-            read, another is made and told everything again.
-        begun: whether there are rows of a run, or its end.
-        num_damaged: lines that are no rows.
+        state: the reader, up to the last `look`. If a file is replaced, or the run rolls back, a new reader gets all rows again.
+        begun: whether there are rows of a run, or its summary.
+        num_damaged: lines that are not valid rows.
     """
 
     def __init__(self, path: Path, make: Callable[[], R], clock: Callable[[], float] = time.time) -> None:
-        """Look at nothing yet; ``make`` makes a reader that knows nothing, ``clock`` is that of the files' times."""
+        """Store the path; ``make`` creates an empty reader, ``clock`` is the clock of file times."""
         self.path, self._make, self._clock = path, make, clock
         self._begin()
 
@@ -99,7 +98,7 @@ class RunTail(Generic[R]):
 
     @property
     def silent_s(self) -> float:
-        """Seconds since anything was written; 0 where nothing ever was."""
+        """Return the seconds since anything was written; 0 if nothing ever was."""
         times = []
         for name in (*GROWING, SUMMARY):
             with suppress(OSError):
@@ -107,7 +106,7 @@ class RunTail(Generic[R]):
         return max(self._clock() - max(times), 0.0) if times else 0.0
 
     def look(self) -> bool:
-        """Take in what is new; return whether anything was. A file that was written anew has all of them read again."""
+        """Read new rows; return whether there were any."""
         undone = Undone()
         while True:
             try:
@@ -165,7 +164,7 @@ class RunTail(Generic[R]):
             self.num_damaged += 1
 
     def _take_summary(self) -> bool:
-        """Take in the summary, unless it is that of an interrupted or failed run which has been resumed since."""
+        """Process the summary, unless the interrupted or failed run it describes has been resumed since."""
         if self._has_ended:
             return False
         try:
@@ -184,7 +183,7 @@ class RunTail(Generic[R]):
 
 
 def _undone(journal: Path) -> Undone:
-    """Find which lines of a journal no longer count, without reading most of them as JSON."""
+    """Return which journal lines were rolled back, without parsing most of them as JSON."""
     new_lines, undone = NewLines(journal), Undone()
     while lines := new_lines.lines():
         for line in lines:

@@ -1,4 +1,4 @@
-"""Estimate the speed of a run and the time that is left, on the run's own clock."""
+"""Estimate a run's speed and remaining time, on the run's own clock."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _SECONDS = 10  # over which the trainings of a simulation are counted
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Limits of a run, the first of which ends it: updates, seconds, or every target reached."""
+    """Limits of a run, of which the first to be met ends it: updates, seconds, or all targets."""
 
     max_updates: int | None = None
     max_time_s: float | None = None
     targets: tuple[Target, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, for the journal."""
+        """Return the goals as plain data, for the journal."""
         targets = [{"metric": one.metric, "value": one.value, "at_most": one.at_most} for one in self.targets]
         return {"max_updates": self.max_updates, "max_time_s": self.max_time_s, "targets": targets}
 
     @classmethod
     def from_json(cls, data: Any) -> Goals:
-        """Read goals that `to_json` wrote; none from anything else."""
+        """Read goals that `to_json` wrote; no goals from anything else."""
         try:
             targets = [Target(str(one["metric"]), float(one["value"])) for one in data["targets"]]
             updates, time_s = data["max_updates"], data["max_time_s"]
@@ -44,7 +44,7 @@ class Goals:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Progress of a run at ``time_s``: updates merged and bytes moved."""
+    """Progress of a run at ``time_s``: merged updates and bytes."""
 
     time_s: float = 0.0
     updates: int = 0
@@ -53,12 +53,12 @@ class Mark:
 
 @dataclass(slots=True)
 class Marks:
-    """The last merges of a run, for its rates."""
+    """Recent merges of a run, for its rates."""
 
     found: deque[Mark] = field(default_factory=lambda: deque([Mark()], MERGES + 1))
 
     def merged(self, mark: Mark, *, again: bool) -> None:
-        """Note how far the run is after a merge; ``again`` if one more update of the last noted has become known."""
+        """Record progress after a merge; ``again`` replaces the last mark when one more update of that merge becomes known."""
         if again and len(self.found) > 1:
             last = self.found.pop()
             mark = Mark(max(mark.time_s, last.time_s), mark.updates, mark.num_bytes)
@@ -74,15 +74,15 @@ class Marks:
 
 
 class Trainings:
-    """The last seconds of a simulation by the clock on the wall, for how fast it trains."""
+    """Recent training results of a simulation by wall time, for its throughput."""
 
     def __init__(self) -> None:
-        """Start at nothing."""
+        """Start empty."""
         self._num = 0
         self._marks: deque[tuple[float, int]] = deque(maxlen=_SECONDS)
 
     def arrived(self, at: float) -> None:
-        """Count a training whose result came by that time of the clock; of many at one time, nobody knows how long they took."""
+        """Count a training result at clock time ``at``."""
         self._num += 1
         if self._marks and at == self._marks[-1][0]:
             self._marks[-1] = at, self._num
@@ -90,7 +90,7 @@ class Trainings:
             self._marks.append((at, self._num))
 
     def per_s(self, now: float) -> float | None:
-        """Return trainings per second; None where nothing says so."""
+        """Return trainings per second; None if unknown."""
         if not self._marks or now <= self._marks[0][0] or self._num == self._marks[0][1]:
             return None
         then, num = self._marks[0]
@@ -99,7 +99,7 @@ class Trainings:
 
 @dataclass(frozen=True, slots=True)
 class Eta:
-    """In how many seconds of the run's clock a goal is met, at the present rate; None where nothing says so."""
+    """Remaining seconds of the run's clock until a goal is met at the present rate; None if unknown."""
 
     goal: str
     in_s: float | None
@@ -109,10 +109,16 @@ def etas(
     goals: Goals, now_s: float, updates: int, updates_per_s: float, evaluations: Sequence[Mapping[str, float]],
     reached: Container[Target] = (),
 ) -> tuple[Eta, ...]:  # fmt: skip
-    """Return when each goal is met.
+    """Estimate when each goal is met.
 
-    Evaluations are oldest first, each with ``time_s`` and metrics; a target is met when the straight line (least
-    squares) through the last `EVALUATIONS` of them meets it, or in ``reached`` already.
+    Args:
+        goals: of the run.
+        now_s: time on the run's clock.
+        updates: merged so far.
+        updates_per_s: present rate.
+        evaluations: oldest first, each with ``time_s`` and metrics; a target is met when the least-squares line through the last
+            `EVALUATIONS` of them meets it.
+        reached: targets that are already met.
     """
     found = []
     if goals.max_updates is not None:
@@ -127,7 +133,7 @@ def etas(
 
 
 def ends_in_s(goals: Goals, found: Iterable[Eta]) -> float | None:
-    """Return in how many seconds the first of the goals ends the run; None where nothing says so."""
+    """Return the seconds until the first goal ends the run; None if unknown."""
     by_goal = {eta.goal: eta.in_s for eta in found}
     limits = [by_goal[name] for name in ("max_updates", "max_time") if name in by_goal]
     targets = [by_goal[str(target)] for target in goals.targets]
@@ -150,7 +156,7 @@ def _reached_in_s(target: Target, now_s: float, evaluations: Sequence[Mapping[st
 
 
 def speed(evaluations: Sequence[Mapping[str, float]]) -> float | None:
-    """Return seconds of the run's clock per wall-clock second, over the last `EVALUATIONS`; None where nothing says so."""
+    """Return seconds of the run's clock per wall-clock second over the last `EVALUATIONS`; None if unknown."""
     points = [(row["wall_s"], row["time_s"]) for row in evaluations if "wall_s" in row][-EVALUATIONS:]
     if len(points) < 2:
         return None

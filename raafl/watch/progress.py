@@ -67,7 +67,7 @@ class Progress:
         self.warnings: list[str] = []
 
     def start(self, title: str) -> None:
-        """Begin; `title` says what runs. Updates before this show nothing."""
+        """Start showing; `title` names the run. Updates before this show nothing."""
         self._title = title
         now = self._clock()
         self._due_at, self._status_at = now if self.mode == "live" else now + self._period_s, now
@@ -79,9 +79,9 @@ class Progress:
     def update(
         self, snapshot: ProgressState | Callable[[], ProgressState] | None = None, evaluated: bool = False
     ) -> None:
-        """Show `snapshot` if it is time to, or if `evaluated` says that an evaluation has just ended.
+        """Show `snapshot` if it is time to, or at once if `evaluated` says that an evaluation has just ended.
 
-        None is `source`. A function is called only when something is shown; otherwise a call costs one look at the clock.
+        `snapshot` None = `source`. A function is called only if something is shown; otherwise a call costs one look at the clock.
         """
         now, snapshot = self._clock(), snapshot or self.source
         if snapshot is None or self._due_at == float("inf"):
@@ -117,23 +117,23 @@ class Progress:
             self._line(evaluation(state, self._width))
 
     def _is_news(self, state: ProgressState, now: float) -> bool:
-        """Tell whether a run has begun and a line would say what the last did not, or that was long ago."""
+        """Return whether the run has begun and a line would differ from the last, or the last was long ago."""
         working = state.num_working if state.num_working is not None else sum(bool(one.doing) for one in state.clients)
         begun = state.version or state.num_updates or working
         said, self._said = self._said, (state.version, state.num_updates, working, state.num_there)
         return bool(begun) and (said != self._said or now - self._status_at >= _UNCHANGED_S)
 
     def note(self, text: str) -> None:
-        """Say something once: above the table, or as a line of its own."""
+        """Print a line once, above the table or by itself."""
         if self._live is not None:
             self._guard(lambda live: live.console.print(text, markup=False, highlight=False), self._live)
         else:
             self._line(text, wrap=not text.startswith("warning: "))  # one line, for those who search for it
 
     def warn(self, text: str) -> None:
-        """Say what is wrong, in the view and on standard error, and keep it in `warnings`; from any thread.
+        """Print a warning in the view and on standard error, once, and store it in `warnings`; callable from any thread.
 
-        What has been said is not said again. On a terminal that shows both it is said once.
+        A terminal that shows both gets it once.
         """
         if text in self.warnings or len(self.warnings) >= _MAX_WARNINGS:
             return
@@ -147,12 +147,12 @@ class Progress:
                 sys.stderr.flush()
 
     def abandon(self) -> None:
-        """Give the terminal its cursor back without waiting for anything; for a process that ends at once."""
+        """Restore the terminal's cursor without waiting; for a process that ends at once."""
         if self._live is not None:
             os.write(self._file.fileno(), b"\x1b[?25h\n")
 
     def stop(self) -> None:
-        """Show what the last evaluation found, end, and give the terminal back; a second call does nothing."""
+        """Show the last evaluation and restore the terminal; a second call does nothing."""
         if self._unseen is not None and self._due_at != float("inf"):
             self._show(self._unseen, self._clock(), evaluated=True)
         live, self._live, self._due_at = self._live, None, float("inf")

@@ -1,4 +1,4 @@
-"""A snapshot of a run as a line of text, as a table for a terminal, and as plain data."""
+"""Format a snapshot of a run: as a line, as a terminal table, and as plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 100
 
 
 def sentence(state: ProgressState, width: int = WIDTH) -> str:
-    """Return one line about how the run proceeds; what matters least is left out where it would not fit."""
+    """Return one line on the run's progress; the least important parts are left out if it would not fit."""
     parts = [(0, _moment(state.time_s, state.version)), (0, _updates(state)), *_rates(state)]
     if state.clients or state.num_clients:
         working, there = _counts(state)
@@ -35,7 +35,7 @@ def sentence(state: ProgressState, width: int = WIDTH) -> str:
 
 
 def evaluation(state: ProgressState, width: int = WIDTH) -> str:
-    """Return one line with what the last evaluation found; of many metrics those that fit."""
+    """Return one line with the last evaluation; as many metrics as fit."""
     metrics, head = _metrics(state), f"{_moment(*(state.evaluated or (state.time_s, state.version)))}  eval:"
     shown = len(metrics)
     while len(line := "  ".join([head, *metrics[:shown], *_more(len(metrics) - shown)])) > width and shown > 1:
@@ -44,12 +44,12 @@ def evaluation(state: ProgressState, width: int = WIDTH) -> str:
 
 
 def wrapped(text: str, width: int = WIDTH) -> str:
-    """Break a text into lines that fit, those after the first indented."""
+    """Wrap a text to ``width``, with continuation lines indented."""
     return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def table(state: ProgressState, title: str = "") -> RenderableType:
-    """Draw the table of a terminal: the title, a line a client, the run's figures, its metrics and when it ends."""
+    """Return the terminal table: title, a line a client, the run's figures, metrics and remaining time."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -78,7 +78,7 @@ def plain(state: ProgressState) -> dict[str, Any]:
 
 
 def _metrics(state: ProgressState) -> list[str]:
-    """Write out what was measured of the global model, but for the many shares of ranks: these are for reports."""
+    """Format the global model's metrics, without the many shares of ranks, which are for reports."""
     return [f"{name} {value:.4g}" for name, value in state.metrics.items() if not name.startswith("rank_energy/")]
 
 
@@ -113,7 +113,7 @@ def _more(num: int) -> list[str]:
 
 
 def _rates(state: ProgressState) -> list[tuple[int, str]]:
-    """Return the run's rates, each behind its rank: the higher the rank, the sooner the figure is left out."""
+    """Return the run's rates with priorities: a figure of higher number is left out sooner."""
     if state.updates_per_s is None or state.bytes_per_s is None:
         return []
     rates = [(1, f"{state.updates_per_s:.3g} updates/s"), (4, f"{size(state.bytes_per_s)}/s")]

@@ -1,4 +1,4 @@
-"""Capture the state of a run at one moment for display."""
+"""Hold the state of a run at one moment for display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follow the state of a run from the rows that it writes to its folder, in the run itself or from the files."""
+"""Compute the state of a run from the rows of its folder, within the run or from the files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Client:
     lasted_s: dict[str, float] = field(default_factory=dict)  # spec -> seconds of the last task on it; the newest last
 
     def due_s(self) -> float | None:
-        """Return when its task ends, if it takes as long as its last on that submodel, or else as its last on any."""
+        """Return when its task should end, if it takes as long as its last task of that submodel, or else of any."""
         if self.task is None:
             return None
         guess = self.lasted_s.get(spec_in_words(self.task.spec)) if len(self.lasted_s) > 1 else None
@@ -56,10 +56,13 @@ class _Client:
 
 
 class RunState:
-    """Counts what a run's rows say; `snapshot` is what to show.
+    """State of a run computed from its rows; `snapshot` returns what to show.
 
-    ``runtime`` is empty until it is known, ``time_s`` that of the last row; ``say`` is told what happens, event by
-    event; ``how`` says in how many processes a simulation trains, and which share of it in batches of how many clients.
+    Attributes:
+        runtime: empty until known.
+        time_s: of the last row.
+        say: is called with a line for each event.
+        how: returns how many processes a simulation trains in, and which share of trainings runs in batches of how many clients.
     """
 
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None
@@ -67,7 +70,7 @@ class RunState:
     def __init__(
         self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:  # fmt: skip
-        """Start at nothing; ``clock`` tells how long ago the last row of a wall-clock run came."""
+        """Start empty; ``clock`` tells how long ago the last row of a wall-clock run came."""
         self.say, self._clock = say, clock
         self.title = self.runtime = ""
         self.goals = Goals()
@@ -89,7 +92,7 @@ class RunState:
     # ---- rows ----
 
     def event(self, row: JournalRow, at: float | None = None) -> None:
-        """Take in a row of events.jsonl, which was written ``at`` that time of the clock; now, unless given."""
+        """Process a row of events.jsonl, written at clock time ``at`` (None = now)."""
         time_s = row.get("time_s")
         if isinstance(time_s, int | float):
             self.time_s, self._seen_at = max(self.time_s, float(time_s)), self._clock() if at is None else at
@@ -135,7 +138,7 @@ class RunState:
             self._working.pop(number, None)
 
     def client(self, row: Mapping[str, Any]) -> None:
-        """Take in a row of clients.csv: a task has ended."""
+        """Process a row of clients.csv: a task has ended."""
         number, outcome = int(row["client"]), str(row["outcome"])
         client = self._clients.setdefault(number, _Client())
         since_s, until_s = _number(row.get("assigned_s")), _number(row.get("arrived_s"))
@@ -168,7 +171,7 @@ class RunState:
         self._version = version
 
     def metrics(self, row: Mapping[str, Any]) -> None:
-        """Take in a row of metrics.csv: the global model has been measured."""
+        """Process a row of metrics.csv: the global model was evaluated."""
         found = {name: number for name, value in row.items() if (number := _number(value)) is not None}
         found.setdefault("time_s", 0.0)
         self._measured = {name: value for name, value in row.items() if is_metric(name)}
@@ -182,7 +185,7 @@ class RunState:
                 self._reached.add(target)
 
     def ended(self, summary: Summary) -> None:
-        """Take in the summary of a run that has ended."""
+        """Process the summary of a finished run."""
         self.summary = summary
         for client in self._working.values():
             client.task = None
@@ -195,14 +198,14 @@ class RunState:
     # ---- what to show ----
 
     def now_s(self) -> float:
-        """Return the time on the run's clock: of a run on real machines it goes on between rows."""
+        """Return the time on the run's clock; for a run on real machines it advances between rows."""
         if self.summary is not None:
             return _number(self.summary.get("time_s")) or self.time_s
         idle_s = max(self._clock() - self._seen_at, 0.0)
         return self.time_s + (idle_s if self.runtime == "distributed" else 0.0)
 
     def snapshot(self, most: int | None = MAX_CLIENTS) -> ProgressState:
-        """Describe the run as it stands now, with ``most`` of its clients: those at work first, the longest first."""
+        """Return the present state with ``most`` of its clients, those longest at work first."""
         now_s, summary, is_simulated = self.now_s(), self.summary or {}, self.runtime == "simulated"
         updates = int(summary.get("updates_merged", self._updates))
         down, up = summary.get("bytes_down", self._bytes[0]), summary.get("bytes_up", self._bytes[1])
@@ -263,12 +266,12 @@ class RunState:
 
 
 def follow(path: Path, clock: Callable[[], float] = time.time) -> RunTail[RunState]:
-    """Follow how the run in a folder stands, which need not be there yet; ``clock`` is that of the files' times."""
+    """Follow the run in a folder that need not exist yet; ``clock`` is the clock of file times."""
     return RunTail(path, lambda: RunState(clock=clock), clock)
 
 
 def spec_in_words(data: Any, most: int | None = None) -> str:
-    """Return a submodel as `str(Spec)` does, from its plain data; at most so many letters."""
+    """Return a submodel's text from its plain data, as `str(Spec)` would; at most ``most`` characters."""
     try:
         text = _in_words(data) if isinstance(data, dict) else str(data or "")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
@@ -299,7 +302,7 @@ def _number(value: Any) -> float | None:
 
 
 def _as_float(value: Any) -> float | None:
-    """Return a cell as a number, which may be NaN or infinite; None where it is none."""
+    """Return a cell as a number, which may be NaN or infinite; None if it is none."""
     if isinstance(value, str):
         try:
             return float(value)

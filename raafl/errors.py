@@ -76,15 +76,15 @@ class InvalidPayload(ValueError):
         self.reason, self.detail = reason, detail
 
 
-def said(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return an error's kind, its message on one line, and where the user's code stood."""
     message = one_line(error.msg if isinstance(error, SyntaxError) else str(error))
-    return f"{type(error).__name__}{': ' if message else ''}{message}{place_of(error)}"
+    return f"{type(error).__name__}{': ' if message else ''}{message}{user_frame(error)}"
 
 
 def cause(error: BaseException) -> str:
-    """Describe an error in one line as `said` does, a `BadInput` by its message whole, with the place in the user's code."""
-    return f"{' '.join(str(error).split())}{place_of(error)}" if isinstance(error, BadInput) else said(error)
+    """Describe an error in one line as `format_error` does, but a `BadInput` by its whole message; with the user's frame."""
+    return f"{' '.join(str(error).split())}{user_frame(error)}" if isinstance(error, BadInput) else format_error(error)
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:
@@ -94,7 +94,7 @@ def one_line(text: str, longest: int = LONGEST) -> str:
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
-def place_of(error: BaseException) -> str:
+def user_frame(error: BaseException) -> str:
     """Return file and line of the innermost code that is the user's rather than a library's, as `` (FILE:LINE)``."""
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename is not None:  # that file has not begun to run

@@ -296,7 +296,7 @@ class Federation:
         return result
 
     def _raises(self) -> bool:
-        """Return whether an interrupted run raises KeyboardInterrupt."""
+        """Check whether an interrupted run raises KeyboardInterrupt."""
         return not in_notebook() if self.on_interrupt is None else self.on_interrupt == "raise"
 
     def _notes(self) -> list[str]:
@@ -324,7 +324,7 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
 
 
 def in_notebook() -> bool:
-    """Return whether this process runs a notebook."""
+    """Check whether this process runs a notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
 

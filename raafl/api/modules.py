@@ -154,7 +154,7 @@ class ModuleSpec:
 
     @property
     def is_made(self) -> bool:
-        """Return whether an existing module was given, with its own weights."""
+        """Check whether an existing module was given, with its own weights."""
         return isinstance(self.given, nn.Module)
 
     def make(self, data: LightningDataModule) -> LightningModule:

@@ -32,7 +32,7 @@ _RAAFL: Final = (sys.executable, "-m", "raafl")
 
 
 @dataclass(frozen=True)
-class Asked:
+class LocalOptions:
     """Parsed options of `raafl fit --local`."""
 
     clients: int
@@ -143,7 +143,7 @@ def child_environment(environment: Mapping[str, str], secret: str) -> dict[str, 
     return {"OMP_NUM_THREADS": "1", **kept, "RAAFL_SECRET": secret}
 
 
-def read(argv: Sequence[str]) -> Asked:
+def read(argv: Sequence[str]) -> LocalOptions:
     """Read the request in ``argv``.
 
     Raises:
@@ -166,7 +166,7 @@ def read(argv: Sequence[str]) -> Asked:
     if (most := _count(argv, "--max_restarts", least=0)) is not None:
         policy = replace(policy, max_restarts=most)
     options = without(argv, "--local", "--max_restarts", "--clients")
-    return Asked(num_clients, policy, (*options, "--clients", str(num_clients)))
+    return LocalOptions(num_clients, policy, (*options, "--clients", str(num_clients)))
 
 
 def _count(argv: Sequence[str], option: str, *, least: int) -> int | None:

@@ -37,7 +37,7 @@ class Compressor(ABC):
     differences: ClassVar[bool] = True
 
     def takes(self, entry: TensorEntry) -> bool:
-        """Return whether a tensor is compressed."""
+        """Check whether a tensor is compressed."""
         return is_merged(entry.dtype) and entry.numel > 0 and (self.only is None or entry.name in self.only)
 
     def taken(self, layout: Layout) -> tuple[TensorEntry, ...]:
@@ -116,7 +116,7 @@ class BFloat16(Compressor):
     """Rounds to the nearest bfloat16: 8 bits of precision, the range of float32."""
 
     def takes(self, entry: TensorEntry) -> bool:
-        """Return whether a tensor is compressed: one of more than 16 bits."""
+        """Check whether a tensor is compressed: one of more than 16 bits."""
         return super().takes(entry) and entry.dtype.itemsize > 2
 
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -196,7 +196,7 @@ class TopK(Compressor):
     feeds_back: ClassVar[bool] = True
 
     def count(self, numel: int) -> int:
-        """Return how many of ``numel`` elements are sent."""
+        """Count the elements of ``numel`` that are sent."""
         return min(numel, max(1, round(self.share * numel)))
 
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:

@@ -71,12 +71,12 @@ class CompressionPlan:
 
     @property
     def sender_unpacks(self) -> bool:
-        """Return whether the server must know exactly what a client received while its task is out."""
+        """Check whether the server must know exactly what a client received while its task is out."""
         return self.adds_back or (self.down is not None and self.down.feeds_back)
 
     @property
     def remembers(self) -> bool:
-        """Return whether anything depends on what a client was sent, or has sent, before."""
+        """Check whether anything depends on what a client was sent, or has sent, before."""
         return any(one is not None and one.feeds_back for one in (self.down, self.up))
 
     def compressor(self, way: Way) -> Compressor | None:

@@ -223,7 +223,7 @@ class CompressedSnapshots(Snapshots):
 
     @property
     def remembers(self) -> bool:
-        """Return whether each update of a client affects its next one."""
+        """Check whether each update of a client affects its next one."""
         return self._plan.remembers
 
     def _both(self, assignment: Assignment) -> tuple[Down, Up]:

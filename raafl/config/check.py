@@ -43,15 +43,15 @@ class Check(ABC):
 
     @abstractmethod
     def scalar(self, value: Any, hint: Any, rule: str) -> bool:
-        """Return whether a single value fits a simple type; ``rule`` names the parameter, for messages."""
+        """Check whether a single value fits a simple type; ``rule`` names the parameter, for messages."""
 
     @abstractmethod
     def free(self, value: Any, rule: str) -> bool:
-        """Return whether a value is allowed where no type is declared."""
+        """Check whether a value is allowed where no type is declared."""
 
     @abstractmethod
     def key(self, key: Any) -> bool:
-        """Return whether a mapping may have this key."""
+        """Check whether a mapping may have this key."""
 
     @abstractmethod
     def refuse(self, where: str, value: Any, hint: Any) -> NoReturn:
@@ -84,7 +84,7 @@ class Check(ABC):
             self.refuse(where, value, hint)
 
     def fits(self, value: Any, hint: Any, where: str, rule: str) -> bool:
-        """Return whether a value fits a type; errors of nested arguments and objects are raised."""
+        """Check whether a value fits a type; errors of nested arguments and objects are raised."""
         origin, inner = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
             return any(self._tried(value, one, where, rule) for one in inner)
@@ -107,7 +107,7 @@ class Check(ABC):
         return self.scalar(value, hint, rule)
 
     def _tried(self, value: Any, hint: Any, where: str, rule: str) -> bool:
-        """Return whether a value fits one type of a union; an object that is refused is reported as a misfit."""
+        """Check whether a value fits one type of a union; an object that is refused is reported as a misfit."""
         if (kind_of(hint) or dataclasses.is_dataclass(hint)) and not isinstance(value, dict):
             return False
         return self.fits(value, hint, where, rule)

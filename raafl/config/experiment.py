@@ -60,34 +60,35 @@ class Experiment:
 
     # fmt: off
     model: Callable[[], LightningModule] = field(metadata=about(
-        "the model to train: makes a LightningModule", "CLASS", group="who", shared=True, told=True, keyword=False))
+        "the model to train: makes a LightningModule", "CLASS", group="who", must_match=True, sent_to_clients=True, keyword=False))
     data: Callable[[], LightningDataModule] = field(metadata=about(
         "the data: makes a LightningDataModule, whose training set is shared out among the clients",
-        "CLASS", group="who", shared=True, told=True, keyword=False))
+        "CLASS", group="who", must_match=True, sent_to_clients=True, keyword=False))
     algorithm: Algorithm = field(metadata=about(
         "how it is trained: the five parts, from a factory in `raafl.algorithms`",
-        "NAME", group="who", shared=True, told=True, keyword=False))
+        "NAME", group="who", must_match=True, sent_to_clients=True, keyword=False))
     partition: Partition = field(default_factory=_iid, metadata=about(
         "how the training set is shared out; evenly at random (raafl.data.Iid) unless given",
-        "CLASS", group="who", shared=True, told=True))
+        "CLASS", group="who", must_match=True, sent_to_clients=True))
     clients: int = field(default=10, metadata=about(
         "number of clients N; under torchrun one fewer than its ranks",
-        "N", group="who", shared=True, told=True, keyword=False, least=1, most=1_000_000))
+        "N", group="who", must_match=True, sent_to_clients=True, keyword=False, least=1, most=1_000_000))
     name: str = field(default="run", metadata=about(
         "name of the run, for its folder", "NAME", group="shown", may_change=True))
     seed: int = field(default=0, metadata=about(
-        "seed of everything that is drawn", "N", group="computed", shared=True, told=True, least=0))
+        "seed of everything that is drawn", "N", group="computed", must_match=True, sent_to_clients=True, least=0))
     devices: list[Device] | str | None = field(default=None, metadata=about(
         "what the clients can do: a list of devices, or a YAML, JSON or CSV file of them; null = all alike",
-        "FILE", group="who", told=True, keyword=False))
+        "FILE", group="who", sent_to_clients=True, keyword=False))
     memory: float | str = field(default="measure", metadata=about(
         "of a client whose device declares no memory_bytes: measure (what its process can still get; simulated clients "
-        "have no limit), none (no limit), or a number of bytes", told=True))
-    train: Training = field(default_factory=Training, metadata=about("how much a task trains", shared=True, told=True))
+        "have no limit), none (no limit), or a number of bytes", sent_to_clients=True))
+    train: Training = field(default_factory=Training, metadata=about(
+        "how much a task trains", must_match=True, sent_to_clients=True))
     submodels: SubmodelOptions = field(default_factory=SubmodelOptions, metadata=about(
-        "how the model is cut, and what becomes of batch norm's running statistics", shared=True, told=True))
+        "how the model is cut, and what becomes of batch norm's running statistics", must_match=True, sent_to_clients=True))
     fabric: FabricOptions = field(default_factory=FabricOptions, metadata=about(
-        "how local steps run (accelerator, precision, clipping)", told=True))
+        "how local steps run (accelerator, precision, clipping)", sent_to_clients=True))
     guard: Guard = field(default_factory=Guard, metadata=about(
         "how the merge is protected from bad updates: clipping, refusing, trimmed mean, median, centred clipping"))
     rounds: Rounds = field(default_factory=Rounds, metadata=about(
@@ -95,7 +96,7 @@ class Experiment:
     privacy: Privacy = field(default_factory=Privacy, metadata=about(
         "client-level differential privacy of the global model"))
     compress: Compress = field(default_factory=Compress, metadata=about(
-        "how what travels is compressed, down and up: none, bf16, int8, top_k", shared=True, told=True))
+        "how what travels is compressed, down and up: none, bf16, int8, top_k", must_match=True, sent_to_clients=True))
     max_updates: int | None = field(default=None, metadata=about(
         "end after so many merged updates (a round that is begun is merged whole)",
         "N", group="end", may_change=True, least=1))
@@ -130,19 +131,19 @@ class Experiment:
         "N", group="computed", may_change=True, least=1))
     threads: int = field(default=1, metadata=about(
         "threads that compute a task; the same everywhere, since results depend on it",
-        "N", group="computed", shared=True, told=True, least=1, most=1_024))
+        "N", group="computed", must_match=True, sent_to_clients=True, least=1, most=1_024))
     output: str | None = field(default=None, metadata=about(
-        "the run's folder, new or empty; null = runs/NAME-TIME", "DIR", group="shown", may_change=True, again=False))
+        "the run's folder, new or empty; null = runs/NAME-TIME", "DIR", group="shown", may_change=True, used_by_replay=False))
     resume: str | None = field(default=None, metadata=about(
         "folder of an interrupted run to go on with, from its last checkpoint; its config is taken too",
-        "RUN", group="shown", may_change=True, keyword=False, again=False))
+        "RUN", group="shown", may_change=True, keyword=False, used_by_replay=False))
     progress: str = field(default="auto", metadata=about(
         "how the run is shown: auto, live, plain, verbose or quiet", "HOW", group="shown", may_change=True))
     logger: Any = field(default=None, metadata=about(
         "Lightning loggers that are sent metrics: csv, mlflow, tensorboard, wandb, or a class with its arguments; one or "
-        "a list", "NAME", group="shown", may_change=True, again=False))
+        "a list", "NAME", group="shown", may_change=True, used_by_replay=False))
     waits: Timeouts = field(default_factory=Timeouts, metadata=about(
-        "deadlines of a wall-clock run", told=True, may_change=True))
+        "deadlines of a wall-clock run", sent_to_clients=True, may_change=True))
     strict: bool = field(default=False, metadata=about(
         "a warning said before the run starts is an error, and so is a run that diverges",
         "[BOOL]", group="shown", may_change=True))
@@ -262,7 +263,7 @@ class Experiment:
 
     @property
     def measures_memory(self) -> bool:
-        """Return whether a client's process measures its own memory where its device declares none."""
+        """Check whether a client's process measures its own memory where its device declares none."""
         return self.memory == "measure"
 
     def _memory_bytes(self) -> float:

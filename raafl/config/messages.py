@@ -22,7 +22,7 @@ from raafl.config.check import MADE, Check, kind_of
 from raafl.config.experiment import ABOUT, SECTIONS
 from raafl.config.trainer_flags import unknown
 from raafl.devices import Device
-from raafl.errors import cause, nearest, place_of
+from raafl.errors import cause, nearest, user_frame
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -67,17 +67,17 @@ def explain(refused: str, parser: ArgumentParser, argv: Sequence[str], hidden: s
 
 
 def place_of_field(field: str | None, argv: Sequence[str]) -> str:
-    """Return where a field stands in the config of a command line, as text; empty if no file has it, or an option sets it."""
+    """Locate a field in the config of a command line, as text; empty if no file has it, or an option sets it."""
     if field is None or any(name_of(item).startswith(f"--{field}") for item in argv):
         return ""
     for file in reversed(values(argv, "--config")):
-        number = line_of(file, field)
+        number = yaml_line(file, field)
         if number is not None:
             return f" ({field} is in {relative(file)}, line {number})"
     return ""
 
 
-def line_of(file: str, field: str) -> int | None:
+def yaml_line(file: str, field: str) -> int | None:
     """Find the line of a dotted field in a YAML file, or of the nearest field around it."""
     found = None
     with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -100,7 +100,7 @@ def _pairs(node: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def _quoted(file: str, field: str) -> str:
-    number = line_of(file, field)
+    number = yaml_line(file, field)
     return "" if number is None else f" ({relative(file)}, line {number})"
 
 
@@ -235,7 +235,7 @@ class Explained(Check):
             raise Wrong(where, f"{where} cannot be imported, {_no_module(str(error.name))}") from None
         except Exception as error:
             home = path.rpartition(".")[0]
-            missing = isinstance(error, AttributeError | ValueError) and (home in sys.modules or not place_of(error))
+            missing = isinstance(error, AttributeError | ValueError) and (home in sys.modules or not user_frame(error))
             if not missing:
                 raise Wrong(where, f"{where} is {path}, which cannot be imported: {cause(error)}") from None
             hint = nearest(path.rpartition(".")[2], _public(home), home=f"{home}.")
@@ -271,7 +271,7 @@ class Explained(Check):
         return super()._tried(spec, hint, where, rule)
 
     def scalar(self, value: Any, hint: Any, rule: str) -> bool:
-        """Return whether jsonargparse accepts the value for the type."""
+        """Check whether jsonargparse accepts the value for the type."""
         from jsonargparse import ArgumentParser
 
         parser = ArgumentParser(exit_on_error=False)

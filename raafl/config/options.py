@@ -31,11 +31,11 @@ class About:
     help: str
     metavar: str | None = None
     group: Group = "other"
-    shared: bool = False
-    told: bool = False
+    must_match: bool = False
+    sent_to_clients: bool = False
     may_change: bool = False
     keyword: bool = True
-    again: bool = True
+    used_by_replay: bool = True
     least: int | None = None
     most: int | None = None
 
@@ -46,7 +46,7 @@ def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return whether a metric's name means that less is better: a loss, a perplexity or an error."""
+    """Check whether a metric's name means that less is better: a loss, a perplexity or an error."""
     return metric.endswith(_LOWER_IS_BETTER)
 
 
@@ -77,11 +77,11 @@ class Target:
 
     @property
     def at_most(self) -> bool:
-        """Return whether less is better."""
+        """Check whether less is better."""
         return lower_is_better(self.metric)
 
     def met(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether ``metrics`` reach the target."""
+        """Check whether ``metrics`` reach the target."""
         if self.metric not in metrics:
             return False
         value = metrics[self.metric]

@@ -35,7 +35,7 @@ def remember(config_yaml: str, run_folder: Path) -> None:
 
 
 def is_own(config_yaml: str) -> bool:
-    """Return whether this user has run exactly this config in this working folder."""
+    """Check whether this user has run exactly this config in this working folder."""
     with suppress(OSError, RuntimeError):
         return _note(config_yaml).is_file()
     return False

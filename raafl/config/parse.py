@@ -21,7 +21,7 @@ from raafl.config.check import MADE
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.messages import explain, relative
 from raafl.config.options import GROUPS
-from raafl.errors import BadInput, cause, nearest, no_utf8, one_of, place_of
+from raafl.errors import BadInput, cause, nearest, no_utf8, one_of, user_frame
 from raafl.lean_import import PACKAGES
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
     except (ArgumentError, ValueError, TypeError) as error:
         raise BadInput(explain(f"the config is refused: {error}", parser, argv, hidden)) from error
     except Exception as error:
-        if not place_of(error):
+        if not user_frame(error):
             raise
         raise BadInput(explain(f"the config is refused: {cause(error)}", parser, argv, hidden)) from error
     try:
@@ -220,7 +220,7 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
     except BadInput:
         raise
     except Exception as error:
-        if place_of(error):
+        if user_frame(error):
             raise BadInput(explain(_failed(error, namespace), parser, argv, hidden)) from error
         if not isinstance(error, ArgumentError | ValueError | TypeError):
             raise
@@ -253,13 +253,13 @@ def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) 
     from raafl.config.trust import is_trusted, of_folder
 
     trusted = is_trusted(folder, asked=trusted)
-    unused = {name for name, one in ABOUT.items() if not one.again} if again else ()
+    unused = {name for name, one in ABOUT.items() if not one.used_by_replay} if again else ()
     text = of_folder(folder, trusted=trusted, without=unused)
     return parse("simulate", [*overrides, *([TRUST] if trusted else [])], config_yaml=text).experiment
 
 
 def _names_own(argv: Sequence[str]) -> bool:
-    """Return whether the user's own options name a class outside raafl, or a config that may."""
+    """Check whether the user's own options name a class outside raafl, or a config that may."""
     from raafl.config.registry import paths
 
     known = set(paths())

@@ -16,7 +16,7 @@ def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
     import yaml
 
     config = yaml.safe_load(config_yaml) or {}
-    digests = {name: json.dumps(config.get(name), sort_keys=True, default=str) for name in marked("shared")}
+    digests = {name: json.dumps(config.get(name), sort_keys=True, default=str) for name in marked("must_match")}
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in digests.items()}
     return digests | ({"data": "own"} if own_data else {})
 
@@ -26,7 +26,7 @@ def for_clients(config_yaml: str) -> str:
     import yaml
 
     config = yaml.safe_load(config_yaml) or {}
-    kept = {name: config[name] for name in marked("told") if name in config}
+    kept = {name: config[name] for name in marked("sent_to_clients") if name in config}
     if isinstance(kept.get("devices"), str):
         devices = load_devices(kept["devices"])
         names = [field.name for field in fields(Device) if field.init]

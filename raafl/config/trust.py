@@ -92,14 +92,14 @@ def from_server(text: str) -> str:
     try:
         tree = _tree(text)
         check = _Check(on_this_machine=False)
-        for name in marked("told"):
+        for name in marked("sent_to_clients"):
             if name in tree:
                 check.section(name, tree[name])
     except UntrustedValue as problem:
         raise RunFailed(
             f"the server's config is not taken: {problem}: get the config yourself and give it as --config FILE"
         ) from None
-    return yaml.safe_dump({name: tree[name] for name in marked("told") if name in tree}, sort_keys=False)
+    return yaml.safe_dump({name: tree[name] for name in marked("sent_to_clients") if name in tree}, sort_keys=False)
 
 
 def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> str:

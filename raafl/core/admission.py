@@ -34,7 +34,7 @@ from raafl.core.types import (
     Work,
     derive_seed,
 )
-from raafl.errors import BadInput, said
+from raafl.errors import BadInput, format_error
 
 ERROR = "error"
 """Reason for which a client is lost, and its update refused, whose words raised an exception."""
@@ -109,7 +109,7 @@ class Admission:
         self._drop(client.id, ERROR)
         reason = f"what it says cannot be worked with ({type(error).__name__})"
         self._actions += [SetTimer(-client.id, until), Dismiss(client.id, client.incarnation, reason, error)]
-        self._fail_if_hopeless(f"every client was turned away, client {client.id} for {said(error)}")
+        self._fail_if_hopeless(f"every client was turned away, client {client.id} for {format_error(error)}")
 
     def _refuse(
         self, update: Update, assignment: Assignment | None, problem: str, now: float, error: Exception | None = None
@@ -202,7 +202,7 @@ class Admission:
         known = [client for client, num in self.roster.joins.items() if num]
         if len({*known, *self.absent}) >= self.limits.num_clients and all(map(self.backoff.is_bad, known)):
             return True
-        there = (*self.roster.clients, *self.roster.kept_out)
+        there = (*self.roster.clients, *self.roster.suspended)
         return bool(there) and all(map(self.backoff.is_hopeless, there))
 
     def _lost(self, event: Lost, now: float) -> None:
@@ -268,7 +268,7 @@ class Admission:
 
     def _drop(self, client: int, reason: str) -> None:
         """Forget a client; what it was working on is lost, what it has sent stays."""
-        if self.roster.kept_out.pop(client, None) is not None:
+        if self.roster.suspended.pop(client, None) is not None:
             self.roster.said_bytes.pop(client, None)
             return
         gone = self.roster.clients[client]

@@ -141,8 +141,8 @@ class Coordinator(Admission):
     def _timer(self, event: Timer, now: float) -> None:
         if event.id == TIME_UP:
             self._finish("max_time")
-        elif -event.id in self.roster.kept_out and not self.backoff.keeps_out(-event.id, now):
-            self._admit(self.roster.kept_out.pop(-event.id), now)
+        elif -event.id in self.roster.suspended and not self.backoff.keeps_out(-event.id, now):
+            self._admit(self.roster.suspended.pop(-event.id), now)
 
     # ---- what follows from an event ----
 

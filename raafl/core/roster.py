@@ -15,7 +15,7 @@ class Roster:
 
     Attributes:
         clients: id -> every client that joined and is neither lost nor suspended.
-        kept_out: id -> suspended clients that are still connected.
+        suspended: id -> suspended clients that are still connected.
         said_bytes: client -> memory that it declared, where a task showed that it has less.
         active: assignment id -> assignments that are out.
         late: ids of active assignments whose round closed without them; their updates are refused.
@@ -29,7 +29,7 @@ class Roster:
 
     def __init__(self) -> None:
         self.clients: dict[int, ClientInfo] = {}
-        self.kept_out: dict[int, ClientInfo] = {}
+        self.suspended: dict[int, ClientInfo] = {}
         self.said_bytes: dict[int, float] = {}
         self.active: dict[int, Assignment] = {}
         self.late: set[int] = set()
@@ -60,7 +60,7 @@ class Roster:
 
     def find(self, client: int) -> ClientInfo | None:
         """Return a client that is present, suspended or not, or None."""
-        return self.clients.get(client) or self.kept_out.get(client)
+        return self.clients.get(client) or self.suspended.get(client)
 
     @property
     def out(self) -> list[ClientInfo]:
@@ -77,7 +77,7 @@ class Roster:
 
     def keep_out(self, client: ClientInfo, said_bytes: float | None = None) -> None:
         """Add a suspended client; ``said_bytes`` is the memory it had declared, to be restored later."""
-        self.kept_out[client.id] = client
+        self.suspended[client.id] = client
         if said_bytes is not None:
             self.said_bytes[client.id] = said_bytes
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)

@@ -92,7 +92,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         "memory": to_plain(state.memory),
         "client_state": to_plain(state.clients.kept),
         "clients": [client_to_json(client) for client in roster.clients.values()],
-        "kept_out": [client_to_json(client) for client in roster.kept_out.values()],
+        "kept_out": [client_to_json(client) for client in roster.suspended.values()],
         "said_bytes": [[client, None if num == math.inf else num] for client, num in roster.said_bytes.items()],
         "active": [assignment_to_json(assignment) for assignment in roster.active.values()],
         "idle": list(roster.idle),
@@ -117,7 +117,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     state.memory.update(from_plain(data["memory"], device))
     if "client_state" in data:
         state.clients.kept.update(from_plain(data["client_state"], device))
-    for name, clients in (("clients", roster.clients), ("kept_out", roster.kept_out)):
+    for name, clients in (("clients", roster.clients), ("kept_out", roster.suspended)):
         clients.update({client.id: client for client in map(client_from_json, data.get(name, []))})
     for number, num_bytes in data.get("said_bytes", []):
         roster.said_bytes[number] = math.inf if num_bytes is None else num_bytes

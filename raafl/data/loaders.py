@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from raafl.data.tensors import Collate, Fetch
-from raafl.errors import BadInput, briefly, said
+from raafl.errors import BadInput, briefly, format_error
 from raafl.module_hooks import BATCH_HOOKS
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def reading(what: str) -> Iterator[None]:
     except BadInput:
         raise
     except Exception as error:
-        reason = f"{said(error)}: is there a data set without samples, or are samples not as that line takes them?"
+        reason = (
+            f"{format_error(error)}: is there a data set without samples, or are samples not as that line takes them?"
+        )
         if isinstance(error, OSError):
             path = f" '{error.filename}'" if error.filename else ""
             reason = f"{error.strerror or error}{path}: put the file there, or give the path that it has"

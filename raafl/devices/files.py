@@ -64,7 +64,7 @@ def no_file(text: str) -> str:
 
 
 def is_list(text: str) -> bool:
-    """Return whether ``text`` is a written-out list of devices rather than a path."""
+    """Check whether ``text`` is a written-out list of devices rather than a path."""
     return text.lstrip().startswith(("[", "{")) or "\n" in text
 
 

@@ -57,7 +57,7 @@ class Place:
         return (first + number) % self.num_gpus if self.chosen is None else self.chosen
 
     def num_sharing(self, gpu: int | None) -> int:
-        """Return how many processes share a GPU's memory (None: the machine's), the coordinator included."""
+        """Count the processes that share a GPU's memory (None: the machine's), the coordinator included."""
         if gpu is None:
             return self.num_ranks
         return max(sum(self.gpu_of(rank) == gpu for rank in range(self.num_ranks)), 1)

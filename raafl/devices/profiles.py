@@ -116,7 +116,7 @@ class Profile:
         return replace(predicted, compute_s=now + left_s / factor - begun)
 
     def available(self, at_s: float) -> bool:
-        """Return whether the client may work at this time."""
+        """Check whether the client may work at this time."""
         if self.availability is None:
             return True
         return any(start <= at_s < stop for start, stop in self._windows_near(at_s))
@@ -201,7 +201,7 @@ class Device(Profile):
             raise ValueError(f"device {self.name!r}: " + "; ".join(problems))
 
     def _says_nothing(self) -> bool:
-        """Return whether the entry has only a name, for devices that are all the default."""
+        """Check whether the entry has only a name, for devices that are all the default."""
         more = (self.bytes_per_s, self.availability, self.period_s, self.speed_changes)
         return self.name != _DEFAULTS["name"] and self.presence == "always" and more == (None,) * len(more)
 

@@ -12,7 +12,7 @@ import torch
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import BadInput, CodeFailed, GpuLost, TaskFailed, said
+from raafl.errors import BadInput, CodeFailed, GpuLost, TaskFailed, format_error
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.submodel import FlatTensors, Layout, Spec
 
@@ -35,7 +35,9 @@ def attempt(trainer: LocalTrainer, assignment: Assignment, received: FlatTensors
     except (BadInput, Stopped, TaskFailed):
         raise
     except Exception as error:
-        if trainer.crew is not None or not is_out_of_memory(error):  # a crew's other processes wait for this one
+        if trainer.process_group is not None or not is_out_of_memory(
+            error
+        ):  # a crew's other processes wait for this one
             raise _failed(trainer, assignment, error) from error
         traceback.clear_frames(error.__traceback__)  # they hold the task's tensors
     trainer.release()
@@ -58,8 +60,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _failed(trainer: LocalTrainer, assignment: Assignment, error: Exception) -> TaskFailed:
     where = f"task {assignment.task}, {_in_words(assignment.spec)}, {trainer.place}"
     if _is_lost(trainer.fabric.device):
-        return GpuLost(assignment.client, where, f"{said(error)}; its GPU takes no more work from it", in_full(error))
-    return TaskFailed(assignment.client, where, said(error), in_full(error))
+        return GpuLost(
+            assignment.client, where, f"{format_error(error)}; its GPU takes no more work from it", in_full(error)
+        )
+    return TaskFailed(assignment.client, where, format_error(error), in_full(error))
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -78,7 +82,7 @@ def measuring(version: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CodeFailed(f"evaluation of version {version}: {said(error)}", in_full(error)) from error
+        raise CodeFailed(f"evaluation of version {version}: {format_error(error)}", in_full(error)) from error
 
 
 def of_server(error: Exception, client: int | None = None) -> CodeFailed:
@@ -91,7 +95,7 @@ def of_server(error: Exception, client: int | None = None) -> CodeFailed:
     if isinstance(error, CodeFailed):
         return error
     over = "" if client is None else f", for client {client}"
-    failed = CodeFailed(f"the server{over}: {said(error)}", in_full(error))
+    failed = CodeFailed(f"the server{over}: {format_error(error)}", in_full(error))
     failed.__cause__ = error
     return failed
 

@@ -53,7 +53,7 @@ class TaskSteps:
     options: FabricOptions
     fabric: Fabric
     stop: threading.Event | None = None
-    crew: ClientProcesses | None = None
+    process_group: ClientProcesses | None = None
     link: ClientLink | None = None
     place = ""
     extra: Mapping[str, Any] = MappingProxyType({})
@@ -94,7 +94,7 @@ class TaskSteps:
         try:
             loop.begin()
             for batch, num_samples in data.batches(self._generator, self.training.batch_size, epochs, steps):
-                if self.crew is None and self.is_stopped():
+                if self.process_group is None and self.is_stopped():
                     raise Stopped
                 built.recorder.weight = float(num_samples)
                 loop.run(batch)
@@ -113,7 +113,7 @@ class TaskSteps:
             assignment, self.submodels, built.module, built.optimizer, received, num_batches, self._generator,
             loss=lambda batch, index: self._loss(built, batch, index % loop.per_epoch),
             backward=backward_of(lambda loss, _: self._backward(built, loss), built.module, built.optimizer, self.local,
-                                 self.options.gradient_clip_val, 1 if self.crew is None else self.crew.size),
+                                 self.options.gradient_clip_val, 1 if self.process_group is None else self.process_group.size),
             update=lambda: self._update(built, pull), down=built.down, up=built.up,
             draws=lambda seed: RngStream(self.fabric.device, seed), link=self.link,
         )  # fmt: skip
@@ -154,8 +154,8 @@ class TaskSteps:
         self.fabric.strategy.optimizer_step(optimizer)
         if hooks is None or not hooks.keeps_gradients:
             optimizer.zero_grad()
-        if self.crew is not None:
-            self.crew.stepped()
+        if self.process_group is not None:
+            self.process_group.stepped()
 
     def is_stopped(self) -> bool:
         """Check whether the task's result is no longer needed."""
@@ -220,7 +220,7 @@ class _Loop:
         if not self._skips_epoch:
             batch = self._built.transfer(batch, self._steps.fabric.device)
             self._skips_epoch = self._call("on_train_batch_start", batch, self.index) == -1
-            if self._skips_epoch and self._steps.crew is not None:
+            if self._skips_epoch and self._steps.process_group is not None:
                 raise BadInput(self._not_together("on_train_batch_start returns -1, to skip the rest of the epoch"))
             if self._skips_epoch:
                 self._schedule("step", self.index, plateau=False)
@@ -256,18 +256,23 @@ class _Loop:
 
     def _compute(self, batch: Any, is_due: bool) -> Tensor | None:
         """Compute loss and gradients of a batch; return the loss, None where the batch is skipped."""
-        steps, crew, hooks, module = self._steps, self._steps.crew, self._built.hooks, self._built.module
+        steps, process_group, hooks, module = (
+            self._steps,
+            self._steps.process_group,
+            self._built.hooks,
+            self._built.module,
+        )
         accumulate = steps.options.accumulate_grad_batches
         is_first = self.index % accumulate == 0
         try:
             loss = self.hook.loss(batch, self.num_batches)
         except SkippedBatch:
-            if crew is not None:
+            if process_group is not None:
                 raise BadInput(self._not_together("training_step returns None, to skip a batch")) from None
             if hooks is not None and is_first:  # as Lightning: the rest of the window must not add to the last step's
                 hooks.zero_grad(self._built.optimizer, self.epoch, self.index)
             return None
-        loss = loss if crew is None else crew.weighed(loss)
+        loss = loss if process_group is None else process_group.weighed(loss)
         self._total = self._total + widened(loss)
         self._num_losses += 1
         loss = loss / accumulate if accumulate > 1 else loss
@@ -275,10 +280,10 @@ class _Loop:
             if is_first:
                 hooks.zero_grad(self._built.optimizer, self.epoch, self.index)
             hooks.call("on_before_backward", loss)
-        with crew.summing(module) if crew is not None and is_due else nullcontext():
+        with process_group.summing(module) if process_group is not None and is_due else nullcontext():
             self.hook.backward(loss)
         self._has_gradient = True
-        if crew is not None and is_due and crew.average(steps.is_stopped()):
+        if process_group is not None and is_due and process_group.average(steps.is_stopped()):
             raise Stopped  # all together
         if hooks is None:  # nobody asks for either
             return None

@@ -88,22 +88,24 @@ class LocalTrainer(TaskSteps):
             return self._run(assignment, received, data)
 
     def _run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
-        crew, self.place = self.crew, "before its first batch"
-        data = data if crew is None else crew.begin(assignment, received, data)
+        process_group, self.place = self.process_group, "before its first batch"
+        data = data if process_group is None else process_group.begin(assignment, received, data)
         built = self.built(assignment.spec)
         received, built.down = self.payload.split(received, assignment.spec, "sent")
         self.announce(built, assignment, data)
         built.reset(received, assignment.lr_scale)
         # before seeding: reading a client's classes may draw from what its data set's transforms draw from
         masking = masked(built.module, data.classes() if self.local.masked else None)
-        seed_everything(assignment.seed if crew is None else crew.seed(assignment.seed), self.fabric.device)
+        seed_everything(
+            assignment.seed if process_group is None else process_group.seed(assignment.seed), self.fabric.device
+        )
         self._generator.manual_seed(assignment.seed)
         precision: Any = self._strategy.precision
         if self._scaler is not None:  # anew: what it has learned in one task would show in the next
             precision.scaler = torch.amp.GradScaler(self.fabric.device.type)
         with masking as classes:
             num_steps, loss, extra = self._steps(built, assignment, received, data)
-        loss = loss if crew is None else crew.finish(built.module, loss or 0.0, built.recorder)
+        loss = loss if process_group is None else process_group.finish(built.module, loss or 0.0, built.recorder)
         return self.ended(built, assignment, received, data, num_steps, loss, extra, classes)
 
     def ended(

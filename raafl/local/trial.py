@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from raafl.core.training import Training
 from raafl.data.federated import FederatedData
-from raafl.errors import BadInput, place_of
+from raafl.errors import BadInput, user_frame
 from raafl.local.record import Recorder
 from raafl.module_hooks import begin, transferred
 from raafl.optimizers import Schedule, configure
@@ -220,7 +220,7 @@ def _line(
         name, layer, args = entered[-1]
         text += f", where {name}, {' '.join(repr(layer).split())[:120]}, is given {shapes(args)}"
     reason = (str(error).splitlines() or [""])[0]
-    text += f": {type(error).__name__}: {reason}{place_of(error)}"
+    text += f": {type(error).__name__}: {reason}{user_frame(error)}"
     return text + (": make the model's arguments and the data fit" if batch is not None else "")
 
 

@@ -132,7 +132,7 @@ class _Worker(threading.Thread):
 
     @property
     def at_work(self) -> bool:
-        """Return whether it is running and not stuck in a call."""
+        """Check whether it is running and not stuck in a call."""
         return self.is_alive() and not self._look()
 
     def put(self, call: Callable[[Any], None], *, counted: bool = False) -> None:
@@ -190,7 +190,7 @@ class _Worker(threading.Thread):
                 self._fail(in_words(error))
 
     def _look(self) -> bool:
-        """Return whether the thread is stuck in a call; report it the first time."""
+        """Check whether the thread is stuck in a call; report it the first time."""
         since = self._since
         stuck = since is not None and time.monotonic() - since > CALL_S
         if stuck and self._error is None:

@@ -94,7 +94,7 @@ class Since:
 
 
 def is_a(logger: Any, name: str) -> bool:
-    """Return whether a logger is of the Lightning class of this name."""
+    """Check whether a logger is of the Lightning class of this name."""
     return any(cls.__name__ == name for cls in type(logger).__mro__)
 
 

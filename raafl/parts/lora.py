@@ -23,7 +23,7 @@ from raafl.errors import BadInput, nearest
 from raafl.parts.merge.low_rank import MEMORY, FedEx, FlexLoRA, FLoRA, HetLoRA, LowRank, RaFLoRA, pairs
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.wrapped import WrappedSelect
-from raafl.submodel.lora import Pair, pairs_of
+from raafl.submodel.lora import LoraPair, pairs_of
 
 LoRAMerge = Literal["hetlora", "flora", "flexlora", "raflora", "fedex", "ffa", "rolora"]
 """How adapters are merged."""
@@ -105,7 +105,7 @@ class Adapted(Local):
         return super().__str__() + (", A frozen" if self.lora == "ffa" else "")
 
 
-def _check_base(module: Any, pair: Pair, lora: str) -> None:
+def _check_base(module: Any, pair: LoraPair, lora: str) -> None:
     """Raise `BadInput` unless the weight beside an adapter can take up a product, and is nobody else's."""
     base = module.get_parameter(pair.base)
     shape = [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]

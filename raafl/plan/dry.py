@@ -88,7 +88,7 @@ class World:
             with skeleton():
                 module = make_model(experiment)
             self._submodels[key] = proven(experiment, module, self.data)
-            self._submodels[key].hold(module)  # what is frozen travels in no run, nor here
+            self._submodels[key].attach_base(module)  # what is frozen travels in no run, nor here
         return self._submodels[key]
 
     def cut_submodels(self) -> Submodels:
@@ -121,7 +121,7 @@ class World:
             module = make_model(experiment)
             submodels = proven(experiment, module, self.data)
             state = GlobalState(submodels, submodels.state(module))
-            submodels.hold(state.values)
+            submodels.attach_base(state.values)
         else:
             state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
         there = max(sum(client.profile.available(0.0) for client in self.clients), 1)

@@ -94,7 +94,7 @@ def _experiment(run: RecordedRun) -> dict[str, Any]:
 
 
 def _cut_short(run: RecordedRun) -> bool:
-    """Return whether a run ended before its limits."""
+    """Check whether a run ended before its limits."""
     return str((run.summary or {}).get("finished")) not in REASONS
 
 

@@ -72,7 +72,7 @@ def remove_leftovers(folder: Path) -> None:
             temporary.unlink()
 
 
-class Rows(Generic[Item]):
+class AppendFile(Generic[Item]):
     """A file that grows by whole rows; one writer.
 
     Attributes:
@@ -114,7 +114,7 @@ class Rows(Generic[Item]):
 
     @property
     def failing(self) -> bool:
-        """Return whether the last row could not be written."""
+        """Check whether the last row could not be written."""
         return bool(self._kept) or self._num_new_dropped > 0
 
     def add(self, item: Item) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from raafl.errors import BadInput
-from raafl.runfolder.append_file import Rows, atomic_file, read_table, remove_leftovers, say, write_table
+from raafl.runfolder.append_file import AppendFile, atomic_file, read_table, remove_leftovers, say, write_table
 from raafl.runfolder.schema import (
     CHECKPOINTS,
     CLIENT_COLUMNS,
@@ -107,7 +107,7 @@ class RunFolder:
         return folder
 
     def _open(self, *, new: bool) -> None:
-        opened: list[Rows[Any]] = []
+        opened: list[AppendFile[Any]] = []
         try:
             self._events = _Journal(self.path / JOURNAL, self._warn, self._remake, new=new)
             opened.append(self._events)
@@ -137,7 +137,7 @@ class RunFolder:
     @property
     def unwritten(self) -> dict[str, int]:
         """Return the rows missing in each file, pending or dropped; complete files are left out."""
-        files: tuple[Rows[Any], ...] = (self._events, self._metrics, self._clients)
+        files: tuple[AppendFile[Any], ...] = (self._events, self._metrics, self._clients)
         return {file.path.name: file.num_unwritten for file in files if file.num_unwritten}
 
     @property
@@ -282,7 +282,7 @@ def finite(value: Any) -> Any:
 _ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain).encode
 
 
-class _Journal(Rows[bytes]):
+class _Journal(AppendFile[bytes]):
     """Journal file: one JSON object a line, with a `gap` row where rows are missing."""
 
     def __init__(self, path: Path, warn: Callable[[str], None], remake: Callable[[], None], **options: Any) -> None:
@@ -305,7 +305,7 @@ class _Journal(Rows[bytes]):
         self._write(self._gap(num_rows))
 
 
-class _Table(Rows[list[Any]]):
+class _Table(AppendFile[list[Any]]):
     """CSV file with a header. None becomes an empty cell, mappings become JSON."""
 
     def __init__(

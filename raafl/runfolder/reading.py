@@ -132,7 +132,7 @@ class RecordedRun:
 
     @property
     def is_simulated(self) -> bool:
-        """Return whether its seconds are virtual."""
+        """Check whether its seconds are virtual."""
         return self.runtime == "simulated"
 
     @property

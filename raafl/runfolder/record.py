@@ -69,7 +69,7 @@ class RunRecord:
 
     @property
     def reached(self) -> bool:
-        """Return whether there are targets and all have been met."""
+        """Check whether there are targets and all have been met."""
         return bool(self.time_to) and all(at_s is not None for at_s in self.time_to.values())
 
     def restart_clock(self) -> None:
@@ -109,7 +109,7 @@ class RunRecord:
         with self._lock:
             self._turned_away[reason] += 1
 
-    def kept_out(self, client: int) -> None:
+    def suspended(self, client: int) -> None:
         """Count a suspension of a client."""
         self._kept_out[client] += 1
 

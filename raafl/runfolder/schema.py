@@ -170,7 +170,7 @@ TIME_TO: Final = "time_to/"
 
 
 def is_metric(column: str) -> bool:
-    """Return whether a column of metrics.csv is a metric of the model or of clients."""
+    """Check whether a column of metrics.csv is a metric of the model or of clients."""
     return column not in METRIC_COLUMNS and column not in RUN_COLUMNS and not column.startswith(TIME_TO)
 
 
@@ -237,7 +237,7 @@ def _hints(kind: type) -> Mapping[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value from JSON matches a type, without looking inside containers."""
+    """Check whether a value from JSON matches a type, without looking inside containers."""
     if hint is Any or get_origin(hint) is Literal:
         return True
     if get_origin(hint) is UnionType:

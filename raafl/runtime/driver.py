@@ -140,7 +140,7 @@ class Driver(ABC):
                 if error is not None:
                     self._blame(client, error)
             case Suspend(client, until, reason):
-                self.record.kept_out(client)
+                self.record.suspended(client)
                 num = self.coordinator.backoff.refused[client]
                 last = f"its last {num} updates were" if num > 1 else "its last update was"
                 self._note(f"client {client} is suspended for {duration(until - self.now)}: {last} refused ({reason})")

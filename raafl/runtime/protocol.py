@@ -163,7 +163,7 @@ class Welcome:
     def apply_to(self, submodels: Submodels) -> None:
         """Keep the named axes whole; raises `Refused` for a name that the model has not."""
         try:
-            submodels.keep_whole(dict.fromkeys(self.kept_whole, "not proven by the server"))
+            submodels.exclude_axis(dict.fromkeys(self.kept_whole, "not proven by the server"))
         except SpecError as error:
             raise Refused("bad-meta", f"kept_whole: {error}") from None
 

@@ -19,7 +19,7 @@ from raafl.core.types import ClientInfo, Limits, derive_seed
 from raafl.data.federated import ClientData, FederatedData
 from raafl.data.loaders import reading
 from raafl.devices.gpus import Place
-from raafl.errors import BadInput, said
+from raafl.errors import BadInput, format_error
 from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
 from raafl.local.prepare import prepare
@@ -88,7 +88,7 @@ def _prepared(experiment: Experiment) -> LightningModule:
         raise
     except Exception as error:  # the user's code, or its library's; of arguments and configs the words say enough
         is_plain = isinstance(error, ValueError | TypeError)
-        why = " ".join(str(error).split())[:400] if is_plain else said(error)
+        why = " ".join(str(error).split())[:400] if is_plain else format_error(error)
         raise BadInput(f"the model cannot be made: {why}") from error
     prepared: LightningModule = experiment.algorithm.local.prepare(module)
     return prepared
@@ -118,7 +118,7 @@ def proven_submodels(
     if type(select) is not Full:
         made = module if plain is None else plain()
         found = refuted(submodels if plain is None else submodels_of(options, made, batch), made, batch)
-        submodels.keep_whole({name: reason for name, reason in found.items() if name in submodels.axes})
+        submodels.exclude_axis({name: reason for name, reason in found.items() if name in submodels.axes})
     return submodels
 
 
@@ -162,7 +162,7 @@ def build(
     module = make_model(experiment)
     submodels = proven(experiment, module, data)
     state = GlobalState(submodels, submodels.state(module).to(experiment.server_device))
-    submodels.hold(state.values)
+    submodels.attach_base(state.values)
     clients = client_infos(experiment, data)
     if min_clients is None:
         min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
@@ -294,7 +294,7 @@ def client_parts(
     submodels = submodels_of(experiment.submodels, module, data.example_batch(2))
     if submodels.frozen:
         # of several forms of the base, a process that trains one client's tasks holds the one that these need
-        submodels.hold(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
+        submodels.attach_base(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
     return submodels, make_trainer(experiment, submodels, options, max_built)
 
 

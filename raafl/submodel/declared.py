@@ -62,7 +62,7 @@ def above(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts) + 1)]
 
 
-def said(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def declarations(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each part that declares ``attribute``, outermost first, as its path and its declaration."""
     for path, part in module.named_modules():
         value = getattr(part, attribute, None)
@@ -80,7 +80,7 @@ def find_stacks(module: nn.Module) -> dict[str, Stack]:
         SpecError: a declared path is not a `ModuleList` or `Sequential`.
     """
     stacks = {}
-    for prefix, declared in said(module, "submodel_blocks"):
+    for prefix, declared in declarations(module, "submodel_blocks"):
         for name, path in declared.items():
             stacks[join(prefix, name)] = _stack(module, join(prefix, path), name)
     known = [stack.path for stack in stacks.values()]
@@ -121,7 +121,7 @@ def find_exits(module: nn.Module) -> dict[str, Exit]:
         SpecError: a path in a mapping is not a module.
     """
     exits = {}
-    for prefix, declared in said(module, "submodel_exits"):
+    for prefix, declared in declarations(module, "submodel_exits"):
         for name, value in declared.items():
             if not isinstance(value, Mapping):
                 exits[join(prefix, name)] = Exit(tuple(join(prefix, path) for path in value))

@@ -171,7 +171,7 @@ def draw(module: nn.Module, seed: int) -> None:
             value.zero_()
 
 
-def place_of(error: Exception) -> str:
+def user_frame(error: Exception) -> str:
     """Return the last line outside torch and this package that an error passed, as ``file.py:line``."""
     place, frame = "", error.__traceback__
     while frame is not None:
@@ -186,6 +186,6 @@ def is_theirs(file: str) -> bool:
     return "/torch/" not in file and "/raafl/submodel/" not in file and not file.startswith("<")
 
 
-def line_of(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Return an error of the user's code in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -62,7 +62,7 @@ def unscaled(module: nn.Module) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class LoraPair:
     """The adapter of a linear layer, which adds ``scaling * B A`` to its weight; by names of tensors.
 
     Attributes:
@@ -78,7 +78,7 @@ class Pair:
     transposed: bool
 
 
-def pairs_of(module: nn.Module) -> tuple[tuple[Pair, ...], tuple[str, ...]]:
+def pairs_of(module: nn.Module) -> tuple[tuple[LoraPair, ...], tuple[str, ...]]:
     """Return the adapters of linear layers in ``module``, and the paths of LoRA layers on other layers."""
     pairs, others = [], []
     for path, layer in module.named_modules():
@@ -91,7 +91,9 @@ def pairs_of(module: nn.Module) -> tuple[tuple[Pair, ...], tuple[str, ...]]:
                 others.append(path)
                 continue
             a, b, base = (f"{path}.{name}".lstrip(".") for name in (down, up, "base_layer.weight"))
-            pairs.append(Pair(a, b, base, float(lora.scaling[adapter]), bool(getattr(lora, "fan_in_fan_out", False))))
+            pairs.append(
+                LoraPair(a, b, base, float(lora.scaling[adapter]), bool(getattr(lora, "fan_in_fan_out", False)))
+            )
     return tuple(pairs), tuple(others)
 
 

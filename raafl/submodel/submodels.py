@@ -24,7 +24,7 @@ from raafl.submodel.spec import FULL, Spec, SpecError
 
 if TYPE_CHECKING:
     from raafl.submodel.cost.predicted import Cost
-    from raafl.submodel.find.discover import Found
+    from raafl.submodel.find.discover import DiscoveredAxes
 
 Part = Literal["present", "sent", "trained"]
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Submodels:
         first = {id(p): name for name, p in self._parameters.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
-        self.found: Found | None = None
+        self.found: DiscoveredAxes | None = None
         self.whole_dims: dict[tuple[str, int], str] = {}  # of a tensor -> the reason, once `axes` has been asked for
         self.refuted: dict[str, str] = {}
 
@@ -123,7 +123,7 @@ class Submodels:
         """Everything that cannot shrink, with the reason: layers (`kept_whole`), and ``forward`` where it was not followed."""
         return self.kept_whole | ({} if self.problem is None else {"forward": self.problem})
 
-    def keep_whole(self, reasons: Mapping[str, str]) -> None:
+    def exclude_axis(self, reasons: Mapping[str, str]) -> None:
         """Remove axes, each with its reason, which `kept_whole` then reports; before any spec is used.
 
         Raises:
@@ -278,7 +278,7 @@ class Submodels:
 
     # ---- what does not travel ----
 
-    def hold(self, values: nn.Module | FlatTensors, again: Callable[[], nn.Module] | None = None) -> None:
+    def attach_base(self, values: nn.Module | FlatTensors, again: Callable[[], nn.Module] | None = None) -> None:
         """Attach the values of the frozen parameters, which are then not sent: server and client each have them.
 
         Args:
@@ -302,7 +302,7 @@ class Submodels:
         module = self.bases.module(base)
         form = type(self)(module, self.example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
         form._table, form.found = self._table, self.found
-        form.hold(module)
+        form.attach_base(module)
         if form.layout(part="trained") != self.layout(part="trained"):
             raise BadInput(f"submodel_hold('{base}') of {type(module).__name__} changes more than what is frozen")
         return form

@@ -117,7 +117,7 @@ class Progress:
             self._line(evaluation(state, self._width))
 
     def _is_news(self, state: ProgressState, now: float) -> bool:
-        """Return whether the run has begun and a line would differ from the last, or the last was long ago."""
+        """Check whether the run has begun and a line would differ from the last, or the last was long ago."""
         working = state.num_working if state.num_working is not None else sum(bool(one.doing) for one in state.clients)
         begun = state.version or state.num_updates or working
         said, self._said = self._said, (state.version, state.num_updates, working, state.num_there)

@@ -34,7 +34,7 @@ def shares_of(algorithm, run):
     """Client, and of each of its merged tasks the bytes down and up over those without compression."""
     module = algorithm.local.prepare(small_mlp())
     submodels = Submodels(module)
-    submodels.hold(module)  # what is frozen does not travel
+    submodels.attach_base(module)  # what is frozen does not travel
     payload = algorithm.local.payload(submodels)
     specs = {row["id"]: Spec.from_json(row["spec"]) for row in run.journal() if row["event"] == "assigned"}
     merged = sorted((row for row in run.rows() if row["outcome"] == "merged"), key=lambda row: row["client"])

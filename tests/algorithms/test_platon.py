@@ -72,7 +72,7 @@ def test_the_schedule_by_hand():
     assert cubic(0, 0.5, 0.5, 0, 1) == 0.5
 
 
-class Pair(nn.Module):
+class LoraPair(nn.Module):
     """Two weights, two units of one weight each."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ def test_three_steps_of_two_weights_by_hand():
 
     Ibar: 1/2, 5/4, 5/8 and 1, 1/2, 13/4. |I - Ibar|: 1/2, 3/4, 5/8 and 1, 1/2, 11/4. Ubar: 1/4, 1/2, 9/16 and 1/2, 1/2, 13/8.
     """
-    module = Pair()
+    module = LoraPair()
     submodels, local = Submodels(module), Sensitivity(0.5, 0.5)
     hook = MeasuredSensitivity(task_of(submodels, module), local)
     gradients = [[1.0, 1.0], [2.0, 0.0], [0.0, -3.0]]

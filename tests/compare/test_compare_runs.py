@@ -114,7 +114,11 @@ def test_a_flipped_digest_is_found(finished):
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_kept(tmp_path, capfd):
-    file = written(tmp_path, search=None, rows={"good": None, "bad": "--partition raafl.data.ClassesPerClient --partition.num_classes 99"})
+    file = written(
+        tmp_path,
+        search=None,
+        rows={"good": None, "bad": "--partition raafl.data.ClassesPerClient --partition.num_classes 99"},
+    )
     with pytest.raises(RunFailed, match="1 of 2 runs failed; the first: "):
         compare([file, "--output", str(tmp_path / "out"), "--no_page"])
     result = json.loads((tmp_path / "out" / "result.json").read_text())

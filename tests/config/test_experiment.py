@@ -230,13 +230,13 @@ def test_without_eval_every_the_model_is_measured_about_once_in_n_updates(algori
 
 def test_what_the_fields_say_of_themselves():
     both = {"model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "compress", "threads"}
-    assert set(marked("shared")) == both
-    assert set(marked("told")) == both | {"devices", "memory", "fabric", "waits"}
+    assert set(marked("must_match")) == both
+    assert set(marked("sent_to_clients")) == both | {"devices", "memory", "fabric", "waits"}
     assert set(marked("may_change")) == {
         "max_updates", "max_time", "target", "output", "resume", "progress", "logger", "workers", "name", "waits", "transport",
         "checkpoint_every", "checkpoint_s", "keep_checkpoints", "keep_best", "strict", "batch_clients",
     }  # fmt: skip
-    assert set(ABOUT) - set(marked("again")) == {"output", "resume", "logger"}
+    assert set(ABOUT) - set(marked("used_by_replay")) == {"output", "resume", "logger"}
     assert list(SECTIONS) == ["train", "submodels", "fabric", "guard", "rounds", "privacy", "compress", "waits"]
     assert all(kind().__class__ is kind for kind in SECTIONS.values())
 

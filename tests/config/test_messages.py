@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raafl.config.messages import line_of, place_of_field
+from raafl.config.messages import place_of_field, yaml_line
 from raafl.config.parse import parse
 from raafl.errors import BadInput
 from tests.habits.source import ROOT
@@ -31,8 +31,13 @@ def test_the_line_of_a_field_in_the_last_config_that_has_it(tmp_path):
 def test_the_line_of_an_argument_and_of_a_field_of_a_list(tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("model:\n  class_path: x\n  init_args:\n    lr: 1\ndevices:\n- {name: a}\n- name: b\n  count: 0\n")
-    assert [line_of(str(file), name) for name in ("model.lr", "devices.count", "devices.x", "seed")] == [4, 8, 5, None]
-    assert line_of(str(tmp_path / "none.yaml"), "seed") is None
+    assert [yaml_line(str(file), name) for name in ("model.lr", "devices.count", "devices.x", "seed")] == [
+        4,
+        8,
+        5,
+        None,
+    ]
+    assert yaml_line(str(tmp_path / "none.yaml"), "seed") is None
 
 
 def test_every_problem_of_every_file_and_option_is_said(tmp_path):

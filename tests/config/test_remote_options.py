@@ -125,7 +125,7 @@ def test_only_sections_that_matter_to_a_client_are_compared():
         return found and found.field
 
     assert different({**config, "max_updates": 7, "devices": None, "name": "x"}) is None
-    for name in marked("shared"):
+    for name in marked("must_match"):
         assert different({**config, name: "something else"}) == f"config.{name}"
     assert different({**config, "data": "mine"}, own_data=True) is None
     assert different(None) == "config"

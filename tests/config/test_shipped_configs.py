@@ -9,7 +9,7 @@ import pytest
 
 from tests.habits.source import ROOT
 
-CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.yaml"))
 NEED_DATA = r"class_path: raafl\.data\.(MNIST|CIFAR10|CIFAR100|SST2|AGNews|FPB|Shakespeare)\b"
 NEED_PACKAGE = r": package:(\w+)/"
 

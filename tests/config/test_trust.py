@@ -178,7 +178,7 @@ def test_what_a_client_does_not_use_it_never_sees():
         "config": "/tmp/evil.yaml", "model.class_path": "os.system", "privacy": {"seed_file": "/etc/passwd"}, "guard": SYSTEM,
     }  # fmt: skip
     taken = yaml.safe_load(from_server(yaml.safe_dump({**CONFIG, **unused})))
-    assert set(taken) <= {*marked("told"), "max_updates"} and taken == yaml.safe_load(
+    assert set(taken) <= {*marked("sent_to_clients"), "max_updates"} and taken == yaml.safe_load(
         from_server(QUICKSTART.read_text())
     )
 

@@ -102,7 +102,7 @@ def test_tasks_left_unanswered_until_the_timeout_count_as_refusals_do():
     assert [action for action in actions if not isinstance(action, Settled)] == [
         SetTimer(-2, 12.0), Suspend(2, 12.0, "not answered"),
     ]  # fmt: skip
-    assert list(coordinator.roster.kept_out) == [2]
+    assert list(coordinator.roster.suspended) == [2]
     assert list(assigned(coordinator.handle(Timer(-2), 12.0))) == [2]
 
 
@@ -133,7 +133,7 @@ def test_who_is_late_again_and_again_is_suspended_however_it_ends(leaves):
             life += 1
             actions += coordinator.handle(Joined(ClientInfo(3, 1, incarnation=life)), now)
         tasks |= assigned(actions)
-    assert 3 not in tasks and list(coordinator.roster.kept_out) == [3]
+    assert 3 not in tasks and list(coordinator.roster.suspended) == [3]
     assert [action.at for action in actions if isinstance(action, SetTimer) and action.id == -3] == [12.0]
 
 

@@ -45,7 +45,7 @@ def test_a_client_refused_three_times_in_a_row_is_kept_out_for_a_while_and_comes
     tasks = assigned(join(coordinator, [1, 2]))
     actions, num = refuse_all(coordinator, tasks[1], now=5.0)
     assert num == 3 and actions[-2:] == [SetTimer(-1, 15.0), Suspend(1, 15.0, "non-finite")]
-    assert list(coordinator.roster.clients) == [2] and list(coordinator.roster.kept_out) == [1]
+    assert list(coordinator.roster.clients) == [2] and list(coordinator.roster.suspended) == [1]
     assert coordinator.handle(Timer(-1), 14.9) == []
     task = assigned(coordinator.handle(Timer(-1), 15.0))[1]
     actions, num = refuse_all(coordinator, task, now=16.0)
@@ -61,7 +61,7 @@ def test_who_is_kept_out_cannot_come_in_by_joining_anew():
     refuse_all(coordinator, assigned(join(coordinator, [1, 2]))[1])
     assert coordinator.handle(Joined(ClientInfo(1, 1, incarnation=1)), 3.0) == []
     coordinator.handle(Lost(1, "disconnected", 1), 4.0)
-    assert not coordinator.roster.kept_out and coordinator.handle(Timer(-1), 10.0) == []
+    assert not coordinator.roster.suspended and coordinator.handle(Timer(-1), 10.0) == []
     assert assigned(coordinator.handle(Joined(ClientInfo(1, 1, incarnation=2)), 10.0))[1].incarnation == 2
 
 

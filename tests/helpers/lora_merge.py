@@ -49,7 +49,7 @@ def state_of(algorithm, seed=0):
     submodels = Submodels(module, BATCH)
     state = GlobalState(submodels, submodels.state(module))
     state.values[B].normal_()  # peft starts it at 0
-    submodels.hold(state.values)
+    submodels.attach_base(state.values)
     return state
 
 

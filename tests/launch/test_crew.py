@@ -50,7 +50,7 @@ def together(size, make, task, stop=None):
 
     def run(rank):
         bench = benches[rank]
-        bench.trainer.crew = ClientProcesses(rank, size, sums.of(rank))
+        bench.trainer.process_group = ClientProcesses(rank, size, sums.of(rank))
         bench.trainer.stop = threading.Event()
         if rank == stop:
             bench.trainer.stop.set()
@@ -182,7 +182,7 @@ def test_shares_are_disjoint_and_weighed_by_their_rows():
 def test_what_is_drawn_beside_the_order_of_the_data_differs():
     crews = [ClientProcesses(rank, 3, lambda tensor: None) for rank in range(3)]
     assert crews[0].seed(11) == 11
-    assert len({crew.seed(11) for crew in crews}) == 3
+    assert len({process_group.seed(11) for process_group in crews}) == 3
 
 
 def test_gradients_are_summed_while_the_backward_pass_goes_on(monkeypatch):
@@ -194,13 +194,13 @@ def test_gradients_are_summed_while_the_backward_pass_goes_on(monkeypatch):
         events.append(tensor.numel())
         return lambda: events.append("waited")
 
-    crew = ClientProcesses(0, 2, begin_sum)
+    process_group = ClientProcesses(0, 2, begin_sum)
     net[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
-    with crew.summing(net):
+    with process_group.summing(net):
         net[:3](torch.ones(2, 4)).sum().backward()
     assert events == ["first layer"]  # the unused layer's bucket comes before all others, and holds them up
     events.clear()
-    assert not crew.average(stop=False)
+    assert not process_group.average(stop=False)
     assert events == [
         7,
         49,
@@ -214,7 +214,7 @@ def test_gradients_are_summed_while_the_backward_pass_goes_on(monkeypatch):
     net[3].requires_grad_(False)
     net.zero_grad()
     events.clear()
-    with crew.summing(net):
+    with process_group.summing(net):
         net[:3](torch.ones(2, 4)).sum().backward()
     assert events == [35, 36, "first layer", 25]
 

@@ -49,7 +49,7 @@ ILLEGAL = RuntimeError("CUDA error: an illegal memory access was encountered\nCU
 class Trainer:
     """Its task raises an error, and so does what a GPU is asked from then on, where it does not get over it."""
 
-    crew, place = None, "batch 2"
+    process_group, place = None, "batch 2"
 
     def __init__(self, monkeypatch, device, error, stays):
         self.fabric, self.error, self.stays = SimpleNamespace(device=torch.device(device)), error, stays

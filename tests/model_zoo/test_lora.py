@@ -63,7 +63,7 @@ def test_a_base_in_bf16_takes_half_and_what_trains_is_in_float32(make, task, hea
     costs = []
     for made in (whole, module):
         submodels = Submodels(made, (x, torch.zeros(3, dtype=torch.long)) if task != "CausalLM" else (x, x))
-        submodels.hold(made)
+        submodels.attach_base(made)
         assert submodels.problem is None and len(submodels.axes) == len(set(submodels.axes))
         costs.append((submodels.cost(FULL, 1), len(submodels.axes)))
     (before, axes), (after, same) = costs

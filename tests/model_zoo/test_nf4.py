@@ -87,7 +87,7 @@ def test_adapters_train_beside_four_bits_which_never_travel(make, shape, tmp_pat
     costs = []
     for made in (half, module):
         submodels = Submodels(made, batch)
-        submodels.hold(made)
+        submodels.attach_base(made)
         assert submodels.problem is None
         costs.append((submodels.cost(FULL, 1), sorted(submodels.axes)))
     (before, axes), (after, same) = costs

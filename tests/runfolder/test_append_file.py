@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from raafl.runfolder import append_file as rows_module
-from raafl.runfolder.append_file import Rows, atomic_file, read_table, remove_leftovers
+from raafl.runfolder.append_file import AppendFile, atomic_file, read_table, remove_leftovers
 from raafl.runfolder.events import read_events
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
@@ -55,7 +55,7 @@ def full_disk(monkeypatch, after_bytes=0):
         def __getattr__(self, name):
             return getattr(self._file, name)
 
-    original = Rows._write
+    original = AppendFile._write
 
     def write(self, data):
         file, self._file = self._file, Full(self._file)
@@ -65,7 +65,7 @@ def full_disk(monkeypatch, after_bytes=0):
             self._file = file
 
     with monkeypatch.context() as patch:
-        patch.setattr(Rows, "_write", write)
+        patch.setattr(AppendFile, "_write", write)
         yield
 
 
@@ -184,7 +184,7 @@ def test_a_folder_for_which_there_is_no_room_leaves_nothing(tmp_path, monkeypatc
 def test_a_device_that_is_always_full(tmp_path, warned, monkeypatch):
     monkeypatch.setattr(rows_module, "KEPT_ROWS", 2)
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    rows = Rows(tmp_path / "events.jsonl", bytes, warned.append, new=False)
+    rows = AppendFile(tmp_path / "events.jsonl", bytes, warned.append, new=False)
     for _ in range(5):
         rows.add(b"row\n")
     rows.close()

@@ -124,7 +124,7 @@ def test_a_frozen_base_that_is_held_takes_no_memory_to_count(monkeypatch):
 
     module = Adapted()
     submodels = Submodels(module, EXAMPLE)
-    submodels.hold(module)
+    submodels.attach_base(module)
     zeros, made = FlatTensors.zeros, []
     monkeypatch.setattr(
         FlatTensors, "zeros", lambda layout, *more: made.append(layout.num_bytes) or zeros(layout, *more)

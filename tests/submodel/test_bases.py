@@ -74,7 +74,7 @@ def words():
     torch.manual_seed(0)
     module = Words()
     submodels = Submodels(module, BATCH)
-    submodels.hold(module)
+    submodels.attach_base(module)
     return module, submodels
 
 
@@ -136,7 +136,7 @@ def test_a_client_holds_one_form_at_a_time_and_before_its_first_task_none(words)
         made[-1].load_state_dict(module.state_dict())
         return made[-1]
 
-    submodels.hold(module, again)
+    submodels.attach_base(module, again)
     assert submodels.base.digest == kept.base.digest and not made
     assert {tensor.device.type for tensor in submodels.base.tensors.values()} == {"meta"}
     for number, base in enumerate(("int8", "bf16", "fp32"), start=1):
@@ -165,7 +165,7 @@ def coordinator_of():
     module = Words()
     submodels = Submodels(module, BATCH)
     state = GlobalState(submodels, submodels.state(module))
-    submodels.hold(state.values)
+    submodels.attach_base(state.values)
     return coordinator_for(fed_async(submodel=Rated()), state, min_clients=1)
 
 

@@ -46,7 +46,7 @@ def test_what_trains_comes_first_and_the_frozen_base_last(halved):
     assert list(submodels.frozen) == base
     assert names(submodels.layout(part="present")) == [*last, "scale", *base]
     assert names(submodels.layout(part="sent")) == [*last, "scale", *base]  # nobody holds the base yet
-    submodels.hold(module)
+    submodels.attach_base(module)
     spec = Spec.select({}, trained=["last.bias"])
     assert names(submodels.layout(spec, "trained")) == ["last.bias", "scale"]
     assert names(submodels.layout(spec, "sent")) == ["last.bias", "scale", "last.weight"]
@@ -60,7 +60,7 @@ def test_the_bytes_of_a_task_by_hand(halved):
     sent, base = 4 * (2 * 5 + 2 + 2), 4 * (6 * 4 + 6 + 5 * 6 + 5)  # the last layer and the scale; the first two layers
     assert submodels.cost(whole, 2).down_bytes == sent + base
     before = submodels.cost(whole, 2).peak_bytes
-    submodels.hold(module)
+    submodels.attach_base(module)
     assert submodels.cost(whole, 2).down_bytes == submodels.cost(some, 2).down_bytes == sent
     assert submodels.cost(whole, 2).up_bytes == sent
     assert submodels.cost(whole, 2).peak_bytes == before - base  # no longer there twice, as received and in the module
@@ -72,7 +72,7 @@ def test_a_model_that_trains_whole_is_sent_whole():
     module = MLP(4, (3,), 2)
     submodels = Submodels(module)
     before = submodels.layout()
-    submodels.hold(module)
+    submodels.attach_base(module)
     assert submodels.base is None and not submodels.frozen
     assert submodels.layout(part="sent") == submodels.layout() == before
 
@@ -83,7 +83,7 @@ def test_a_small_module_on_the_base_is_the_one_that_was_sent_everything(halved, 
     spec, full = Spec.select(kept), submodels.state(module)
     everything = submodels.shrink(spec)
     submodels.plan(spec, "present").gather(full, out=everything.present)
-    submodels.hold(full)
+    submodels.attach_base(full)
     small = submodels.shrink(spec, base=submodels.base)
     submodels.plan(spec, "sent").gather(full, out=small.present)
     x = torch.randn(3, 4)
@@ -97,7 +97,7 @@ def test_a_small_module_on_the_base_is_the_one_that_was_sent_everything(halved, 
 
 def test_what_is_kept_whole_lies_in_memory_once(halved):
     module, submodels = halved
-    submodels.hold(module)
+    submodels.attach_base(module)
     whole = submodels.shrink(FULL, base=submodels.base).module
     cut = submodels.shrink(Spec.select({"first": range(2)}), base=submodels.base).module
     address = module.get_parameter("second.bias").data_ptr()
@@ -132,7 +132,7 @@ class Teacher(Net):
 
 def test_training_that_writes_to_a_frozen_parameter_is_refused():
     bench = Bench.of(Teacher)
-    bench.submodels.hold(copy.deepcopy(bench.module))
+    bench.submodels.attach_base(copy.deepcopy(bench.module))
     with pytest.raises(
         BadInput, match=r"parameter 'average' has requires_grad=False, but training writes to it: make it"
     ):

@@ -52,7 +52,7 @@ def made(make, dtype=torch.float32):
         if "lora_" in name:
             nn.init.normal_(parameter, std=0.3)
     submodels = Submodels(module)
-    submodels.hold(module)
+    submodels.attach_base(module)
     return module, submodels
 
 

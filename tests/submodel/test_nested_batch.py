@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 from raafl.submodel.nested_batch import batch_tensors, mapped, meta_batch, num_samples, repeated, tensors_in, to_device
 
-Pair = namedtuple("Pair", "x y")
+LoraPair = namedtuple("Pair", "x y")
 
 
 class Strict(namedtuple("Strict", "x y")):
@@ -52,7 +52,7 @@ X = torch.arange(6.0).view(3, 2)
     ("batch", "parts"),
     [
         ([X, (X, "text"), None], lambda b: [b[0], b[1][0]]),
-        (Pair(X, {"a": X}), lambda b: [b.x, b.y["a"]]),
+        (LoraPair(X, {"a": X}), lambda b: [b.x, b.y["a"]]),
         (Strict(X), lambda b: [b.x, b.y]),
         (Frozen(X, "b"), lambda b: [b.x]),
         (Slotted(X, Frozen(X)), lambda b: [b.x, b.inner.x]),

@@ -14,7 +14,7 @@ from raafl.core.local import Hook, Task
 from raafl.errors import BadInput
 from raafl.parts.local.swap_parameters import patched, quiet
 from raafl.submodel import EarlyLogits, Submodels, add_exits
-from raafl.submodel.declared import find_stacks, join, said
+from raafl.submodel.declared import declarations, find_stacks, join
 from raafl.submodel.depth.tails import tail_of
 
 IGNORED = -100
@@ -27,7 +27,7 @@ def with_every_exit(module: nn.Module) -> nn.Module:
     A module that declares exits, or contains no such model or several, is returned unchanged.
     """
     found = [part for part in module.modules() if tail_of(part) is not None]
-    if len(found) != 1 or any(True for _ in said(module, "submodel_exits")):
+    if len(found) != 1 or any(True for _ in declarations(module, "submodel_exits")):
         return module
     stacks = list(find_stacks(found[0]).values())
     if len(stacks) == 1 and len(stacks[0]) > 1:

@@ -35,7 +35,7 @@ from raafl.core.types import Update, derive_seed
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import Spec, Submodels
-from raafl.submodel.lora import Pair, pairs_of
+from raafl.submodel.lora import LoraPair, pairs_of
 
 MEMORY = "lora"
 """In `GlobalState.memory`: versions by client ("at_work"), A and B by version ("starts"), what was received ("updates")."""
@@ -44,7 +44,7 @@ Term = tuple[Tensor, list[int], Tensor, Tensor]
 """What is added to M: a coefficient for each rank, which ranks, B and A."""
 
 
-def pairs(submodels: Submodels) -> tuple[Pair, ...]:
+def pairs(submodels: Submodels) -> tuple[LoraPair, ...]:
     """Return the adapters of the model's linear layers."""
     return submodels.cached("lora pairs", "", lambda: pairs_of(submodels.module)[0])
 
@@ -131,7 +131,9 @@ class LowRank(Wrapped):
         return keep, terms
 
     @abstractmethod
-    def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
+    def fold(
+        self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
+    ) -> None:
         """Set A and B of one layer, and its base, in place.
 
         Args:
@@ -157,7 +159,9 @@ class HetLoRA(LowRank):
         # so little more that it counts only where no adapter does anything yet
         return weight * (math.sqrt(max(squared, 0.0)) + 1e-30)
 
-    def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
+    def fold(
+        self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
+    ) -> None:
         """Set A and B to their weighted means."""
         for (name, dim), was in zip(((pair.b, 1), (pair.a, 0)), old, strict=True):
             new = was.movedim(dim, 0) * keep.to(was)[:, None]
@@ -176,7 +180,9 @@ class FedEx(LowRank):
 
     moves_base = True
 
-    def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
+    def fold(
+        self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
+    ) -> None:
         """Add the residual to the base."""
         left, right = _stacked(old, keep, terms)
         _add_to_base(state, pair, left @ right - state.values[pair.b].to(left) @ state.values[pair.a].to(left))
@@ -192,7 +198,9 @@ class FLoRA(LowRank):
 
     moves_base = True
 
-    def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
+    def fold(
+        self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
+    ) -> None:
         """Add the stack to the base, and reset the adapter."""
         left, right = _stacked(old, keep, terms)
         _add_to_base(state, pair, left @ right)
@@ -212,7 +220,9 @@ class FlexLoRA(LowRank):
     The base stays, so in FedAsync a stale update is mixed in as it is, ``(1 - a) M + a B_i A_i``, as FedAsync mixes values.
     """
 
-    def fold(self, state: GlobalState, pair: Pair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]) -> None:
+    def fold(
+        self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
+    ) -> None:
         """Set A and B to the truncated singular value decomposition."""
         u, s, v = _svd(*_stacked(old, keep, terms))
         a, b = state.values[pair.a], state.values[pair.b]
@@ -280,5 +290,5 @@ def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q @ u, s, v @ p.T
 
 
-def _add_to_base(state: GlobalState, pair: Pair, product: Tensor) -> None:
+def _add_to_base(state: GlobalState, pair: LoraPair, product: Tensor) -> None:
     state.values[pair.base].add_((product.T if pair.transposed else product) * pair.scaling)

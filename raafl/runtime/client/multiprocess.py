@@ -138,7 +138,7 @@ class ClientGroup:
             for number, pair in self._pairs.items():  # before what waits for them
                 threading.Thread(target=self._watch, args=(number, pair), name=f"process-{number}", daemon=True).start()
             self._join_group(site)
-            site.trainer.crew = ClientProcesses(self.rank, self.size, self._begin_sum, self._announce)
+            site.trainer.process_group = ClientProcesses(self.rank, self.size, self._begin_sum, self._announce)
             return site
 
         return make
@@ -198,7 +198,7 @@ class ClientGroup:
         tasks: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, args=(pair, tasks), name="leader", daemon=True).start()
         self._join_group(site)
-        site.trainer.crew = ClientProcesses(self.rank, self.size, self._begin_sum)
+        site.trainer.process_group = ClientProcesses(self.rank, self.size, self._begin_sum)
         received: FlatTensors | None = None
         while (assignment := tasks.get()) is not None:
             layout = site.trainer.payload.layout(assignment.spec, "sent")

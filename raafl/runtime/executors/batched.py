@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
-from raafl.errors import TaskFailed, said
+from raafl.errors import TaskFailed, format_error
 from raafl.local.failure import attempt, is_out_of_memory
 from raafl.local.rng import generators, same_generators
 from raafl.local.stacked import CohortTrainer, Member, Parted, Trained, Unstackable
@@ -286,7 +286,7 @@ class BatchedExecutor(Executor):
                     asked_s += time.thread_time() - begun
                     different = different or _difference(update, other, drawn)
                 except Exception as error:
-                    different = different or said(error)
+                    different = different or format_error(error)
             else:
                 different = "the training step fails"
             found.append(update)
@@ -309,7 +309,7 @@ class BatchedExecutor(Executor):
                 return
         if is_out_of_memory(error):
             self._trainer.release()
-        standing.reason = str(error) if isinstance(error, Unstackable) else said(error)
+        standing.reason = str(error) if isinstance(error, Unstackable) else format_error(error)
         self._order.pop(kind, None)
         self._say(standing.reason)
 

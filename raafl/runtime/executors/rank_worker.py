@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment
-from raafl.errors import GpuLost, TaskFailed, said
+from raafl.errors import GpuLost, TaskFailed, format_error
 from raafl.local.evaluate import Evaluator
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
@@ -109,7 +109,7 @@ def _measured(made: Callable[[], Evaluator], asked: Measure, values: FlatTensors
             evaluator.fill(values)
         return Message(Kind.MEASURED, meta=evaluator.noted(asked.start, asked.stop))
     except Exception as error:  # rank 0 measures on them itself, and says what there is to say
-        return Message(Kind.FAILED, meta=Failed(error=said(error)).to_meta())
+        return Message(Kind.FAILED, meta=Failed(error=format_error(error)).to_meta())
 
 
 def _answer(inner: Executor, assignment: Assignment) -> Message:

@@ -28,7 +28,7 @@ from raafl.core.types import (
     Stop,
     Timer,
 )
-from raafl.errors import CodeFailed, TaskFailed, said
+from raafl.errors import CodeFailed, TaskFailed, format_error
 from raafl.local.evaluate import Evaluator
 from raafl.local.failure import leave_traceback, of_server
 from raafl.runfolder.record import RunRecord
@@ -138,7 +138,7 @@ class Server(Driver):
         self._start = time.perf_counter() - self._resumed_at
         self._alone_since = time.perf_counter()
         roster = self.coordinator.roster
-        for client in sorted([*roster.clients.values(), *roster.kept_out.values()], key=lambda client: client.id):
+        for client in sorted([*roster.clients.values(), *roster.suspended.values()], key=lambda client: client.id):
             self._handle(Lost(client.id, RESTART, client.incarnation), self.now)  # of an earlier life
         if self._evaluator is not None:
             self._evaluator.start()
@@ -164,7 +164,7 @@ class Server(Driver):
 
     def _blame(self, client: int, error: Exception) -> None:
         self.record.turned_away(ERROR)
-        self._keep_traceback(f"client {client} was turned away: {said(error)}", error)
+        self._keep_traceback(f"client {client} was turned away: {format_error(error)}", error)
 
     def _keep_traceback(self, why: str, error: Exception) -> None:
         """Warn of an error that ends no run, and leave its traceback in the folder; of very many the first."""

@@ -14,8 +14,8 @@ from raafl.submodel.flat import FlatTensors
 from raafl.submodel.isolated_run import (
     call,
     draw,
-    line_of,
     loss_of,
+    one_line,
     seeded,
     settle,
     uncached,
@@ -217,7 +217,7 @@ def _with_some(make: Make, spec: Spec, batch: Any, default: str, step: Step) -> 
 
 
 def _not_followed(error: Exception) -> str:
-    return f"the training step cannot be followed without values ({line_of(error)})"
+    return f"the training step cannot be followed without values ({one_line(error)})"
 
 
 def _runs_whole(make: Make, batch: Any) -> bool:
@@ -297,7 +297,7 @@ class _Run:
             state = _SLOTS * self.gradient_bytes
             update_bytes = gradients + state
             moved_bytes += 3 * self.gradient_bytes + 2 * state
-            why = f"the optimiser's step cannot be followed without values ({line_of(error)})"
+            why = f"the optimiser's step cannot be followed without values ({one_line(error)})"
             guessed = f"{why}: {_SLOTS} values of its own count for each trained one"
         return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops, num_kernels, guessed)
 

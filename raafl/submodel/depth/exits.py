@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from raafl.errors import BadInput
 from raafl.submodel.cut.shrink import StandIn
-from raafl.submodel.declared import Stack, find_stacks, said
+from raafl.submodel.declared import Stack, declarations, find_stacks
 from raafl.submodel.depth.tails import TAILS, tail_of
 
 
@@ -70,7 +70,7 @@ def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
     if not depths:
         return
     name = type(module).__name__
-    own = next((path for path, _ in said(module, "submodel_exits")), None)
+    own = next((path for path, _ in declarations(module, "submodel_exits")), None)
     if own is not None:
         where = f"'{own}' of {name}" if own else name
         raise BadInput(

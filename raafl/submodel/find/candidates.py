@@ -10,10 +10,10 @@ from torch import nn
 from raafl.submodel.axes import Axis, Member
 from raafl.submodel.cut.layers import produces
 from raafl.submodel.cut.sizes import Extent
-from raafl.submodel.declared import above, join, said, within
+from raafl.submodel.declared import above, declarations, join, within
 from raafl.submodel.find.held import held
 from raafl.submodel.find.labels import Atom, Dim, Reason
-from raafl.submodel.find.trace import Seen
+from raafl.submodel.find.trace import TraceResult
 from raafl.submodel.packages import is_packaged
 
 MOST_MEMBERS = 512
@@ -24,7 +24,7 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class Occurrence:
     """Position of an atom in a tensor: unit i covers ``start + [i * unit, (i + 1) * unit)``, for each of ``starts``."""
 
     name: str
@@ -46,7 +46,7 @@ class Candidate:
     """
 
     atom: Atom
-    spots: list[Spot] = field(default_factory=list)
+    spots: list[Occurrence] = field(default_factory=list)
     outside: set[Atom] = field(default_factory=set)
 
     @property
@@ -65,7 +65,9 @@ class Candidates:
         whole: (tensor, dimension) -> why it, or a part of it, cannot shrink.
     """
 
-    def __init__(self, seen: Seen, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()) -> None:
+    def __init__(
+        self, seen: TraceResult, module: nn.Module, residual_width: bool, declared: Iterable[Axis] = ()
+    ) -> None:
         """Choose the axes of ``module`` from a trace, beside those that parts of the module declare."""
         self._declared = {(member.name, member.dim) for axis in declared for member in axis.members}
         self.seen, self.module = seen, module
@@ -115,14 +117,14 @@ class Candidates:
     def _collect(self, name: str, place: int, dim: Dim) -> None:
         for atom, starts, unit, outside in _spots(dim, (0,), 1, ()):
             candidate = self._by_atom.setdefault(atom, Candidate(atom))
-            candidate.spots.append(Spot(name, place, starts, unit, dim.is_read, dim.is_made))
+            candidate.spots.append(Occurrence(name, place, starts, unit, dim.is_read, dim.is_made))
             candidate.outside.update(other for other in outside if other is not atom)
 
     def _copy_to_exits(self) -> None:
         """Let a module that takes another's place at an exit have the axes of that one, which the steps did not call."""
         places = [
             (join(prefix, place), join(prefix, path))
-            for prefix, exits in said(self.module, "submodel_exits")
+            for prefix, exits in declarations(self.module, "submodel_exits")
             for one in exits.values()
             for place, path in (one.items() if isinstance(one, Mapping) else ())
         ]

@@ -11,16 +11,16 @@ from torch import nn
 from raafl.submodel import lora
 from raafl.submodel.axes import Axis, Member, Shapes, declared_axes
 from raafl.submodel.cut.sizes import Sizes
-from raafl.submodel.declared import said
+from raafl.submodel.declared import declarations
 from raafl.submodel.find.candidates import Candidates
 from raafl.submodel.find.labels import Reason
-from raafl.submodel.find.trace import Seen, trace
+from raafl.submodel.find.trace import TraceResult, trace
 
 _REMEDY = "declare `submodel_axes` on the model, or train the full model"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DiscoveredAxes:
     """Result of the search for axes.
 
     Attributes:
@@ -55,7 +55,7 @@ def discover_axes(
     *,
     residual_width: bool = False,
     only_ranks: bool = True,
-) -> Found:
+) -> DiscoveredAxes:
     """Find the axes of ``module`` from a step on ``batch``, or on a generated one.
 
     Outputs are never on an axis.
@@ -71,13 +71,13 @@ def discover_axes(
     ranks = lora.ranks(module)
     if ranks and only_ranks:
         one = {axis.name: "it has one unit" for axis in ranks if axis.size == 1}
-        return Found([axis for axis in ranks if axis.size > 1], kept_whole=one, unscaled=lora.unscaled(module))
+        return DiscoveredAxes([axis for axis in ranks if axis.size > 1], kept_whole=one, unscaled=lora.unscaled(module))
     declared = [axis for path, part in _parts(module) for axis in _declared(path, part, shapes, aliases)]
     seen = trace(module, batch)
     problem = None
     if seen.problem is not None:
         problem = f"axes of {type(module).__name__} were not found: {seen.problem}; {_REMEDY}"
-        seen = Seen({}, seen.labels, frozenset(), seen.watch)
+        seen = TraceResult({}, seen.labels, frozenset(), seen.watch)
     candidates = Candidates(seen, module, residual_width, declared)
     places = {name: place for place, name in enumerate(shapes)}
     found = candidates.found()
@@ -87,7 +87,7 @@ def discover_axes(
     for (name, dim), reason in whole.items():
         if seen.dims[name][dim].is_made or len(seen.dims[name]) == 1:
             kept_whole.setdefault(name.rpartition(".")[0] or name, str(reason))
-    return Found(
+    return DiscoveredAxes(
         axes, whole, kept_whole, seen.watch.solve(candidates.extent, {axis.name: axis.size for axis in found}),
         frozenset(name for name, c in candidates.axes.items() if c.atom.span is not None), candidates.unscaled(), problem,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def discover_axes(
 def _parts(module: nn.Module) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the parts that declare their axes, without those inside such a part."""
     paths: list[str] = []
-    for path, declaration in said(module, "submodel_axes"):
+    for path, declaration in declarations(module, "submodel_axes"):
         if not any(path.startswith(f"{other}.") for other in paths):
             paths.append(path)
             yield path, declaration

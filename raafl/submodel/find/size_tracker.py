@@ -111,7 +111,7 @@ class Attr:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SizeUse:
     """One size passed to a call.
 
     Attributes:
@@ -162,7 +162,7 @@ class SizeTracker(TorchFunctionMode):
     ) -> None:
         """Make the numbers stored in ``module``, a copy, remember where they come from."""
         super().__init__()
-        self.asked: list[Asked] = []
+        self.asked: list[SizeUse] = []
         self.numbers: dict[tuple[Origin, int], str] = {}
         self.running: list[tuple[str, str]] = []
         self._alone = {path for path, part in module.named_modules() if isinstance(part, ALONE)}
@@ -201,7 +201,7 @@ class SizeTracker(TorchFunctionMode):
                     origin = None if value is None else origin_of(value)
                     if value is not None and value < 0 and part.stop is not None:  # a slice that counts from the end
                         origin = ("add", self._dims_of(part.tensor)[part.dim], origin)
-                    self.asked.append(Asked(self.running[-1], site, where, name, origin, dim))
+                    self.asked.append(SizeUse(self.running[-1], site, where, name, origin, dim))
         return answer
 
     def _measured(self, args: Any, kwargs: Mapping[str, Any], answer: Any) -> Any:
@@ -258,7 +258,7 @@ class SizeTracker(TorchFunctionMode):
         def comes_to(origin: Origin, attributes: Mapping[Attribute, Extent]) -> list[int | None]:
             return [self._works_out(origin, attributes, extent_of, counts) for counts in samples]
 
-        def is_right(asked: Asked, extent: Extent) -> bool:
+        def is_right(asked: SizeUse, extent: Extent) -> bool:
             found = comes_to(asked.origin, attributes)
             return all(one in (extent(counts), -1) for one, counts in zip(found, samples, strict=True))
 
@@ -266,7 +266,7 @@ class SizeTracker(TorchFunctionMode):
         worked_out += [(origin, Extent.of({(): value})) for origin, value in self.numbers]
         for key in _spoiling(attributes, worked_out, comes_to, samples):
             del attributes[key]
-        places: dict[tuple[tuple[str, str], Site], list[tuple[Asked, Extent | None]]] = {}
+        places: dict[tuple[tuple[str, str], Site], list[tuple[SizeUse, Extent | None]]] = {}
         for asked, extent in zip(self.asked, extents, strict=True):
             places.setdefault((asked.method, asked.site), []).append((asked, extent))
         calls: dict[tuple[str, str], dict[Site, dict[Where, Extent]]] = {}

@@ -51,7 +51,7 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
 @dataclass
-class Seen:
+class TraceResult:
     """Result of tracing a model.
 
     Attributes:
@@ -154,7 +154,7 @@ def place_in_code() -> str:
     return ""
 
 
-def trace(module: nn.Module, batch: Any) -> Seen:
+def trace(module: nn.Module, batch: Any) -> TraceResult:
     """Follow one or more training steps of ``module``, or calls where it has no training step.
 
     Args:
@@ -179,9 +179,9 @@ def trace(module: nn.Module, batch: Any) -> Seen:
     return first
 
 
-def _unseen(module: nn.Module, problem: str) -> Seen:
+def _unseen(module: nn.Module, problem: str) -> TraceResult:
     labels = Labels()
-    return Seen(
+    return TraceResult(
         {}, labels, frozenset(), SizeTracker(nn.Module(), labels, lambda x: (), lambda x: False), problem=problem
     )
 
@@ -197,7 +197,7 @@ def _runs(module: nn.Module, batch: Any) -> bool:
     return True
 
 
-def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way: str) -> Seen:
+def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way: str) -> TraceResult:
     """Follow a step, or a call, in one way.
 
     "values" draws some; else all is on the meta device but, with "cpu", the tensors that code makes without saying where;
@@ -212,7 +212,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     parameters = frozenset(name for name, _ in copy.named_parameters())
     watch = SizeTracker(copy, tracer.labels, tracer.dims_of, tracer.knows)
     dims = {name: list(tracer.dims_of(tensor)) for name, tensor in tracer.named.items()}
-    seen = Seen(dims, tracer.labels, parameters, watch)
+    seen = TraceResult(dims, tracer.labels, parameters, watch)
     isolated_run.watch_outputs(
         copy, lambda path, given: seen.given.append((path, [d for x in given for d in tracer.dims_of(x)]))
     )
@@ -236,7 +236,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
                 end = min(time + patience, 5 * patience)
     except Exception as error:
         if time < TIMES:
-            seen.problem = ": ".join(filter(None, (isolated_run.place_of(error), isolated_run.line_of(error))))
+            seen.problem = ": ".join(filter(None, (isolated_run.user_frame(error), isolated_run.one_line(error))))
     if values and tracer.num_conditions and seen.problem is None:
         # once more as if no mask were all ones, so that padding is seen
         tracer.is_blind, tracer.num_conditions = True, 0

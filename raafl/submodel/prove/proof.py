@@ -23,7 +23,7 @@ from raafl.submodel.extract import CopyPlan
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.flat import FlatTensors, is_merged
 from raafl.submodel.frozen import select
-from raafl.submodel.isolated_run import line_of, loss_of, seeded, settle, undisturbed, watch_outputs
+from raafl.submodel.isolated_run import loss_of, one_line, seeded, settle, undisturbed, watch_outputs
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped
 from raafl.submodel.prove.narrow import drawn, narrowed, num_values, shortened
@@ -118,7 +118,7 @@ class _Proof:
             self.state = ModuleState(self.whole, self.submodels)
             self.first = self._step(self.whole, self.noise[0])
         except Exception as error:
-            return f"its training step does not run on drawn values: {line_of(error)}"
+            return f"its training step does not run on drawn values: {one_line(error)}"
         step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in _tensors(step)):
             return "its training step gives no finite numbers on drawn values"
@@ -195,7 +195,7 @@ class _Proof:
         try:
             small = self._step(self._made(equal, plan.gather(self.values)), noise)
         except Exception as error:
-            return f"its training step does not run: {line_of(error)}"
+            return f"its training step does not run: {one_line(error)}"
         whole = self._masked(plan, 0.0, noise)
         if whole.loss is not None and not torch.isfinite(whole.loss).all():
             whole = self._masked(plan, TINY, noise)
@@ -227,7 +227,7 @@ class _Proof:
         try:
             small = self._step(self._made(spec, self.submodels.plan(spec, "present").gather(self.values)), noise)
         except Exception as error:
-            return f"its training step does not run: {line_of(error)}"
+            return f"its training step does not run: {one_line(error)}"
         if not all(torch.isfinite(x).all() for x in _tensors(small)):
             return "its training step gives no finite numbers"
         return next(self._outputs(spec, small, self.first, math.inf), None)

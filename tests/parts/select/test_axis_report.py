@@ -109,7 +109,7 @@ def test_what_is_refuted_or_could_not_be_followed_is_whole_with_its_reason():
 
     batch = torch.randn(4, 6), torch.tensor([0, 1, 1, 0])
     submodels = Submodels(Wrong(), batch)
-    submodels.keep_whole(refuted(submodels, Wrong(), batch))
+    submodels.exclude_axis(refuted(submodels, Wrong(), batch))
     found = facts(submodels, [0.5], 2)
     assert found["axes"] == [] and found["rates"]["0.5"] == {"parameters": 1.0, "flops": 1.0}
     reasons = {(one["parameter"], one["dim"]): one["reason"] for one in found["whole"]}

@@ -60,7 +60,7 @@ def test_a_fused_layer_costs_the_same_on_drawn_values():
 
 
 @dataclass
-class Pair:
+class LoraPair:
     x: torch.Tensor
 
 
@@ -81,7 +81,7 @@ class Own(Recurrent):
 
 
 def test_a_batch_in_a_dataclass_costs_what_its_tensors_do():
-    plain, own = (Submodels(kind(True), batch).cost(FULL, 6) for kind, batch in ((Recurrent, X), (Own, Pair(X))))
+    plain, own = (Submodels(kind(True), batch).cost(FULL, 6) for kind, batch in ((Recurrent, X), (Own, LoraPair(X))))
     assert own == plain and own.guessed == ""
 
 

@@ -282,7 +282,7 @@ def test_subsets_separate_each_axis_from_each_other():
 
 def test_a_name_that_is_no_axis_is_refused():
     with pytest.raises(BadInput, match="axis 'fc9' is not one"):
-        Submodels(Net(), BATCH).keep_whole({"fc9": "because"})
+        Submodels(Net(), BATCH).exclude_axis({"fc9": "because"})
 
 
 def test_a_run_says_what_a_rate_leaves_and_what_is_not_proven(tmp_path):

@@ -152,7 +152,7 @@ WRONG = {
         "algorithm.optimizer is 'sgd': give one of adam, yogi, adagrad"
     ),
     "partition: {class_path: raafl.data.Dirichlet, init_args: {beta: 1}}": (
-        "unknown field partition.beta: known: alpha, min_samples, test_share"
+        "unknown field partition.beta: known: alpha, capped, min_samples, test_share, validation_share"
     ),
     "partition: {class_path: raafl.data.ClassesPerClient}": (
         "partition.num_classes is missing: give it in the config, or as --partition.num_classes VALUE"

@@ -1,4 +1,4 @@
-"""Simulated seconds to 93 % on MNIST: Fed-RAA against FedAvg and FedAsync (docs/fed-raa.md says how they were tuned).
+"""Simulated seconds to 93 % on MNIST: Fed-RAA against FedAvg and FedAsync (docs/methods/fed-raa.md says how they were tuned).
 
 Everything but what a row names is `configs/mnist-fed-raa.yaml`: model, data, clients, devices, learning rate, local
 epochs. The time is the virtual clock's when the global model first reaches the target, measured at every version; null
@@ -186,7 +186,7 @@ def comparison(seeds: Sequence[int] = SEEDS, beta: float = 0.3, options: tuple[s
 
 
 def full(seeds: Sequence[int] = SEEDS) -> list[Setting]:
-    """Return the whole table of docs/fed-raa.md."""
+    """Return the whole table of docs/methods/fed-raa.md."""
     settings = [*comparison(seeds), *comparison(seeds, beta=0.9)]
     for beta, (part, arguments), seed in itertools.product((0.3, 0.9), ABLATIONS, seeds):
         settings.append(Setting(part, "fed_raa", arguments, seed, beta))

@@ -150,7 +150,7 @@ def algorithm_page(name: str) -> str:
     if configs:
         lines += ["", "Configs made for it: " + ", ".join(f"`configs/{config}`" for config in configs) + "."]
     file = Path(module.__file__ or "").relative_to(ROOT)
-    lines += ["", f"The equations are in `{file}`; [methods](../methods.md) has the prose."]
+    lines += ["", f"The equations are in `{file}`; [methods](../methods/index.md) have the prose."]
     return "\n".join(lines) + "\n"
 
 

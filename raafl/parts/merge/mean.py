@@ -204,7 +204,7 @@ class Mean(Merge):
                 old.copy_(torch.where(on > 0, new, old))
 
     def too_stale(self, staleness: float) -> str | None:
-        """Return a warning where hardly any of the clients' work is kept; docs/fed-raa.md derives the rule.
+        """Return a warning where hardly any of the clients' work is kept; docs/methods/fed-raa.md derives the rule.
 
         A fraction a of an update that arrives s merges late undoes a fraction a of what these s merges did. So of its own progress
         Delta the model keeps p = a Delta - a s p, that is a Delta / (1 + a s): about Delta / s for any a, once a s is large, and

@@ -1,0 +1,26 @@
+"""Tables of docs are made from results, and from nothing else."""
+
+from __future__ import annotations
+
+from benchmarks.tables import markdown, pages, renewed
+
+
+def test_every_page_has_the_tables_of_its_results():
+    stale = [page.name for page in pages() if renewed(page.read_text()) != page.read_text()]
+    assert not stale, "run python -m benchmarks.tables"
+
+
+def test_a_table_is_replaced_between_its_marks_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.tables.ROOT", tmp_path)
+    row = {"row": "A", "seeds": [0, 1], "failed": 0, "time_to": {}, "final": {"mean": 0.5, "half": 0.25, "num": 2}}
+    (tmp_path / "r.json").write_text(
+        '{"name": "r", "date": "2026-01-02T03", "commit": null, "hardware": {"processor": "P"}, "metric": "accuracy",'
+        f' "reference": "A", "rows": [{str(row).replace(chr(39), chr(34))}]}}'
+    )
+    text = renewed("before\n<!-- table: r.json -->\nold\n<!-- end of table -->\nafter")
+    assert text.startswith("before\n<!-- table: r.json -->\n`raafl compare configs/papers/r.yaml`, 2026-01-02, P")
+    assert "| A | 0.5 ± 0.25 |" in text and "old" not in text and text.endswith("\n<!-- end of table -->\nafter")
+
+
+def test_markdown_escapes_bars():
+    assert markdown([["a", "b|c"], ["1", "2"]]) == "| a | b\\|c |\n| --- | --- |\n| 1 | 2 |"

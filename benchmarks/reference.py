@@ -136,7 +136,7 @@ def _default(field: Any) -> str:
 
 
 def _who(about: Any) -> str:
-        words = (("shared", about.must_match), ("told", about.sent_to_clients), ("resume", about.may_change))
+    words = (("shared", about.must_match), ("told", about.sent_to_clients), ("resume", about.may_change))
     return ", ".join(word for word, holds in words if holds)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import yaml
 
 from raafl.commands.cli import USAGE, main
+from raafl.compare.comparison import read
+from raafl.compare.runs import resolve
 from raafl.config.argv import values, without
 from raafl.config.bundled import with_paths
 from raafl.config.parse import parse
@@ -110,8 +112,17 @@ def check_raafl(argv: list[str], *, runs: bool) -> None:
             exits_well(argv)
     elif command == "plan":
         check_plan(rest, runs=runs)
+    elif command == "compare":
+        check_comparison(Path(rest[0]) if Path(rest[0]).exists() else ROOT / rest[0])
     elif runs and command not in NEVER_RUN:
         exits_well(argv)
+
+
+def check_comparison(path: Path) -> None:
+    """Read a comparison and parse its first row; tests/compare runs such files."""
+    comparison = read(path)
+    label, options = next(iter(comparison.rows.items()))
+    assert resolve(comparison.config, label, (*comparison.options, *options), comparison.seeds)
 
 
 def check_plan(rest: list[str], *, runs: bool) -> None:

@@ -21,7 +21,9 @@ def summary_of(folder):
 
 
 @pytest.mark.slow("a pretrained transformer")
-@pytest.mark.parametrize("example", ["lightning_digits", "plain_module", "hugging_face"])
+@pytest.mark.parametrize(
+    "example", ["lightning_digits", "plain_module", pytest.param("hugging_face", marks=pytest.mark.long)]
+)
 def test_an_example_is_short_and_runs(tmp_path, request, example):
     path, output = EXAMPLES / f"{example}.py", tmp_path / "run"
     assert len(path.read_text().splitlines()) < 40

@@ -140,7 +140,7 @@ def test_garbage_is_collected_after_quick_imports_as_before_them():
     assert in_fork(collects_again) == [True, False]
 
 
-@pytest.mark.slow("everything that torchmetrics can pull in is imported anew")
+@pytest.mark.long
 def test_after_a_lean_import_everything_else_imports_as_usual():
     optional = ("torchvision", "transformers", "scipy.signal", "matplotlib.pyplot")
     present = [n for n in optional if importlib.util.find_spec(n.partition(".")[0])]

@@ -39,6 +39,7 @@ def test_a_server_that_holds_on_to_what_clients_left_is_found():
     assert leaks([(1, 5, 12, 0), (1, 5, 15, 0)]) == ["server 1 held 12 open files without clients, later 15"]
 
 
+@pytest.mark.long
 @pytest.mark.slow("each kind of fault once takes its own dozen restarts")
 @pytest.mark.timeout(900)
 def test_a_federation_survives_every_kind_of_fault(tmp_path):

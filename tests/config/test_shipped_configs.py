@@ -27,7 +27,13 @@ def test_config_says_how_to_run_it(config):
 
 
 @pytest.mark.slow("some of the models are as large as their papers'")
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name == "configs/sst2-minilm-lora.yaml" else name
+        for name in CONFIGS
+    ],
+)
 def test_config_builds(config, tmp_path, request, monkeypatch):
     """Model, data, partition, devices and algorithm are built; the model is measured and tried for one step.
 

@@ -77,7 +77,11 @@ def run_python(block: Block, names: dict[str, object], here: Path) -> None:
 
 
 @pytest.mark.slow("what the docs show is run")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.long) if page.name == "fine-tuning.md" else page for page in PAGES],
+    ids=lambda page: page.name,
+)
 def test_every_block_does_what_it_says(page, here, finished, capsys):
     put_runs(page, here, finished)
     names: dict[str, object] = {}

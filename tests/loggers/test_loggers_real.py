@@ -102,6 +102,7 @@ def sweep_command() -> list[str]:
     return words[5:]
 
 
+@pytest.mark.long
 @pytest.mark.slow("wandb starts its own service, five times")
 @pytest.mark.timeout(600)
 def test_wandb_offline_has_it_all_and_goes_on_with_a_resumed_run(tmp_path):

@@ -131,6 +131,7 @@ def notes():
     return {(note["kind"], note["name"]): note for note in map(json.loads, result.stdout.splitlines())}
 
 
+@pytest.mark.long
 @pytest.mark.slow("eight processes train up to the limit of their memory")
 def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_model_does_not(notes):
     for kind, reserve in RESERVE.items():

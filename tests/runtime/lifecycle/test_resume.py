@@ -76,6 +76,7 @@ def test_a_run_that_crashed_knows_which_targets_it_had_met(tmp_path, monkeypatch
             assert resumed["time_to"][target] == at_s and set(cells) == {"", *written}
 
 
+@pytest.mark.long
 def test_a_run_killed_again_and_again_still_ends_the_same(tmp_path):
     """Real processes, SIGKILL, wherever it hits."""
     small = ("--config", CONFIG, *SMALL, "--max_updates=200")
@@ -145,6 +146,7 @@ def test_rank_0_killed_under_torchrun_goes_on_from_its_checkpoint_and_replays(tm
     assert replay(folder)["equal"] is True
 
 
+@pytest.mark.long
 def test_torchrun_brings_a_run_back_from_its_last_checkpoint_by_itself(tmp_path, torchrun):
     """With --max-restarts: a killed client ends all ranks of the node; the next attempt goes on."""
     folder = tmp_path / "run"

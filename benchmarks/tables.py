@@ -31,7 +31,12 @@ def written(result: dict[str, Any]) -> str:
         f"`raafl compare configs/papers/{result['name']}.yaml`, {result['date'][:10]}, {result['hardware']['processor']}, commit "
         f"`{(result['commit'] or 'unknown')[:8]}`: mean over {seeds} seeds ± half of its 95 % interval."
     )
-    return f"{source}\n\n{markdown(cells(result))}\n\n{shown}"
+    missing = (
+        [f"Not run: {', '.join(result['not_run'])}; the command without `--rows` runs them."]
+        if result.get("not_run")
+        else []
+    )
+    return "\n\n".join(filter(None, [source, markdown(cells(result)), shown, *missing]))
 
 
 def renewed(text: str) -> str:

@@ -65,7 +65,7 @@ def fed_dyn(
 
 @dataclass(frozen=True)
 class Regularised(Local):
-    """The proximal term, and the linear one."""
+    """Local training with a proximal and a linear term."""
 
     down: ClassVar[tuple[str, ...]] = (GRADIENT,)
     uses_gradients: ClassVar[bool] = True
@@ -79,7 +79,7 @@ class Regularised(Local):
 
 
 class _Steps(Hook):
-    """Takes g_k off each gradient; the proximal term is the trainer's."""
+    """Hook that subtracts g_k from each gradient; the trainer adds the proximal term."""
 
     def update(self) -> None:
         """Make a step."""
@@ -92,12 +92,12 @@ class _Steps(Hook):
 
 @dataclass(frozen=True)
 class Corrected(WithVariates):
-    """The mean, moved by -h / alpha; g_k and h follow from how far clients have moved."""
+    """Merge that moves the mean by -h / alpha and updates g_k and h from the clients' differences."""
 
     alpha: float
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Renew the client's gradient, and pass its values on."""
+        """Update the client's gradient g_k, and pass its values to the mean."""
         change, now = update.tensors.clone(), state.submodels.plan(spec).gather(state.values)
         for dtype, buffer in change.buffers.items():
             buffer.sub_(now.buffers[dtype])
@@ -109,7 +109,7 @@ class Corrected(WithVariates):
         self.inner.receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Take the mean, then move what it covers."""
+        """Apply the mean, then move the elements that it covers by -h / alpha."""
         super().apply(state)
         whole = state.submodels.layout(part="trained")
         on, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))

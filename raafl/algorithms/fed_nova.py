@@ -73,7 +73,7 @@ def fed_nova(
 
 @dataclass(frozen=True)
 class Counted(Local):
-    """Plain training that says how much it has done."""
+    """Plain local training that reports its amount of work tau_i."""
 
     def hook(self, task: Task) -> Hook:
         """Return the steps."""
@@ -81,7 +81,7 @@ class Counted(Local):
 
 
 class _Steps(Hook):
-    """Follows what the optimizer would make of gradients of 1."""
+    """Hook that runs the optimizer in parallel on a constant gradient of 1."""
 
     def __init__(self, task: Task, prox: float) -> None:
         super().__init__(task)
@@ -120,12 +120,12 @@ class Normalised(Merge):
     by_client: ClassVar[bool] = True
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Refuse what is no amount of work."""
+        """Return a reason if the reported work is not a positive number."""
         done = update.extra.get(DONE)
         return None if isinstance(done, float) and 1e-6 < done < 1e9 else "bad-extra"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Divide what was done by how much, in place, and add it to the sum."""
+        """Divide an update by its tau_i, in place, and add it to the sum."""
         memory, done = state.memory.setdefault("fed_nova", {"done": []}), float(update.extra[DONE])
         weight = (float(update.num_samples) if self.by_samples else 1.0) * self.staleness(staleness)
         for name, tensor in update.tensors.items():
@@ -135,7 +135,7 @@ class Normalised(Merge):
         memory["done"].append(done)
 
     def apply(self, state: GlobalState) -> None:
-        """Move each element by the mean of what was done, as far as the mean of how much."""
+        """Move each element by the mean normalised update times tau_eff."""
         memory = state.memory["fed_nova"]
         sums = Accumulator(state, memory)
         most = LIMIT * median_low(memory["done"])

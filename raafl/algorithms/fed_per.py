@@ -69,7 +69,7 @@ def fed_per(
 
 @dataclass(frozen=True)
 class Personal(Wrapped):
-    """A merge of the shared layers; each client's own are kept for it."""
+    """Merge of the shared layers; each client's own layers are stored for it."""
 
     local: Place = "head"
     layers: tuple[str, ...] | None = None
@@ -85,30 +85,30 @@ class Personal(Wrapped):
         return frozenset(name for name in names if within(name, head) == (self.local == "head"))
 
     def check(self, state: GlobalState) -> list[str]:
-        """Name the paths that are not there."""
+        """Return a problem for each path that the model does not have."""
         names = state.submodels.parameter_names
         wrong = [path for path in self.layers or () if not any(within(name, (path,)) for name in names)]
         problems = [f"layers has '{path}', where the model has no parameters: {nearest(path, names)}" for path in wrong]
         return super().check(state) + problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Say where nothing is shared."""
+        """Return a note if no layer is shared."""
         trained = state.submodels.parameter_names & state.submodels.layout(part="trained").by_name.keys()
         alone = [] if trained - self.own(state.submodels) else [Warn("nothing is shared: each client trains alone")]
         return super().notes(state, num_clients) + alone
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Put the client's own layers in."""
+        """Insert the client's own layers."""
         load_(state, OWN, client, spec, values, self.own(state.submodels))
         super().personalize(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Keep the client's own layers, and pass the update on."""
+        """Store the client's own layers, and pass the update on."""
         store_(state, OWN, update.client, spec, update.tensors, self.own(state.submodels))
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Fold in the shared layers; the others stay as they are."""
+        """Merge the shared layers; leave the others unchanged."""
         before = {name: state.values[name].clone() for name in self.own(state.submodels)}
         super().apply(state)
         for name, values in before.items():

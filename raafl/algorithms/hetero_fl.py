@@ -67,5 +67,5 @@ def hetero_fl(
 
 
 def by_class(mean: Mean, masked: bool) -> Merge:
-    """Return ``mean``, with output rows over the clients that have the class where the others mask it."""
+    """Wrap ``mean`` so that each output row is averaged only over clients that have samples of its class."""
     return LabelSplit(mean) if masked else mean

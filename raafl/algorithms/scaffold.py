@@ -88,7 +88,7 @@ class Controlled(Local):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Option I takes gradients that nobody averages."""
+        """Return False for option I, whose gradients at x no process averages."""
         return self.option == 2
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Controlled(Local):
 
 
 class _Steps(Hook):
-    """Adds c - c_i to each gradient, and sums the gradients that make the new c_i, in what goes up."""
+    """Hook that adds c - c_i to each gradient, and sums the gradients for the new c_i."""
 
     def __init__(self, task: Task, option: int) -> None:
         super().__init__(task)
@@ -108,7 +108,7 @@ class _Steps(Hook):
         self._correction = {name: c[name] - self._own[name] for name, _ in self._named}
 
     def loss(self, batch: Any, index: int) -> torch.Tensor:
-        """Return the loss of a batch; of option I, note the gradient at x first."""
+        """Return the loss of a batch; for option I record the gradient at x first."""
         if self._option == 1:
             with at(self.task.module, self.task.received):
                 loss = self.task.loss(batch, index)

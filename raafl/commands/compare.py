@@ -32,6 +32,10 @@ def compare(argv: Sequence[str], tell: Callable[[str], None]) -> str:
     """
     options = _options(argv)
     comparison = read(options.file)
+    left_out: list[str] = []
+    if options.rows:
+        left_out = [label for label in comparison.rows if label not in options.rows]
+        comparison = comparison.only(options.rows)
     folder: Path = options.output or Path("comparisons") / comparison.name
     if options.verify is not None:
         return _verify(folder, options.verify, tell, as_json=options.json)
@@ -56,7 +60,7 @@ def compare(argv: Sequence[str], tell: Callable[[str], None]) -> str:
         }
     by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # all rows of a seed before the next
     outcomes = runner.run_all(by_seed)
-    found = report.result(comparison, outcomes, trials, folder)
+    found = report.result(comparison, outcomes, trials, folder) | {"not_run": left_out}
     paths = report.write(found, folder, draws=not options.no_page)
     failed = [run for row in found["rows"] for run in row["runs"] if "error" in run]
     if failed:
@@ -73,6 +77,7 @@ def _options(argv: Sequence[str]) -> Namespace:
     )  # fmt: skip
     parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the comparison: config, rows, seeds, search, ...")
     parser.add_argument("--output", type=Path, metavar="DIR", help="its folder; default: comparisons/NAME")
+    parser.add_argument("--rows", nargs="+", metavar="LABEL", help="run these rows alone; the result names the others")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own")
     parser.add_argument(
         "--any_code", action="store_true", help="take finished runs of other versions of raafl's code too"
@@ -82,7 +87,9 @@ def _options(argv: Sequence[str]) -> Namespace:
     )
     parser.add_argument("--no_page", action="store_true", help="write no figure and no HTML page")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = options_of(parser, argv, "FILE.yaml, --output, --jobs, --any_code, --verify, --no_page and --json")
+    options = options_of(
+        parser, argv, "FILE.yaml, --output, --rows, --jobs, --any_code, --verify, --no_page and --json"
+    )
     at_least("jobs", options.jobs, 1)
     if options.verify is not None and not 0 < options.verify <= 1:
         raise BadInput(f"verify is {options.verify}: give a share of the runs above 0 and at most 1, such as 0.2")

@@ -6,7 +6,7 @@ import itertools
 import random
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,22 @@ class Comparison:
                 raise BadInput(f"{name} is '{label}', which is no row: {nearest(label, self.rows)}")
         if self.search is not None:
             self.search.check(list(self.rows), self.seeds)
+
+    def only(self, labels: Sequence[str]) -> Comparison:
+        """Return the comparison with some of its rows; raises `BadInput` for a label that is no row."""
+        for label in labels:
+            if label not in self.rows:
+                raise BadInput(f"rows has '{label}', which is no row of the comparison: {nearest(label, self.rows)}")
+        search = self.search
+        if search is not None:
+            search = replace(search, rows={label: grid for label, grid in search.rows.items() if label in labels})
+        return replace(
+            self,
+            rows={label: options for label, options in self.rows.items() if label in labels},
+            search=search,
+            baseline=self.baseline if self.baseline in labels else None,
+            published={label: value for label, value in self.published.items() if label in labels},
+        )
 
     @property
     def reference(self) -> str:

@@ -65,6 +65,19 @@ def test_bad_files_are_named(tmp_path, changes, message):
         read(written(tmp_path, **changes))
 
 
+def test_some_rows_alone(tmp_path):
+    search = {**SEARCH, "rows": {"B": {"--x": [1, 2]}}}
+    found = read(written(tmp_path, search=search, baseline="B", published={"A": 1, "B": 2})).only(["A"])
+    assert (list(found.rows), found.reference, dict(found.published), dict(found.search.rows)) == (
+        ["A"],
+        "A",
+        {"A": 1},
+        {},
+    )
+    with pytest.raises(BadInput, match="rows has 'C', which is no row"):
+        found.only(["C"])
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(BadInput, match=r"none.yaml' cannot be read"):
         read(tmp_path / "none.yaml")

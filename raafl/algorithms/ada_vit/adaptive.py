@@ -1,4 +1,4 @@
-"""Policies by input: which heads, sublayers and units a sample uses (AdaViT, Meng et al. 2022).
+"""Decide for each input which heads, sublayers and units to use (AdaViT, Meng et al. 2022).
 
 `Adaptive.prepare` gives a model small decision heads, which are parameters like any other. A policy lies in the module whose
 input it reads, as ``usage_policy``, and acts by forward hooks: what is decided against is computed, and multiplied by 0.
@@ -26,7 +26,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class UsagePolicy(nn.Module):
-    """Decides for each sample which units (heads) and sublayers are used: a linear layer and a gate for each of its logits.
+    """Policy network: a linear layer with a gate for each of its logits decides which units and sublayers a sample uses.
 
     While training, gates are drawn by Gumbel-softmax over open and closed, hard forward, and backward as the soft ones
     (straight-through); else a gate is open where its logit is above 0.
@@ -42,7 +42,7 @@ class UsagePolicy(nn.Module):
         self, width: int, units: int, sublayers: int, targets: tuple[float, float], temperature: float,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """Begin with gates as open as they are to be.
+        """Initialise the gates at the target usage.
 
         ``targets`` is the usage that is aimed at, of units and of sublayers, whose gates come last; ``dtype`` that of features.
         """
@@ -72,20 +72,20 @@ class UsagePolicy(nn.Module):
         return self.gates
 
     def clear(self) -> None:
-        """Forget what was decided."""
+        """Discard the recorded decisions."""
         self.gates, self.used = None, []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was decided: copies begin without."""
+        """Exclude the recorded decisions from copies."""
         return {**self.__dict__, "gates": None, "used": []}
 
     def of(self, place: int, x: Tensor, batch_dim: int) -> Tensor:
-        """Return gate ``place`` in a shape that multiplies ``x``, whose dimension ``batch_dim`` is the batch."""
+        """Return gate ``place``, shaped to multiply ``x``, whose batch is dimension ``batch_dim``."""
         gates = self._known(x, batch_dim)[:, place]
         return gates.to(x.dtype).view([len(gates) if dim == batch_dim else 1 for dim in range(x.dim())])
 
     def of_units(self, x: Tensor, batch_dim: int, dim: int) -> Tensor:
-        """Return the gates of all units in a shape that multiplies ``x``, whose dimension ``dim`` is made of them."""
+        """Return the gates of all units, shaped to multiply ``x``, whose dimension ``dim`` consists of the units."""
         gates, dim = self._known(x, batch_dim)[:, : self.units], dim % x.dim()
         gates = gates.repeat_interleave(x.shape[dim] // self.units, 1).to(x.dtype)
         return gates.view([x.shape[place] if place in (batch_dim, dim) else 1 for place in range(x.dim())])
@@ -247,7 +247,7 @@ class Adaptive(Local):
         return UsageLoss(task, self)
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Say what is gated, or that nothing is."""
+        """Return a note on which layers are gated, if any."""
         policies = list(_policies(submodels.module))
         if _has_lora(submodels.module):
             return [Warn("ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these")]
@@ -289,7 +289,7 @@ def _reader(block: nn.Module, path: str, axis: Axis) -> tuple[Any, Member | None
 
 
 def _width(layer: Any) -> int:
-    """Return the width of what a block's last layer gives, which is that of its input."""
+    """Return the output width of a block's last layer, equal to the block's input width."""
     return int(layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else layer.weight.shape[0])
 
 
@@ -312,7 +312,7 @@ def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tens
 
 
 class UsageLoss(Hook):
-    """Adds the usage loss to the module's own."""
+    """Hook that adds the usage loss to the module's loss."""
 
     def __init__(self, task: Task, local: Adaptive) -> None:
         super().__init__(task)
@@ -320,7 +320,7 @@ class UsageLoss(Hook):
         must_train(task, [policy.linear.weight for policy in self.policies], "ada_vit", NAME)
 
     def loss(self, batch: Any, index: int) -> Tensor:
-        """Return the module's loss, and that of the usage."""
+        """Return the module's loss plus the usage loss."""
         for policy in self.policies:
             policy.clear()
         loss = super().loss(batch, index)
@@ -328,7 +328,7 @@ class UsageLoss(Hook):
         return loss if usage is None else loss + self.local.weight * usage
 
     def close(self) -> None:
-        """Let go of what was decided."""
+        """Discard the recorded decisions."""
         for policy in self.policies:
             policy.clear()
 

@@ -124,7 +124,7 @@ def co_s2p(
 
 
 def _instead(asked: RollingWindows, submodel: Select | None) -> Select:
-    """Return ``submodel`` where it is given, which rules out every setting of masked windows."""
+    """Return ``submodel`` if it is given; then no setting of masked windows may be given."""
     if submodel is None:
         return asked
     usual = RollingWindows(list(RATES), segments=asked.segments, distils=asked.distils)

@@ -69,7 +69,7 @@ class MaskedAndDistilled(Local):
         return Hook(task)
 
     def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:
-        """Scores are no model: nothing is measured after a task that trains them."""
+        """Return False for a task that trains scores, since scores are not a model to evaluate."""
         return "masks" not in extra
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout:
@@ -110,7 +110,7 @@ class MaskedAndDistilled(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Say where there is nothing to distil."""
+        """Return a note for models without exits to distil."""
         if not self.distils or exit_depths(submodels):
             return []
         return ["the model has no exits between its blocks: nothing is distilled"]

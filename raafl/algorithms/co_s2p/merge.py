@@ -55,7 +55,7 @@ class ImportanceMerge(Merge):
         positive("segments", self.segments)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Say what the start values of late clients may take."""
+        """Return a note on the memory for the start values of late clients."""
         each = state.submodels.layout(part="trained").num_bytes
         return [
             "importance of updates: the server keeps what late clients started from, at most "
@@ -131,7 +131,7 @@ Place = tuple[int | None, Tensor]
 
 
 class _Table:
-    """The segments of everything that trains, counted through.
+    """Table of all trained segments, numbered consecutively.
 
     Attributes:
         num: of the segments.
@@ -169,7 +169,7 @@ class _Table:
         return dim, ids
 
     def places(self, submodels: Submodels, spec: Spec) -> dict[str, Place]:
-        """Return the places of the tensors that a submodel trains, as small as it has them."""
+        """Return the segments of the tensors that a submodel trains, in the submodel's shapes."""
         spec = submodels.normal(spec)
         return submodels.cached("importance of", (self._number, spec), lambda: self._found(submodels, spec))
 

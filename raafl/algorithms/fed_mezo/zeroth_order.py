@@ -48,7 +48,7 @@ PASSES = 3
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the seed of a step's perturbation z_t, where ``seed`` is the assignment's."""
+    """Return the seed of a step's perturbation z_t from the assignment's ``seed``."""
     return derive_seed(seed, "perturbation", step)
 
 
@@ -67,7 +67,7 @@ def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
 
 
 def replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: float, epsilon: float) -> None:
-    """Do to ``tensors``, in place, all that the steps of a task did to theirs: perturbations and updates."""
+    """Repeat on ``tensors``, in place, the perturbations and updates of a task's steps."""
     for step, scalar in enumerate(scalars):
         move_(tensors, step_seed(seed, step), epsilon, -2 * epsilon, epsilon - lr * scalar)
 
@@ -84,7 +84,7 @@ def _num_perturbed(submodels: Submodels, spec: Spec) -> int:
 
 
 def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
-    """Return the spec of what a task perturbs, where ``spec`` says that no tensor trains."""
+    """Return the spec of the tensors that a task perturbs; ``spec`` itself trains none."""
     return replace(spec, trained=None if trained is None else tuple(trained))
 
 
@@ -97,7 +97,7 @@ def pack(scalars: Sequence[float]) -> str:
 
 
 def unpack(text: Any) -> list[float] | None:
-    """Unpack the scalars that `pack` was given, or None where it cannot have made them."""
+    """Return the scalars in a text made by `pack`; None for any other text."""
     if not isinstance(text, str):
         return None
     try:
@@ -108,7 +108,7 @@ def unpack(text: Any) -> list[float] | None:
 
 
 def packed_bytes(num_scalars: int) -> int:
-    """Predict the length that `pack` makes of so many scalars."""
+    """Return the length of `pack`'s text for this many scalars."""
     return 4 * -(-4 * num_scalars // 3)
 
 
@@ -116,7 +116,7 @@ def packed_bytes(num_scalars: int) -> int:
 
 
 class Steps(Hook):
-    """MeZO's steps (Malladi et al. 2023, Algorithm 1), one for each batch, in the place of backward pass and optimiser."""
+    """Hook that replaces backward pass and optimiser by MeZO's steps (Malladi et al. 2023, Algorithm 1), one per batch."""
 
     def __init__(self, task: Task, lr: float, epsilon: float) -> None:
         super().__init__(task)
@@ -171,7 +171,7 @@ class Steps(Hook):
         return {SCALARS: pack(self.scalars)}
 
     def close(self) -> None:
-        """Have the module train as others do."""
+        """Restore the module's gradients."""
         self.task.module.train()
 
 
@@ -224,7 +224,7 @@ class ZerothOrder(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Say what goes up, and what becomes of batch norm."""
+        """Return notes on what is sent, and on batch norm."""
         count = _num_perturbed(submodels, Spec())
         notes = [
             f"zeroth order: {count:,} parameters are perturbed and nothing but a scalar for each batch goes up; accumulated "
@@ -245,10 +245,10 @@ class ZerothOrder(Local):
 
 @dataclass(frozen=True)
 class ForwardOnly(WrappedSelect):
-    """Another answer, of whose submodels no tensor comes back; notes for the merge from which seed each update came."""
+    """Select wrapper: no tensor of its submodels is sent back; it records each update's seed for the merge."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner answer's work, its parameters frozen for those who would compute gradients."""
+        """Return the inner select's work with all parameters frozen."""
         work = self.inner(client, fleet)
         expected = _num_batches(client, work, fleet)
         fleet.state.memory.setdefault(EXPECTED, {})[client.id] = expected
@@ -258,12 +258,12 @@ class ForwardOnly(WrappedSelect):
         return replace(work, spec=replace(work.spec, trained=()), extra=extra)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Expect no scalars of the client any more, and pass it on."""
+        """Drop the client's expected scalars, and pass the loss on."""
         fleet.state.memory.get(EXPECTED, {}).pop(client.id, None)
         self.inner.on_loss(client, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Note the seed, for the merge which receives the update next."""
+        """Record the seed for the merge, which receives the update next."""
         fleet.state.memory[ANSWERED] = {"seed": assignment.seed, "trained": assignment.extra.get("trained")}
         self.inner.on_update(client, assignment, seconds, fleet)
 

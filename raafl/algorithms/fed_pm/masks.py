@@ -103,7 +103,7 @@ class ScoreTraining(Hook):
     """
 
     def __init__(self, task: Task, floor: float, lr_factor: float | None) -> None:
-        """Turn probabilities into scores, ``s = log(p / (1 - p))``."""
+        """Convert probabilities to scores, ``s = log(p / (1 - p))``."""
         super().__init__(task)
         plain = isinstance(task.optimizer, torch.optim.SGD)
         self._lr_factor = lr_factor or (SGD_LR_FACTOR if plain else LR_FACTOR)
@@ -163,7 +163,7 @@ class ScoreTraining(Hook):
         return {} if finite else {DIVERGED: True}
 
     def close(self) -> None:
-        """Take masked weights away, unless the task has come to its end."""
+        """Remove the masked weights if the task did not finish."""
         if not self._done:
             self._uncover()
 
@@ -260,7 +260,7 @@ class ProbabilisticMaskTraining(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Say what is masked, and what stays as it is."""
+        """Return notes on which tensors are masked and which are not."""
         masked = scales_of(submodels, submodels.layout(part="trained"))
         num, total = sum(submodels.parameters[name] for name in masked), sum(submodels.parameters.values())
         rest = (

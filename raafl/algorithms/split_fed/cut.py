@@ -30,7 +30,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module: its path, the operations it lasted from and to, the call it was made in, and what it gave."""
+    """One call of a module: path, first and last operation, enclosing call, and output."""
 
     path: str
     parent: int
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass(slots=True)
 class _Value:
-    """A storage: when it came, when it was first and last used, what it is made of."""
+    """One storage: when it was created and first and last used, and what it was computed from."""
 
     came: int
     first: int = -1
@@ -89,7 +89,7 @@ class Outline:
 
 
 class Trace(Ledger):  # type: ignore[no-untyped-call]
-    """Follows a training step: calls of modules, and for each storage when it was used and what it is made of."""
+    """Tracer of a training step: module calls, and for each storage its uses and inputs."""
 
     def __init__(self, submodels: Submodels, batch: Any) -> None:
         """Prepare; `run` follows the step of ``batch``, whose tensors are on the meta device."""
@@ -135,7 +135,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation and note what it takes and makes."""
+        """Run one operation and record its inputs and outputs."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._now += 1
         operands = [self._value(tensor) for tensor in tensors_in((args, kwargs or {}))]
@@ -195,7 +195,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         return frozenset(value.name for value in self._values.values() if value.name and 0 <= value.first <= now)
 
     def replaced(self, call: Call, lower: frozenset[str]) -> list[Call]:
-        """Return the calls before ``call`` that the server does not make: the outermost of modules with tensors in ``lower``."""
+        """Return the calls before ``call`` that the server skips: the outermost of modules with tensors in ``lower``."""
         around = set()
         parent = call.parent
         while parent >= 0:

@@ -1,4 +1,4 @@
-"""One side's half of a model that is cut in two: its tensors, its layouts, its module, and how to run it.
+"""Hold one side of a model that is cut in two: its tensors, layouts and module, and how to run it.
 
 Both halves are run by the user's own `training_step`. The client's runs it up to the cut, where it ends. The server's runs
 all of it, but the modules below the cut give what their outputs look like, without values, and the module at the cut gives
@@ -32,7 +32,7 @@ Side = Literal["lower", "upper"]
 
 
 class Reached(BaseException):
-    """The client's half has come to the cut; not an `Exception`, which the user's own code might catch."""
+    """Signal that the client's half has reached the cut; not an `Exception`, which the user's own code might catch."""
 
     def __init__(self, output: Any) -> None:
         """Carry the output of the module at the cut."""
@@ -40,7 +40,7 @@ class Reached(BaseException):
 
 
 class Half(Submodels):
-    """One half of a model as if it were all there is: of the other half's tensors it has no values, and none travel."""
+    """One half of a model; the other half's tensors have no values and are not sent."""
 
     whole: Submodels
 
@@ -135,7 +135,7 @@ def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
 
 
 def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> Any:
-    """Call ``step`` as far as the module at ``path`` and return what that gives; nothing is logged."""
+    """Run ``step`` up to the module at ``path`` and return that module's output; nothing is logged."""
 
     def reached(part: nn.Module, args: Any, output: Any) -> None:
         raise Reached(output)
@@ -172,6 +172,6 @@ def replaced(module: nn.Module, outline: Outline, activation: Tensor) -> Abstrac
 
 
 def _given(outputs: list[Any]) -> Callable[..., Any]:
-    """Make a forward that gives what is known already, call by call."""
+    """Return a forward that replays known outputs, call by call."""
     known = iter(outputs)
     return lambda *args, **kwargs: next(known)

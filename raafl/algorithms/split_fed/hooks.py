@@ -30,7 +30,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @contextmanager
 def _no_skips() -> Iterator[None]:
-    """Refuse a training step that returns None: the other side waits for its half of the batch."""
+    """Raise for a training step that returns None, since the other side waits for its half of the batch."""
     try:
         yield
     except SkippedBatch:
@@ -41,7 +41,7 @@ def _no_skips() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A batch as the server's half gets it.
+    """Batch as the server's half receives it.
 
     Attributes:
         outline: what stands for the client's half.
@@ -63,7 +63,7 @@ class Received:
 
     @property
     def gradient(self) -> Tensor:
-        """The activation's, after the backward pass; zeros where the loss does not depend on it."""
+        """Return the activation's gradient after the backward pass; zeros if the loss does not depend on it."""
         return torch.zeros_like(self.activation) if self.activation.grad is None else self.activation.grad
 
 
@@ -77,7 +77,7 @@ def receive(
 
 
 class LowerHook(Hook):
-    """The client's half; the loss is the server's to know: here it is 0."""
+    """Hook of the client's half; its loss is 0, since only the server knows the loss."""
 
     def __init__(self, task: Task, half: Half) -> None:
         super().__init__(task)
@@ -85,7 +85,7 @@ class LowerHook(Hook):
         self._sent = self._gradient = torch.empty(0)
 
     def loss(self, batch: Any, index: int) -> Tensor:
-        """Compute up to the cut and have the server do the rest.
+        """Compute up to the cut and send the activation to the server.
 
         Raises:
             BadInput: the batch holds other things than tensors.
@@ -109,26 +109,26 @@ class LowerHook(Hook):
         return torch.zeros(())
 
     def backward(self, loss: Tensor) -> None:
-        """Go on from the gradient that has come back."""
+        """Continue the backward pass from the received gradient."""
         torch.autograd.backward(self._sent, self._gradient)
         self._sent = self._gradient = torch.empty(0)
 
 
 class UpperHook(Hook):
-    """The server's half; its batches are what it `Received`."""
+    """Hook of the server's half; its batches are `Received`."""
 
     def loss(self, batch: Received, index: int) -> Tensor:
-        """Return the loss, from the activation on."""
+        """Return the loss computed from the activation."""
         return batch.loss(self.task, index)
 
 
 class BothHook(LowerHook):
-    """Both halves of a task on one machine: they compute what they would with a wire between them, bit for bit."""
+    """Hook that runs both halves on one machine, bit for bit as with a connection between them."""
 
     _received: Received
 
     def __init__(self, task: Task, half: Half) -> None:
-        """Begin both streams; ``half`` is the server's."""
+        """Start both RNG streams; ``half`` is the server's."""
         super().__init__(task, half)
         self._draws = task.draws(server_seed(task.assignment.seed))
 

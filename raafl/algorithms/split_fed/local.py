@@ -50,11 +50,11 @@ class Split(Local):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Each batch is an exchange with the server."""
+        """Return False: each batch is an exchange with the server."""
         return False
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Refuse what needs the gradients of both halves at once."""
+        """Return problems of settings that need the gradients of both halves at once."""
         found = []
         if gradient_clip_val is not None:
             found.append(
@@ -68,7 +68,7 @@ class Split(Local):
         return found
 
     def place(self, submodels: Submodels) -> Cut | None:
-        """Return the place of the cut; None where the model cannot be cut.
+        """Return the cut; None if the model cannot be cut.
 
         Raises:
             BadInput: it cannot be cut at ``cut``, or its clients hold its frozen base in several forms.
@@ -99,14 +99,14 @@ class Split(Local):
         return next((one for one in reversed(places) if one.num_layers <= most), places[0])
 
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Halves | None:
-        """Return both halves, as a task says where to cut; None where the model cannot be cut."""
+        """Return both halves at the task's cut; None if the model cannot be cut."""
         if extra is not None:
             return halves(submodels, extra[KEY]["cut"]) if KEY in extra else None
         cut = self.place(submodels)
         return None if cut is None else halves(submodels, cut.path)
 
     def hook(self, task: Task) -> Hook:
-        """Make the hook that runs a half with the other at the end of a wire, or both halves of a task that is all here."""
+        """Return the hook that runs one half with the other connected, or both halves in one process."""
         if isinstance(task.submodels, Half):
             return LowerHook(task, task.submodels) if task.submodels.side == "lower" else UpperHook(task)
         both = self.exchange(task.submodels, task.assignment.extra)
@@ -192,7 +192,7 @@ def _num_samples(submodels: Submodels) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Halved(Select):
-    """Everyone trains the whole model, cut as `Split` says; all of what the server expects on the wire is settled here.
+    """Select that gives every client the whole model, and fixes the cut and the batch sizes on the wire.
 
     Attributes:
         sends: what the merge takes (`Merge.sends`), of both halves.
@@ -211,7 +211,7 @@ class Halved(Select):
         return Work(num_epochs=training.num_epochs or 1, extra=extra)
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Name a cut that there is not, and each client whose memory its half exceeds."""
+        """Return a problem for an unknown cut, and for each client whose memory its half exceeds."""
         try:
             cut = _split(fleet).place(fleet.state.submodels)
         except BadInput as error:

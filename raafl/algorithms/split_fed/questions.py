@@ -1,4 +1,4 @@
-"""The exchange of a task in two halves: which parts of the model are whose, and what the server makes of a client's batches."""
+"""Exchange activations and gradients in mid-task: who has which part, and how the server answers a client's batches."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Batches:
     test = None
 
     def __init__(self, half: Half, assignment: Assignment, link: ServerLink) -> None:
-        """Expect what the assignment says, and wait for the first batch; ``half`` is the server's."""
+        """Wait for the first batch of the assignment; ``half`` is the server's."""
         terms = assignment.extra[KEY]
         self.num_samples: int = terms["num_samples"]
         self._batch_size: int = terms["batch_size"]
@@ -81,7 +81,7 @@ class Batches:
 
     @property
     def _due(self) -> int:
-        """Number of samples of the batch that is due."""
+        """Return the number of samples of the next batch."""
         return min(self._batch_size, self.num_samples - self._index % self._per_epoch * self._batch_size)
 
     def batches(self, *_: Any, **__: Any) -> Iterator[tuple[Received, int]]:

@@ -1,4 +1,4 @@
-"""Workloads that fit one interval: local epochs and trained layers by each client's own time (TimelyFL)."""
+"""Compute workloads that fit one interval: local epochs and trained layers by each client's time (TimelyFL)."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def last_layers(submodels: Submodels) -> list[tuple[float, Spec]]:
 
 @dataclass(frozen=True)
 class Timely(Select):
-    """As many epochs, or else as many of the last layers, as a client manages within the round's interval T_k.
+    """Select that gives each client as many epochs, or as many of the last layers, as fit the round's interval T_k.
 
     The round's clients report t_cmp and t_com (Algorithm 2): those that are drawn, and those of earlier rounds that are still
     at work. T_k is the k-th smallest sum (Algorithm 1); E_c and alpha_c follow (Algorithm 3). The unit of work is the run's
@@ -160,7 +160,7 @@ class Timely(Select):
         _plan(fleet)["T_k"] = interval([self.report(client, fleet).total_s for client in out], self.participation)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Compare what a task took with what was predicted for it."""
+        """Update the ratio of a task's real to its predicted time."""
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
         predicted_s = fleet.cost_s(client, work)
         if not self.adaptive or predicted_s <= 0 or seconds <= 0:
@@ -232,11 +232,11 @@ class Timely(Select):
     # ---- the fleet ----
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget how the client's tasks went: it may be another device."""
+        """Discard the client's measured times: it may be another device."""
         _plan(fleet)["ratio"].pop(client.id, None)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Do nothing: what others get does not depend on it."""
+        """Do nothing: other clients' work does not depend on it."""
 
     def check(self, fleet: SelectContext) -> list[str]:
         """Name each client whose memory not even the training of the last layer fits."""
@@ -244,7 +244,7 @@ class Timely(Select):
         return [self._problem(c, fleet) for c in fleet.clients.values() if not fleet.fits(c, least)]
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Say where a client that is short of time has nothing to do without."""
+        """Return a note for clients that are short of time but have nothing to leave out."""
         if self.cut == "width":
             return uncut(fleet.state.submodels, "narrow")
         if len(self._submodels(fleet)) > 1:
@@ -278,7 +278,7 @@ def _plan(fleet: SelectContext) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Interval(Trigger):
-    """Merge what has arrived T_k after the round opened, or earlier when nothing is out any more (TimelyFL's flexible buffer).
+    """Trigger that fires T_k after the round opened, or once all have reported (TimelyFL's flexible buffer).
 
     T_k is what `Timely` noted. If nothing has come by then, the first that comes is merged. A client that reports later
     is in the next merge, and works again after that.

@@ -23,7 +23,7 @@ OPTIMIZER_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad", *STEP_HOOKS[5:]
 """Around the optimizer's step alone."""
 
 
-def overrides(module: Any, name: str) -> bool:
+def overrides(module: object, name: str) -> bool:
     """Check whether ``module`` defines ``name`` itself rather than having Lightning's empty one."""
     method = getattr(type(module), name, None)
     return method is not None and not str(getattr(method, "__module__", "")).startswith(

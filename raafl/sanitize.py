@@ -30,7 +30,7 @@ def sanitize_text(text: object, most: int = MOST) -> str:
     return clean if len(clean) <= most and len(whole) <= most else clean[: most - 1] + "…"
 
 
-def sanitize_tree(value: Any, most: int = 1000) -> Any:
+def sanitize_tree(value: object, most: int = 1000) -> Any:
     """Return plain data, nested as it may be, with each of its texts, names of fields among them, made `sanitize_text`."""
     if isinstance(value, str):
         return sanitize_text(value, most)
@@ -78,7 +78,7 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
     return tree
 
 
-def inside(value: Any) -> list[Any]:
+def inside(value: object) -> list[Any]:
     """List the values in a table or a list, names of fields among them; none of anything else."""
     if isinstance(value, dict):
         return [*value, *value.values()]

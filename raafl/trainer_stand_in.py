@@ -63,7 +63,7 @@ class TrainerStandIn:
         vars(self)["_optimizers"], vars(self)["_schedulers"] = [], []
         vars(self)["_metrics"] = dict
 
-    def set(self, **values: Any) -> None:
+    def set(self, **values: object) -> None:
         """Change what some attributes are."""
         self._values.update(values)
 
@@ -71,7 +71,7 @@ class TrainerStandIn:
         """Have the flags training, validating and testing say which is under way."""
         self.set(**{name: name == stage for name in _STAGES}, evaluating=stage != "training")
 
-    def begin(self, optimizer: Any, schedules: list[Any]) -> None:
+    def begin(self, optimizer: object, schedules: list[Any]) -> None:
         """Have what `configure_optimizers` has made as optimizers and ``lr_scheduler_configs``."""
         vars(self)["_optimizers"], vars(self)["_schedulers"] = [optimizer], schedules
         self._values.pop("strategy", None)
@@ -102,7 +102,7 @@ class TrainerStandIn:
             return self._values.setdefault(name, _MADE[name](self))
         self._refuse(name, "available")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self._refuse(name, "to be set")
 
     def _refuse(self, name: str, what: str) -> NoReturn:
@@ -111,7 +111,7 @@ class TrainerStandIn:
             "global_step, max_epochs, estimated_stepping_batches, optimizers, logger and what else docs/bring-a-model.md lists"
         )
 
-    def __deepcopy__(self, memo: Any) -> TrainerStandIn:
+    def __deepcopy__(self, memo: object) -> TrainerStandIn:
         return self  # whoever copies a module attaches a new one: see `attach`
 
 
@@ -154,7 +154,7 @@ _MADE: dict[str, Callable[[TrainerStandIn], Any]] = {
 }
 
 
-def stage(module: Any, stage: str) -> None:
+def stage(module: object, stage: str) -> None:
     """Have a module's stand-in, where it has one, say which stage is under way: training, validating or testing."""
     trainer = vars(module).get("_trainer")
     if isinstance(trainer, TrainerStandIn):

@@ -90,7 +90,7 @@ class Contrastive(Local):
         """Return the steps."""
         return _Steps(task, self)
 
-    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
         """Return the cost of a plain step, of which forward is a third, and of two more forward passes."""
         cost = submodels.cost(spec, batch_size)
         return replace(cost, flops_per_sample=cost.flops_per_sample * 5 / 3)
@@ -106,12 +106,12 @@ class _Steps(Hook):
         super().__init__(task)
         self._local, self._entering = local, InputCapture(task.module, local.layer)
 
-    def _seen_at(self, values: FlatTensors, batch: Any, index: int) -> Tensor:
+    def _seen_at(self, values: FlatTensors, batch: object, index: int) -> Tensor:
         with at(self.task.module, values), torch.no_grad():
             self.task.loss(batch, index)
         return self._entering.seen
 
-    def loss(self, batch: Any, index: int) -> Tensor:
+    def loss(self, batch: object, index: int) -> Tensor:
         """Return l_sup + mu l_con."""
         others = [self._seen_at(flat, batch, index) for flat in (self.task.received, self.task.down[LAST])]
         loss, z = super().loss(batch, index), self._entering.seen

@@ -80,7 +80,7 @@ class Controlled(Local):
         """Return the corrected steps."""
         return _Steps(task, self.option)
 
-    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
         """Return the cost of a plain step, twice for option I; sums of half-precision gradients take single precision."""
         cost = submodels.cost(spec, batch_size)
         cost = replace(cost, peak_bytes=cost.peak_bytes + submodels.layout(spec, "trained").single_copy_bytes)
@@ -107,7 +107,7 @@ class _Steps(Hook):
         self._mean = {n: up[n] if up[n].dtype.itemsize > 2 else up[n].float() for n, _ in self._named}
         self._correction = {name: c[name] - self._own[name] for name, _ in self._named}
 
-    def loss(self, batch: Any, index: int) -> torch.Tensor:
+    def loss(self, batch: object, index: int) -> torch.Tensor:
         """Return the loss of a batch; for option I record the gradient at x first."""
         if self._option == 1:
             with at(self.task.module, self.task.received):

@@ -127,7 +127,7 @@ def _only(given: dict[str, Any], whom: str, *names: str) -> dict[str, Any]:
     return given
 
 
-def named(path: str, model_name: str | None, **given: Any) -> LightningDataModule:
+def named(path: str, model_name: str | None, **given: object) -> LightningDataModule:
     """Load a data set from the hub or a folder, tokenised for a transformers model.
 
     Columns and splits are recognised by their usual names; use `raafl.data.HuggingFaceText` for others.

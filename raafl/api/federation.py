@@ -153,10 +153,10 @@ class Federation:
 
     def simulate(
         self,
-        module: Any,
-        data: Any,
+        module: object,
+        data: object,
         *,
-        devices: Any = None,
+        devices: object = None,
         loss: Loss | None = None,
         optimizer: MakeOptimizer | None = None,
         metrics: Metrics | None = None,
@@ -194,8 +194,8 @@ class Federation:
 
     def fit(
         self,
-        module: Any,
-        data: Any,
+        module: object,
+        data: object,
         *,
         loss: Loss | None = None,
         optimizer: MakeOptimizer | None = None,

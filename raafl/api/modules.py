@@ -40,19 +40,19 @@ class Plain(LightningModule):
         self.net = net
         self._parts = (loss, optimizer, metrics)  # in a tuple, since a loss that is a module is no part of the model
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: object, **named: object) -> Any:
         """Return the module's output; the logits where the output is a structure that has them."""
         output = self.net(*inputs, **named)
         return (
             output["logits"] if isinstance(output, Mapping) and "logits" in output else output
         )  # transformers' are, too
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: object, batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         output, target = self._both(batch)
         return self._loss(output, target)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+    def validation_step(self, batch: object, batch_idx: int) -> dict[str, Any]:
         """Return loss and metrics, and accuracy where outputs are logits and targets are classes."""
         output, target = self._both(batch)
         found: dict[str, Any] = {"loss": self._loss(output, target)}
@@ -78,7 +78,7 @@ class Plain(LightningModule):
         *inputs, target = batch
         return self(*inputs), target
 
-    def _loss(self, output: Any, target: Any) -> Tensor:
+    def _loss(self, output: object, target: object) -> Tensor:
         loss = self._parts[0]
         if isinstance(loss, nn.Module) and isinstance(output, Tensor):
             loss = loss.to(output.device)
@@ -99,7 +99,7 @@ def _measured(metric: Any, output: Any, target: Any) -> Any:
     return metric
 
 
-def _are_logits(output: Any, target: Any) -> bool:
+def _are_logits(output: object, target: object) -> bool:
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return False
     if target.is_floating_point() or not output.is_floating_point() or output.ndim != target.ndim + 1:
@@ -208,16 +208,16 @@ class ModuleSpec:
         return found
 
 
-def _is_lightning(module: Any) -> bool:
+def _is_lightning(module: object) -> bool:
     return isinstance(module, lightning_classes("LightningModule"))
 
 
-def _check_function(name: str, value: Any, which: str) -> None:
+def _check_function(name: str, value: object, which: str) -> None:
     if value is not None and not callable(value):
         raise BadInput(f"{name} is {briefly(value)}: give a function {which}")
 
 
-def called(thing: Any) -> str:
+def called(thing: object) -> str:
     """Return the qualified name of a function, a class or an object's class."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     name = f"{named.__module__}.{named.__qualname__}"

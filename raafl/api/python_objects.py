@@ -22,7 +22,7 @@ _here: dict[str, Any] = {}
 
 
 @contextmanager
-def objects(**given: Any) -> Iterator[None]:
+def objects(**given: object) -> Iterator[None]:
     """Resolve the stand-ins to these objects inside the context.
 
     Args:

@@ -139,7 +139,7 @@ def algorithm_of(algorithm: Any) -> Algorithm:
     return algorithm
 
 
-def devices_of(devices: Any) -> Any:
+def devices_of(devices: object) -> Any:
     """Return devices as an `Experiment` takes them: a file, or a list of entries (fields or bundled names)."""
     if devices is None or isinstance(devices, str):
         return devices
@@ -194,7 +194,7 @@ def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def config_of(experiment: Experiment, module: ModuleSpec, data: Any) -> dict[str, Any]:
+def config_of(experiment: Experiment, module: ModuleSpec, data: object) -> dict[str, Any]:
     """Return the whole config of a run for config.yaml, with descriptions of objects that no config can name."""
     found: dict[str, Any] = {f.name: _plain(getattr(experiment, f.name)) for f in dataclasses.fields(Experiment)}
     algorithm = experiment.algorithm
@@ -225,7 +225,7 @@ def _module(spec: ModuleSpec) -> dict[str, Any]:
     }
 
 
-def _partition(partition: Any) -> dict[str, Any]:
+def _partition(partition: object) -> dict[str, Any]:
     cls = type(partition)
     home = sys.modules.get(cls.__module__)
     importable = cls.__module__ != "__main__" and getattr(home, cls.__qualname__, None) is cls
@@ -238,7 +238,7 @@ def _partition(partition: Any) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Convert a value to one that YAML can hold; an object becomes its class."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -259,7 +259,7 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
-def _shown(thing: Any) -> str:
+def _shown(thing: object) -> str:
     text = without_addresses(repr(thing))
     return text if len(text) <= 4000 else f"{text[:4000]} ..."
 

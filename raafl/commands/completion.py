@@ -114,7 +114,7 @@ def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
                 yield f"--algorithm.{argument}", texts.get(argument, ""), []
 
 
-def _values(hint: Any) -> list[str]:
+def _values(hint: object) -> list[str]:
     """Return the values of a type hint that has few: a Literal, a bool, and null where None is allowed."""
     if hint is bool:
         return ["true", "false"]

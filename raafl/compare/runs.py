@@ -113,7 +113,7 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
     ]  # fmt: skip
 
 
-def _digest(value: Any) -> str:
+def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -25,7 +25,7 @@ MADE = ("model", "data", "algorithm", "partition")
 """Fields of a config that do so."""
 
 
-def kind_of(hint: Any) -> str | None:
+def kind_of(hint: object) -> str | None:
     """Return the kind of part (model, data, algorithm, ...) that a type accepts by class_path; None if it is no such type."""
     return _KINDS.get(f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', '')}")
 
@@ -38,27 +38,27 @@ class Check(ABC):
         self.hints = field_types()
 
     @abstractmethod
-    def made(self, kind: str, value: Any, where: str) -> None:
+    def made(self, kind: str, value: object, where: str) -> None:
         """Check a value that stands for an object: a class_path, alone or with arguments."""
 
     @abstractmethod
-    def scalar(self, value: Any, hint: Any, rule: str) -> bool:
+    def scalar(self, value: object, hint: object, rule: str) -> bool:
         """Check whether a single value fits a simple type; ``rule`` names the parameter, for messages."""
 
     @abstractmethod
-    def free(self, value: Any, rule: str) -> bool:
+    def free(self, value: object, rule: str) -> bool:
         """Check whether a value is allowed where no type is declared."""
 
     @abstractmethod
-    def key(self, key: Any) -> bool:
+    def key(self, key: object) -> bool:
         """Check whether a mapping may have this key."""
 
     @abstractmethod
-    def refuse(self, where: str, value: Any, hint: Any) -> NoReturn:
+    def refuse(self, where: str, value: object, hint: object) -> NoReturn:
         """Raise for a value of the wrong type."""
 
     @abstractmethod
-    def refuse_name(self, where: str, name: Any, value: Any, takes: Sequence[str], owner: str) -> NoReturn:
+    def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
         """Raise for an argument that ``owner`` does not accept."""
 
     def takes(self, factory: Any) -> Mapping[str, Any]:
@@ -66,7 +66,7 @@ class Check(ABC):
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
         return {name: hints[name] for name in inspect.signature(factory).parameters if name in hints}
 
-    def arguments(self, given: Any, factory: Any, where: str, owner: str) -> None:
+    def arguments(self, given: object, factory: object, where: str, owner: str) -> None:
         """Check arguments against the signature of ``factory``."""
         if given is None:
             return
@@ -78,12 +78,12 @@ class Check(ABC):
                 self.refuse_name(where, name, value, list(takes), owner)
             self.value(value, takes[name], f"{where}.{name}", f"{owner}.{name}")
 
-    def value(self, value: Any, hint: Any, where: str, rule: str) -> None:
+    def value(self, value: object, hint: object, where: str, rule: str) -> None:
         """Check a value against a type; ``rule`` names the parameter, for messages."""
         if not self.fits(value, hint, where, rule):
             self.refuse(where, value, hint)
 
-    def fits(self, value: Any, hint: Any, where: str, rule: str) -> bool:
+    def fits(self, value: object, hint: object, where: str, rule: str) -> bool:
         """Check whether a value fits a type; errors of nested arguments and objects are raised."""
         origin, inner = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
@@ -106,13 +106,13 @@ class Check(ABC):
             return self._all_fit(value, origin, inner, where, rule)
         return self.scalar(value, hint, rule)
 
-    def _tried(self, value: Any, hint: Any, where: str, rule: str) -> bool:
+    def _tried(self, value: object, hint: object, where: str, rule: str) -> bool:
         """Check whether a value fits one type of a union; an object that is refused is reported as a misfit."""
         if (kind_of(hint) or dataclasses.is_dataclass(hint)) and not isinstance(value, dict):
             return False
         return self.fits(value, hint, where, rule)
 
-    def _all_fit(self, items: list[Any], origin: Any, inner: tuple[Any, ...], where: str, rule: str) -> bool:
+    def _all_fit(self, items: list[Any], origin: object, inner: tuple[Any, ...], where: str, rule: str) -> bool:
         if origin in (list, Sequence):
             return all(self.fits(item, inner[0], where, rule) for item in items)
         if origin is not tuple:

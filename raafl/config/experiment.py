@@ -297,7 +297,7 @@ def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
             yield from str(error).splitlines()
 
 
-def field_types(**parts: Any) -> dict[str, Any]:
+def field_types(**parts: object) -> dict[str, Any]:
     """Return the type of each field.
 
     Args:

@@ -51,7 +51,7 @@ class LoggerSpec:
         return self.class_path.rpartition(".")[2]
 
 
-def specs(logger: Any) -> list[LoggerSpec]:
+def specs(logger: object) -> list[LoggerSpec]:
     """Read the field `logger`: a name, a `class_path` with `init_args`, a logger, or a list of these.
 
     Raises:
@@ -60,7 +60,7 @@ def specs(logger: Any) -> list[LoggerSpec]:
     return entries(logger, _check)
 
 
-def entries(logger: Any, check: Callable[[LoggerSpec], None] = lambda spec: None) -> list[LoggerSpec]:
+def entries(logger: object, check: Callable[[LoggerSpec], None] = lambda spec: None) -> list[LoggerSpec]:
     """Read the field `logger` like `specs`, but import nothing.
 
     Args:
@@ -84,7 +84,7 @@ def entries(logger: Any, check: Callable[[LoggerSpec], None] = lambda spec: None
     return found
 
 
-def _spec(entry: Any) -> LoggerSpec:
+def _spec(entry: object) -> LoggerSpec:
     if isinstance(entry, str):
         entry = {"class_path": entry}
     if hasattr(entry, "log_metrics"):

@@ -92,7 +92,7 @@ def yaml_line(file: str, field: str) -> int | None:
     return found
 
 
-def _pairs(node: Any) -> dict[str, tuple[Any, Any]]:
+def _pairs(node: object) -> dict[str, tuple[Any, Any]]:
     """Yield the keys and values of a YAML mapping node, or of each entry of a list node."""
     if isinstance(node, yaml.SequenceNode):
         return {name: pair for entry in node.value for name, pair in _pairs(entry).items()}
@@ -137,7 +137,7 @@ class Explained(Check):
             except Wrong as wrong:
                 self.problems.append(f"{wrong}{place(wrong.field)}")
 
-    def _section(self, name: str, value: Any) -> None:
+    def _section(self, name: str, value: object) -> None:
         if value is None and name in MADE:  # as if it were left out
             return None
         self._given.add(name)
@@ -221,7 +221,7 @@ class Explained(Check):
             kept = given if path == before else {n: v for n, v in given.items() if n in self.takes(target)}
             self._made[where] = (path, _merged(kept, arguments))
 
-    def _target(self, kind: str, path: Any, where: str) -> Any:
+    def _target(self, kind: str, path: object, where: str) -> Any:
         """Import the object that a class_path names."""
         base, example = _EXAMPLES[kind]
         home = example.rpartition(".")[0]
@@ -255,7 +255,7 @@ class Explained(Check):
             raise Wrong(where, f"{where} is {path}, which makes no {base}: give one that does, such as {example}")
         return target
 
-    def takes(self, factory: Any) -> Mapping[str, Any]:
+    def takes(self, factory: object) -> Mapping[str, Any]:
         """Return each argument's type as jsonargparse sees it, through ``**kwargs``."""
         parser = _parser_of(factory)
         found = {action.dest.split(".")[1]: Any for action in parser._actions if action.dest.startswith("of.")}
@@ -265,12 +265,12 @@ class Explained(Check):
         typed = {a.dest[3:]: t for a in parser._actions if (t := getattr(a, "_typehint", None)) is not None}
         return {name: hints.get(name, typed.get(name, Any)) for name in found}
 
-    def _tried(self, value: Any, hint: Any, where: str, rule: str) -> bool:
+    def _tried(self, value: object, hint: object, where: str, rule: str) -> bool:
         """Accept a bare class path where an object is expected: an option may give the class alone."""
         spec = {"class_path": value} if kind_of(hint) and isinstance(value, str) and "." in value else value
         return super()._tried(spec, hint, where, rule)
 
-    def scalar(self, value: Any, hint: Any, rule: str) -> bool:
+    def scalar(self, value: object, hint: object, rule: str) -> bool:
         """Check whether jsonargparse accepts the value for the type."""
         from jsonargparse import ArgumentParser
 
@@ -282,15 +282,15 @@ class Explained(Check):
             return False
         return True
 
-    def free(self, value: Any, rule: str) -> bool:
+    def free(self, value: object, rule: str) -> bool:
         """Accept anything."""
         return True
 
-    def key(self, key: Any) -> bool:
+    def key(self, key: object) -> bool:
         """Accept any text."""
         return isinstance(key, str)
 
-    def arguments(self, given: Any, factory: Any, where: str, owner: str) -> None:
+    def arguments(self, given: object, factory: object, where: str, owner: str) -> None:
         """Check arguments, then let a nested object validate its own values."""
         super().arguments(given, factory, where, owner)
         if where in MADE or where in SECTIONS:
@@ -305,7 +305,7 @@ class Explained(Check):
         except ValueError as error:
             raise Wrong(where, str(error)) from None
 
-    def refuse(self, where: str, value: Any, hint: Any) -> NoReturn:
+    def refuse(self, where: str, value: object, hint: object) -> NoReturn:
         """Raise with the value and the expected type in words."""
         if where in SECTIONS and not isinstance(value, dict):
             raise Wrong(where, f"{where} is {value!r:.60}: give its fields, as in --{where}.FIELD VALUE (see --help)")
@@ -313,7 +313,7 @@ class Explained(Check):
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         raise Wrong(where, f"{where} is {shown}: give {' or '.join(dict.fromkeys(_words(hint)))}")
 
-    def refuse_name(self, where: str, name: Any, value: Any, takes: Sequence[str], owner: str) -> NoReturn:
+    def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
         """Raise with the unknown name and the nearest valid one."""
         field = f"{where}.{name}"
         if where in SECTIONS:
@@ -352,7 +352,7 @@ def _nested(name: str, text: str) -> dict[str, Any]:
     return tree
 
 
-def _words(hint: Any) -> list[str]:
+def _words(hint: object) -> list[str]:
     """Describe in words what a type accepts, one phrase for each kind, null last."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raafl.config.argv import name_of, values
 from raafl.config.check import MADE
@@ -101,7 +101,7 @@ class _Explained(Explained):
         super().__init__(parser)
         self._made, self._whole = {}, whole
 
-    def made(self, kind: str, value: Any, where: str) -> None:
+    def made(self, kind: str, value: object, where: str) -> None:
         """Accept: to import what is named here costs seconds."""
 
     def missing(self) -> None:

@@ -35,5 +35,5 @@ def for_clients(config_yaml: str) -> str:
     return yaml.safe_dump(kept, sort_keys=False) if kept else ""
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> Any:
     return [_as_list(item) for item in value] if isinstance(value, tuple) else value

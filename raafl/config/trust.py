@@ -194,7 +194,7 @@ class _Check(Check):
         super().__init__()
         self._local = on_this_machine
 
-    def section(self, name: Any, value: Any) -> None:
+    def section(self, name: object, value: object) -> None:
         """Check one section of a config."""
         if name == "json":  # an option of the command line, which configs are written with
             return self.value(value, bool, name, name)
@@ -209,7 +209,7 @@ class _Check(Check):
             raise UntrustedValue(f"{name} is {value}, above {most:,}")
         return self.value(value, self.hints[name], name, f"Experiment.{name}")
 
-    def made(self, kind: str, value: Any, where: str) -> None:
+    def made(self, kind: str, value: object, where: str) -> None:
         """Check what stands for an object: one of the registry's names, alone or with arguments."""
         spec = {"class_path": value} if isinstance(value, str) else value
         if not isinstance(spec, dict) or not {"class_path"} <= set(spec) <= {"class_path", "init_args"}:
@@ -221,19 +221,19 @@ class _Check(Check):
         factory = known[path].find()
         self.arguments(spec.get("init_args"), factory, where, known[path].name)
 
-    def refuse(self, where: str, value: Any, hint: Any) -> NoReturn:
+    def refuse(self, where: str, value: object, hint: object) -> NoReturn:
         """Raise for a value that is none of a type."""
         _refuse(where, value, "which is no plain value of the type that belongs there")
 
-    def refuse_name(self, where: str, name: Any, value: Any, takes: Sequence[str], owner: str) -> NoReturn:
+    def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
         """Raise for an argument that ``owner`` does not take."""
         _refuse(f"{where}.{sanitize_text(name, 60)}", value, f"which {owner} does not take")
 
-    def key(self, key: Any) -> bool:
+    def key(self, key: object) -> bool:
         """Tell whether a table may have this key: a word that no parser takes for the beginning of an object."""
         return isinstance(key, str) and _is(_WORD, key) and key != "class_path"
 
-    def scalar(self, value: Any, hint: Any, rule: str) -> bool:
+    def scalar(self, value: object, hint: object, rule: str) -> bool:
         """Tell whether a value is one of a plain type."""
         if hint in (None, type(None)):
             return value is None
@@ -248,7 +248,7 @@ class _Check(Check):
             return _is_plain(value) if self._local else allowed is not None and allowed(value)
         return False
 
-    def free(self, value: Any, rule: str) -> bool:
+    def free(self, value: object, rule: str) -> bool:
         """Tell whether what has no declared type is plain: fields of an architecture, or settings that are only shown."""
         if rule.endswith(".architecture"):
             return isinstance(value, dict) and self._architecture(value)
@@ -264,7 +264,7 @@ class _Check(Check):
             for name, value in fields.items()
         )
 
-    def _of_architecture(self, name: str, value: Any) -> bool:
+    def _of_architecture(self, name: str, value: object) -> bool:
         if isinstance(value, dict):
             return self._architecture(value)
         if isinstance(value, list):
@@ -278,7 +278,7 @@ class _Check(Check):
         known = self._local or name in _ARCHITECTURE_TEXTS
         return known and _is(_WORD, value) and not value.startswith("timm")
 
-    def loggers(self, value: Any, where: str) -> None:
+    def loggers(self, value: object, where: str) -> None:
         """Check the loggers that a config asks for: by their short names, with arguments that name no place to write to."""
         for entry in value if isinstance(value, list) else [] if value is None else [value]:
             spec = {"class_path": entry} if isinstance(entry, str) else entry
@@ -294,13 +294,13 @@ class _Check(Check):
                     _refuse(f"{where}.{name}", one, "which is no plain word or number")
 
 
-def _table(value: Any, where: str) -> Mapping[Any, Any]:
+def _table(value: object, where: str) -> Mapping[Any, Any]:
     if not isinstance(value, dict | None):
         _refuse(where, value, "which is no table of arguments")
     return value or {}
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _leaves(value: object) -> Iterator[Any]:
     """Yield all that a value holds, names of fields among it."""
     if isinstance(value, dict | list):
         for item in inside(value):
@@ -309,7 +309,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Check whether a value is a number, a truth or nothing, or a text in which no parser finds an object."""
     if isinstance(value, str):
         return len(value) <= _MAX_TEXT and "class_path" not in value
@@ -320,6 +320,6 @@ def _is(pattern: re.Pattern[str], text: str) -> bool:
     return pattern.fullmatch(text) is not None
 
 
-def _refuse(where: str, value: Any, why: str) -> NoReturn:
+def _refuse(where: str, value: object, why: str) -> NoReturn:
     shown = ascii(value)
     raise UntrustedValue(f"{where} is {shown if len(shown) <= 80 else shown[:77] + '...'}, {why}")

@@ -23,7 +23,7 @@ class RunHooks:
     failure: str | None = None
     error: Exception | None = None
 
-    def begin(self, run: Any, saved: Any = None) -> None:
+    def begin(self, run: Any, saved: object = None) -> None:
         """Prepare for a run, before anything is measured or written.
 
         Args:

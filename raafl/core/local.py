@@ -139,7 +139,7 @@ class Local(Part):
     def __post_init__(self) -> None:
         at_least("prox", self.prox, 0)
 
-    def __init_subclass__(cls, **more: Any) -> None:
+    def __init_subclass__(cls, **more: object) -> None:
         """Refuse a method with bundles and an exchange: in a task of two sides neither has a place for bundles."""
         super().__init_subclass__(**more)
         if cls.exchange is not Local.exchange and (cls.down or cls.up):
@@ -157,7 +157,7 @@ class Local(Part):
         """Whether its hook is `Hook` itself, so that only the proximal term, clipping and the optimiser read gradients."""
         return type(self).hook is Local.hook and self.hook.__func__ is Local.hook  # type: ignore[attr-defined]
 
-    def prepare(self, module: Any) -> Any:
+    def prepare(self, module: object) -> Any:
         """Return the model as this method trains it, for example with additional heads; on server and clients, also without values.
 
         Raises:

@@ -20,7 +20,7 @@ CLASSES = "classes"
 """Key in `Update.extra` of the classes whose logits a client's task has left as they were, ascending."""
 
 
-def logits_of(output: Any) -> Tensor | None:
+def logits_of(output: object) -> Tensor | None:
     """Return the logits (batch, num_classes) that a forward pass gave, as a tensor or an attribute; None where there are none."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and logits.ndim == 2 and logits.is_floating_point() else None
@@ -64,11 +64,11 @@ def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tup
     return None
 
 
-def _why_unused(module: Any, batch: Any) -> str | None:
+def _why_unused(module: Any, batch: object) -> str | None:
     """Explain why the loss of a training step does not come from logits that the module's own call gives, or None."""
     found: list[Tensor | None] = []
 
-    def cut(_: Any, args: Any, output: Any) -> Any:
+    def cut(_: object, args: object, output: Any) -> Any:
         logits = logits_of(output)
         found.append(None if logits is None else logits.detach().requires_grad_())
         if logits is None or isinstance(output, Tensor):

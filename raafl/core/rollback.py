@@ -61,7 +61,7 @@ def is_ruined(state: GlobalState) -> bool:
     return False
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     """Copy containers and tensors; what else a memory has is never changed in place."""
     match value:
         case Tensor() | FlatTensors():
@@ -73,7 +73,7 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _leaves(value: Any) -> Iterator[Tensor]:
+def _leaves(value: object) -> Iterator[Tensor]:
     """Yield every tensor in a merge's memory."""
     match value:
         case Tensor():

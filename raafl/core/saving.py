@@ -21,7 +21,7 @@ from raafl.submodel import FlatTensors, Layout, Spec
 _CPU = torch.device("cpu")
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """Convert ``value`` to dicts, lists, numbers, text and tensors; tensors are copied to the CPU.
 
     Raises:
@@ -48,7 +48,7 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be saved")
 
 
-def from_plain(data: Any, device: torch.device = _CPU) -> Any:
+def from_plain(data: object, device: torch.device = _CPU) -> Any:
     """Restore a value from `to_plain`; tensors that were not on the CPU are placed on ``device``."""
     if isinstance(data, list):
         return [from_plain(item, device) for item in data]

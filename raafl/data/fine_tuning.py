@@ -255,7 +255,7 @@ class FineTuning(Classes):
 
         return {"train": Rows.from_list(synthetic.examples(path))}
 
-    def _encoded(self, splits: Any, path: str, split: str) -> Encoded:
+    def _encoded(self, splits: object, path: str, split: str) -> Encoded:
         rows = rows_of(splits, path, split)
         form = self._form(path, rows.column_names)
         cells = [self.columns.get(name, name) for name in form]

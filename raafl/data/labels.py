@@ -81,7 +81,7 @@ class Columns(Mapping[str, Sequence[Any]]):
         return len(_column_names(self._base))
 
 
-def _column_names(dataset: Any) -> list[str]:
+def _column_names(dataset: object) -> list[str]:
     names = getattr(dataset, "column_names", None)
     return names if isinstance(names, list) and hasattr(dataset, "with_format") else []
 
@@ -99,7 +99,7 @@ def _stored_labels(dataset: Any) -> npt.NDArray[Any] | None:
     return found.cpu().numpy() if isinstance(found, torch.Tensor) else np.asarray(found)
 
 
-def _label_of(sample: Any, index: int) -> Any:
+def _label_of(sample: object, index: int) -> Any:
     label = None
     if isinstance(sample, Mapping):
         label = next((sample[key] for key in _KEYS if key in sample), None)

@@ -64,7 +64,7 @@ class Loader(NamedTuple):
     weights: torch.Tensor | None
 
 
-def read_loader(loader: Any, name: str) -> Loader:
+def read_loader(loader: object, name: str) -> Loader:
     """Read the loader that the hook ``name`` of a data module returned.
 
     Raises:
@@ -133,7 +133,7 @@ def _check_sampler(sampler: Any, length: int, name: str) -> None:
         )
 
 
-def check_dataset(what: str, dataset: Any) -> None:
+def check_dataset(what: str, dataset: object) -> None:
     """Raise `BadInput` unless samples can be picked by number, and there are some; ``what`` names the data set."""
     kind = briefly(dataset) if isinstance(dataset, type) else type(dataset).__name__
     if isinstance(dataset, DataLoader):

@@ -249,7 +249,7 @@ class HuggingFace(Classes):
         splits = load_splits(self.path, self.name)
         self.train, self.test = self._images(splits, self.train_split), self._images(splits, self.test_split)
 
-    def _images(self, splits: Any, split: str) -> TensorImages:
+    def _images(self, splits: object, split: str) -> TensorImages:
         rows = rows_of(splits, self.path, split, self.image_column, self.label_column)
 
         def build() -> readers.Arrays:

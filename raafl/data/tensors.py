@@ -76,7 +76,7 @@ class TensorImages(GatherDataset):
         return pixels.sub_(self._mean_c11).div_(self._std_c11), self.labels.index_select(0, indices)
 
 
-def unwrap(dataset: Any) -> tuple[Any, torch.Tensor | None]:
+def unwrap(dataset: object) -> tuple[Any, torch.Tensor | None]:
     """Strip nested `Subset`s; return the inner data set and its rows, `(len(dataset),)` int64, or None for all rows in order."""
     rows: torch.Tensor | None = None
     while isinstance(dataset, Subset) and _plain(dataset, Subset):
@@ -97,7 +97,7 @@ def _plain(dataset: object, kind: type) -> bool:
     return all(getattr(type(dataset), name, None) is getattr(kind, name, None) for name in names)
 
 
-def fetcher(dataset: Any, collate: Collate) -> tuple[Fetch, bool]:
+def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
     """Return a function from row numbers to a batch, and whether it is fast (tensors in, a list of tensors out).
 
     The batch is what a `DataLoader` with this collate function makes of the rows. A `TensorDataset` or

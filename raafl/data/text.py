@@ -265,7 +265,7 @@ def _read_parquet(files: Sequence[Path], text_column: str) -> tuple[list[str], L
     return texts, np.concatenate(labels)
 
 
-def _split(splits: Any, path: str, split: str, text_column: str, label_column: str) -> _Rows:
+def _split(splits: object, path: str, split: str, text_column: str, label_column: str) -> _Rows:
     rows = rows_of(splits, path, split, text_column, label_column)
 
     def read() -> tuple[list[str], Labels]:

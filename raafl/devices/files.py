@@ -92,7 +92,7 @@ def _entries(text: str, where: str) -> list[Any]:
     return rows
 
 
-def values(row: Any, known: Iterable[str]) -> dict[str, Any]:
+def values(row: object, known: Iterable[str]) -> dict[str, Any]:
     """Return the fields of one entry; numbers may be text (YAML reads 2e9 as such), pairs ``start:stop;start:stop``.
 
     Raises:
@@ -133,7 +133,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], comment: str = "")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, float):
         return ".inf" if value == math.inf else f"{value:.4e}"
     if isinstance(value, str):

@@ -67,7 +67,7 @@ class Transfer:
         self._module = module
         self.is_own = any(overrides(module, name) for name in BATCH_HOOKS)
 
-    def __call__(self, batch: Any, device: torch.device) -> Any:
+    def __call__(self, batch: object, device: torch.device) -> Any:
         """Return the batch on ``device``; one with ``is_transferred`` has come through the hooks elsewhere."""
         if not self.is_own or getattr(batch, "is_transferred", False):
             return to_device(batch, device)
@@ -95,7 +95,7 @@ class TaskHooks:
         found = frozenset(name for name in TASK_HOOKS if name not in left_out and overrides(module, name))
         return cls(module, found) if found else None
 
-    def call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *args: object) -> Any:
         """Call a hook if it is overridden; return its result."""
         return getattr(self._module, name)(*args) if name in self.overridden else None
 
@@ -170,6 +170,6 @@ class _Steps:
     def __init__(self, step: Callable[[Callable[[], Any]], Any]) -> None:
         self._step = step
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: object) -> Any:
         """Make a step, the closure first."""
         return self._step(closure)

@@ -23,8 +23,8 @@ class Noting(Recorder):
         self._numbers: list[tuple[str, Tensor | float, str, float]] = []
 
     def log(
-        self, name: str, value: Any, *args: Any, reduce_fx: str | Callable[..., Any] = "mean",
-        batch_size: int | None = None, **kwargs: Any,
+        self, name: str, value: object, *args: object, reduce_fx: str | Callable[..., Any] = "mean",
+        batch_size: int | None = None, **kwargs: object,
     ) -> None:  # fmt: skip
         """Add one value; see `Recorder.log`."""
         super().log(name, value, reduce_fx=reduce_fx, batch_size=batch_size)
@@ -57,7 +57,7 @@ def add(recorder: Recorder, noted: dict[str, Any]) -> None:
             setattr(metric, state, own + torch.tensor(numbers, dtype=own.dtype, device=own.device))
 
 
-def _states(name: str, metric: Any) -> dict[str, Any]:
+def _states(name: str, metric: object) -> dict[str, Any]:
     states = {state: getattr(metric, state) for state in getattr(metric, "_defaults", {})}
     reductions = getattr(metric, "_reductions", {})
     for state, value in states.items():

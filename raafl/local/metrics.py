@@ -141,12 +141,12 @@ def _with_batch_statistics(module: nn.Module, batches: Iterable[Sized], paths: I
         yield batch, num_samples
 
 
-def _call(module: Any, hook: str, *args: Any) -> None:
+def _call(module: object, hook: str, *args: object) -> None:
     if overrides(module, hook):
         getattr(module, hook)(*args)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, int | float) or callable(getattr(value, "compute", None))

@@ -75,7 +75,7 @@ def _uncompile_parts(module: Any) -> None:
             part._modules[name] = uncompiled(child)
 
 
-def uncompiled(module: Any) -> Any:
+def uncompiled(module: object) -> Any:
     """Return the module inside what `torch.compile` returned; other modules unchanged."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
@@ -94,7 +94,7 @@ def given_class(module: nn.Module) -> Any:
     return getattr(type(module), _GIVEN, type(module))
 
 
-def _takes_index(module: Any, name: str) -> bool:
+def _takes_index(module: object, name: str) -> bool:
     """Check as Lightning does whether a step takes ``batch_idx``: a second argument, of any name."""
     if not overrides(module, name):
         return True
@@ -103,12 +103,12 @@ def _takes_index(module: Any, name: str) -> bool:
     return "batch_idx" in spec.args or spec.varargs is not None or len(spec.args) > 2
 
 
-def _without_index(module: Any, name: str) -> Callable[[Any, Any, int], Any]:
+def _without_index(module: object, name: str) -> Callable[[Any, Any, int], Any]:
     step = getattr(type(module), name)
     return lambda self, batch, batch_idx: step(self, batch)
 
 
-def _as_test(module: Any) -> dict[str, Any]:
+def _as_test(module: object) -> dict[str, Any]:
     """Return the hooks of a test, by the names under which a module is measured."""
     kind = type(module)
     hooks = [f"on_test_{when}" for when in ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")]

@@ -119,7 +119,7 @@ class TaskSteps:
         )  # fmt: skip
         return self.local.hook(task)
 
-    def _loss(self, built: TrainableSubmodel, batch: Any, index: int) -> Tensor:
+    def _loss(self, built: TrainableSubmodel, batch: object, index: int) -> Tensor:
         with self.fabric.strategy.precision.forward_context() if self._mixed else nullcontext():
             answer = built.module.training_step(batch, index)  # type: ignore[operator]
         if answer is None:
@@ -211,7 +211,7 @@ class _Loop:
         self._call("on_train_end")
         self._call("on_fit_end")
 
-    def run(self, batch: Any) -> None:
+    def run(self, batch: object) -> None:
         """Train on one batch."""
         if not self._epoch_began:
             self._begin_epoch()
@@ -230,7 +230,7 @@ class _Loop:
             self._end_epoch(is_whole=True)
         self.num_batches += 1
 
-    def _train(self, batch: Any, is_last: bool) -> None:
+    def _train(self, batch: object, is_last: bool) -> None:
         index = self.index
         is_due = (index + 1) % self._steps.options.accumulate_grad_batches == 0 or is_last
         is_due = is_due or self.num_batches + 1 == self._num_expected
@@ -254,7 +254,7 @@ class _Loop:
         if is_due:
             self._schedule("step", index, plateau=True)
 
-    def _compute(self, batch: Any, is_due: bool) -> Tensor | None:
+    def _compute(self, batch: object, is_due: bool) -> Tensor | None:
         """Compute loss and gradients of a batch; return the loss, None where the batch is skipped."""
         steps, process_group, hooks, module = (
             self._steps,
@@ -327,7 +327,7 @@ class _Loop:
         self._built.trainer.set(current_epoch=self.epoch + 1)
         self._epoch_began = False
 
-    def _call(self, name: str, *args: Any) -> Any:
+    def _call(self, name: str, *args: object) -> Any:
         return None if self._built.hooks is None else self._built.hooks.call(name, *args)
 
     def _not_together(self, what: str) -> str:

@@ -38,7 +38,7 @@ class Tried(NamedTuple):
 
 
 def try_training(
-    module: nn.Module, batch: Any, device: torch.device | str = "cpu", more: Callable[[], Any] | None = None,
+    module: nn.Module, batch: object, device: torch.device | str = "cpu", more: Callable[[], Any] | None = None,
     *, may_skip: bool = False,
 ) -> Tried:  # fmt: skip
     """Run the training step, backward pass and `configure_optimizers` of ``module`` once.
@@ -92,7 +92,7 @@ def try_training(
                 vars(part).pop(name, None)
 
 
-def _tries(batch: Any, more: Callable[[], Any] | None) -> Iterator[tuple[Any, int]]:
+def _tries(batch: object, more: Callable[[], Any] | None) -> Iterator[tuple[Any, int]]:
     yield batch, 0
     yield batch, 1
     if more is not None:
@@ -112,7 +112,7 @@ def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules:
     return found
 
 
-def _checked_loss(kind: str, loss: Any) -> Tensor:
+def _checked_loss(kind: str, loss: object) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise BadInput(
             f"{kind}.training_step gives {_shown(loss)}: return the loss, one number that depends on the parameters, or a dict "
@@ -182,7 +182,7 @@ def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Tr
 
 
 @contextmanager
-def explained(module: nn.Module, method: str, batch: Any = None) -> Iterator[None]:
+def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[None]:
     """Return a context that turns errors into `BadInput` with the layer, the shapes and the line of code."""
     entered: list[tuple[str, nn.Module, Any]] = []
     handles = [handle for name, layer in module.named_modules() for handle in _watch(name, layer, entered)]
@@ -200,10 +200,10 @@ def explained(module: nn.Module, method: str, batch: Any = None) -> Iterator[Non
 def _watch(name: str, layer: nn.Module, entered: list[tuple[str, nn.Module, Any]]) -> Iterator[Any]:
     """Keep in ``entered`` the layers whose forward has begun and not ended, innermost last."""
 
-    def begin(layer: nn.Module, args: Any) -> None:
+    def begin(layer: nn.Module, args: object) -> None:
         entered.append((name, layer, args))
 
-    def end(layer: nn.Module, args: Any, output: Any) -> None:
+    def end(layer: nn.Module, args: object, output: object) -> None:
         entered.pop()
 
     yield layer.register_forward_pre_hook(begin)
@@ -211,7 +211,7 @@ def _watch(name: str, layer: nn.Module, entered: list[tuple[str, nn.Module, Any]
 
 
 def _line(
-    module: nn.Module, method: str, batch: Any, entered: list[tuple[str, nn.Module, Any]], error: Exception
+    module: nn.Module, method: str, batch: object, entered: list[tuple[str, nn.Module, Any]], error: Exception
 ) -> str:
     text = f"{type(module).__name__}.{method} fails"
     if batch is not None:
@@ -224,12 +224,12 @@ def _line(
     return text + (": make the model's arguments and the data fit" if batch is not None else "")
 
 
-def shapes(value: Any) -> str:
+def shapes(value: object) -> str:
     """Return the types and shapes of the tensors in ``value``, as in ``float32 (2, 64), int64 (2,)``."""
     return ", ".join(_tensors(value)) or _shown(value)
 
 
-def _tensors(value: Any) -> Iterator[str]:
+def _tensors(value: object) -> Iterator[str]:
     if isinstance(value, Tensor):
         yield f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     elif isinstance(value, Mapping):
@@ -240,7 +240,7 @@ def _tensors(value: Any) -> Iterator[str]:
         yield from (text for x in batch_tensors(value) for text in _tensors(x))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{'' if value.requires_grad else 'detached '}{shapes(value)}"
     return "nothing" if value is None else type(value).__name__

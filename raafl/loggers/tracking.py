@@ -93,7 +93,7 @@ class Since:
 # ---- each logger in its manner ----
 
 
-def is_a(logger: Any, name: str) -> bool:
+def is_a(logger: object, name: str) -> bool:
     """Check whether a logger is of the Lightning class of this name."""
     return any(cls.__name__ == name for cls in type(logger).__mro__)
 
@@ -182,7 +182,7 @@ def _finish_wandb(logger: Any, summary: Summary, tables: Tables, model: Path | N
         run.log_artifact(artifact, aliases=["latest", "final"])
 
 
-def _prefix(logger: Any) -> str:
+def _prefix(logger: object) -> str:
     prefix = getattr(logger, "_prefix", "")
     return f"{prefix}-" if prefix else ""
 

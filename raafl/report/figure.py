@@ -105,6 +105,6 @@ def banded(items: Sequence[int], most: int) -> list[list[int]]:
     ]
 
 
-def axis(title: str, **more: Any) -> dict[str, Any]:
+def axis(title: str, **more: object) -> dict[str, Any]:
     """Return a plotly axis with a title."""
     return {"title": {"text": title}, **more}

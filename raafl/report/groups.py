@@ -68,7 +68,7 @@ def algorithm_of(run: RecordedRun) -> str:
     return str(named or "unknown").rpartition(".")[2]
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, str]:
+def flat(value: object, prefix: str = "") -> dict[str, str]:
     """Flatten nested mappings and lists to dotted names with their values as text."""
     items: Any = ()
     if isinstance(value, Mapping):

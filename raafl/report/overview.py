@@ -149,12 +149,12 @@ def _spread(values: Sequence[float]) -> str:
     return text if len(known) == len(values) else f"{text}, {len(known)} of {len(values)} runs"
 
 
-def _whole(value: Any, otherwise: int) -> int:
+def _whole(value: object, otherwise: int) -> int:
     found = number(value)
     return otherwise if math.isnan(found) else int(found)
 
 
-def _either(value: Any, otherwise: float) -> float:
+def _either(value: object, otherwise: float) -> float:
     found = number(value)
     return otherwise if math.isnan(found) else found
 

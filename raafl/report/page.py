@@ -114,7 +114,7 @@ def _clean(text: str) -> str:
     return html.unescape(escaped(text))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Escape every text of a figure that plotly would read as markup, except our own markup."""
     if isinstance(value, Mapping):
         return {name: item if name in _OWN_MARKUP else _plain(item) for name, item in value.items()}

@@ -245,7 +245,7 @@ def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path
     return path
 
 
-def to_json(value: Any, indent: int | None = None) -> str:
+def to_json(value: object, indent: int | None = None) -> str:
     """Return JSON text of plain data, tensors, numpy values and dataclasses; NaN and infinities become null."""
     try:
         return _ENCODE(value) if indent is None else json.dumps(value, indent=indent, allow_nan=False, default=_plain)
@@ -253,7 +253,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
         return json.dumps(finite(value), indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a JSON-compatible stand-in for an object."""
     if hasattr(value, "to_json"):
         return value.to_json()
@@ -268,7 +268,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} {value!r} cannot be written as JSON; convert it to plain data first")
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """Return plain data with None for numbers that JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -364,14 +364,14 @@ def _line(value: JournalRow) -> bytes:
     return (to_json(value) + "\n").encode()
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> Any:
     if isinstance(value, (int, float, str)):
         return value
     plain = _plain(value) if not isinstance(value, dict | list | tuple) else value
     return to_json(plain) if isinstance(plain, dict | list | tuple) else plain
 
 
-def _rounded(name: str, value: Any) -> Any:
+def _rounded(name: str, value: object) -> Any:
     """Round times and shares to hide summation error; leave metrics exact."""
     is_figure = name in RUN_COLUMNS or name.endswith("_s") or name.startswith(TIME_TO)
     return float(f"{value:.12g}") if is_figure and type(value) is float else value

@@ -157,7 +157,7 @@ class RecordedRun:
         return sorted({*self.clients, *self.tasks.client.tolist(), *(client for client, _ in self.open_tasks)})
 
 
-def number(value: Any) -> float:
+def number(value: object) -> float:
     """Return a finite number, or NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return math.nan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -94,13 +94,13 @@ def _prepared(experiment: Experiment) -> LightningModule:
     return prepared
 
 
-def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: Any = None) -> Submodels:
+def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: object = None) -> Submodels:
     """Return the submodels of ``module``, as server and clients must have them alike."""
     return Submodels(module, example_batch, residual_width=options.residual_width, batch_norm=options.batch_norm)
 
 
 def proven_submodels(
-    options: SubmodelOptions, module: nn.Module, batch: Any, select: Select,
+    options: SubmodelOptions, module: nn.Module, batch: object, select: Select,
     plain: Callable[[], nn.Module] | None = None,
 ) -> Submodels:  # fmt: skip
     """Return the submodels of ``module`` without the axes that a step does not prove: for the server.

@@ -94,7 +94,7 @@ class _Mean:
         self._sums, self._num = [torch.zeros_like(one, dtype=torch.float32) for one in self._statistics], 0
         self.handle = norm.register_forward_hook(self._add)
 
-    def _add(self, norm: nn.Module, args: Any, output: Any) -> None:
+    def _add(self, norm: nn.Module, args: object, output: object) -> None:
         self._num += 1
         for total, one in zip(self._sums, self._statistics, strict=True):
             total.add_(one)

@@ -156,7 +156,7 @@ class Layout:
         return {"tensors": [[e.name, list(e.shape), _NAMES[e.dtype]] for e in self.entries]}
 
     @classmethod
-    def from_json(cls, data: Any) -> Layout:
+    def from_json(cls, data: object) -> Layout:
         """Return the layout that `to_json` described.
 
         Raises:

@@ -95,7 +95,7 @@ def settle(module: nn.Module) -> None:
                 part.__dict__[name] = _ignore
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
+def _ignore(*args: object, **kwargs: object) -> None:
     return None
 
 
@@ -103,11 +103,11 @@ def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
     """Call ``note`` with outputs of modules that only the training step itself calls; return the hooks' handles."""
     depth = [0]
 
-    def begin(layer: nn.Module, args: Any) -> None:
+    def begin(layer: nn.Module, args: object) -> None:
         depth[0] += 1
 
     def end(path: str) -> Any:
-        def noted(layer: nn.Module, args: Any, answer: Any) -> None:
+        def noted(layer: nn.Module, args: object, answer: object) -> None:
             depth[0] -= 1
             if depth[0] == 0:
                 note(path, list(_tensors_given(answer)))
@@ -120,7 +120,7 @@ def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
     return handles
 
 
-def _tensors_given(answer: Any) -> Iterator[Tensor]:
+def _tensors_given(answer: object) -> Iterator[Tensor]:
     """Yield the tensors of what a module gives, nested in tables, lists and dataclasses as they may be."""
     for one in tree_leaves(dict(answer) if isinstance(answer, Mapping) else answer):
         if isinstance(one, Tensor):

@@ -16,7 +16,7 @@ _LIBRARIES = ("torch", "builtins", "numpy")
 
 
 def mapped(
-    batch: Any,
+    batch: object,
     change: Change,
     packed: Callable[[PackedSequence], Any] | None = None,
     movable: Callable[[Any], Any] | None = None,
@@ -31,7 +31,7 @@ def mapped(
             tensors.
     """
 
-    def walk(item: Any, is_inside: bool) -> Any:
+    def walk(item: object, is_inside: bool) -> Any:
         if isinstance(item, Tensor):
             return change(item)
         if isinstance(item, PackedSequence):
@@ -48,12 +48,12 @@ def mapped(
     return walk(batch, False)
 
 
-def tensors_in(values: Any) -> list[Tensor]:
+def tensors_in(values: object) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and mappings, such as an operation's arguments, in order."""
     return list(_tensors(values))
 
 
-def batch_tensors(batch: Any) -> list[Tensor]:
+def batch_tensors(batch: object) -> list[Tensor]:
     """Return all tensors that `mapped` finds in a batch, in order."""
     found: list[Tensor] = []
 
@@ -65,7 +65,7 @@ def batch_tensors(batch: Any) -> list[Tensor]:
     return found
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: object, device: torch.device) -> Any:
     """Return ``batch`` with its tensors on ``device``; tensors without values stay on the meta device."""
     if device.type == "cpu":
         return batch
@@ -76,7 +76,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     )
 
 
-def meta_batch(batch: Any, batch_size: int | None = None) -> Any:
+def meta_batch(batch: object, batch_size: int | None = None) -> Any:
     """Return ``batch`` on the meta device, with ``batch_size`` samples if that is given."""
     samples = num_samples(batch)
 
@@ -91,7 +91,7 @@ def meta_batch(batch: Any, batch_size: int | None = None) -> Any:
     return mapped(batch, resized, packed)
 
 
-def num_samples(batch: Any) -> int:
+def num_samples(batch: object) -> int:
     """Return the number of samples of a batch: dimension 0 of its first packed sequence or tensor."""
     found: list[int] = []
 
@@ -107,7 +107,7 @@ def num_samples(batch: Any) -> int:
     return found[0] if found else 0
 
 
-def repeated(batch: Any, batch_size: int) -> Any:
+def repeated(batch: object, batch_size: int) -> Any:
     """Return a batch with ``batch_size`` samples: its own in order, repeated as often as needed."""
     num = num_samples(batch)
     rows = torch.arange(batch_size) * num // batch_size
@@ -118,7 +118,7 @@ def repeated(batch: Any, batch_size: int) -> Any:
     return mapped(batch, one, lambda packed: _repeated_packed(packed, batch_size))
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def _tensors(batch: object) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -161,7 +161,7 @@ def _sequence(batch: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
     return made
 
 
-def _attributes(item: Any, is_inside: bool) -> list[tuple[str, Any]]:
+def _attributes(item: object, is_inside: bool) -> list[tuple[str, Any]]:
     """List the attributes of an object of the user's; ``is_inside`` another one, only those of a dataclass."""
     if callable(item) or type(item).__module__.partition(".")[0] in _LIBRARIES:
         return []
@@ -170,7 +170,7 @@ def _attributes(item: Any, is_inside: bool) -> list[tuple[str, Any]]:
     return [] if is_inside else list(getattr(item, "__dict__", {}).items())
 
 
-def _object(batch: Any, attributes: dict[str, Any]) -> Any:
+def _object(batch: object, attributes: dict[str, Any]) -> Any:
     """Return a copy of an object with other attributes; itself where none is another."""
     changed = {name: value for name, value in attributes.items() if value is not getattr(batch, name)}
     if not changed:

@@ -56,12 +56,12 @@ class _OfItsOwn(Exception):
     """An argument or a result of which more than the form matters."""
 
 
-def result_of(func: Any, args: Any, kwargs: Any) -> Any:
+def result_of(func: object, args: object, kwargs: object) -> Any:
     """Run an ATen operation, or create its result where an equal one has run and only its form matters."""
     return run(func, args, kwargs, form_of(func, args, kwargs) if _is_functional(func) else None)
 
 
-def form_of(func: Any, args: Any, kwargs: Any) -> Form | None:
+def form_of(func: object, args: Any, kwargs: Any) -> Form | None:
     """Return the form of an operation on tensors without values; None where more than the form of an argument matters."""
     tensors: list[Tensor] = []
     try:
@@ -99,7 +99,7 @@ def _made_here(packet: Any, args: Any) -> Callable[..., Any] | None:
     return None
 
 
-def _recurrent(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _recurrent(x: Tensor, *args: object) -> tuple[Tensor, ...]:
     """Make the result of oneDNN's LSTM over ``x``, (positions, batch, inputs), with all that it keeps for the backward pass.
 
     By what torch 2 allocates: gates twice, six tables of states as wide as the wider of inputs and hidden units, one of cells,
@@ -116,7 +116,7 @@ def _row(width: int) -> int:
     return padded + 16 if padded % 256 == 0 else padded
 
 
-def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: object, **kwargs: object) -> Tensor:
     """Make the result of grouped products, for which the meta device asks for bfloat16 where a processor takes other floats."""
     shape = left.shape[-2], right.shape[-1]
     if left.dim() == right.dim():
@@ -125,7 +125,7 @@ def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: Any
     return left.new_empty(shape)
 
 
-def _fresh(result: Any, before: list[Tensor]) -> Any:
+def _fresh(result: object, before: list[Tensor]) -> Any:
     """Return the form of a result whose tensors have each a storage of their own, of the size that one of the form has."""
     after: list[Tensor] = []
     again: list[Tensor] = []

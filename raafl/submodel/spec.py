@@ -121,7 +121,7 @@ class Spec:
         return data if self.base is None else {**data, "base": self.base}
 
     @classmethod
-    def from_json(cls, data: Any) -> Spec:
+    def from_json(cls, data: object) -> Spec:
         """Return the spec that `to_json` described.
 
         Raises:
@@ -169,11 +169,11 @@ def _normal(what: str, name: str, indices: Iterable[int]) -> Kept:
     return indices
 
 
-def _is_index(value: Any) -> bool:
+def _is_index(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**40
 
 
-def _read_pairs(field_name: str, data: Any) -> tuple[tuple[str, Kept], ...]:
+def _read_pairs(field_name: str, data: object) -> tuple[tuple[str, Kept], ...]:
     if not isinstance(data, dict):
         raise SpecError(f"spec has {field_name} = {str(data)[:80]!r}: give an object from name to indices")
     pairs: list[tuple[str, Kept]] = []
@@ -191,7 +191,7 @@ def _read_pairs(field_name: str, data: Any) -> tuple[tuple[str, Kept], ...]:
     return tuple(pairs)
 
 
-def _read_names(field_name: str, data: Any) -> tuple[str, ...] | None:
+def _read_names(field_name: str, data: object) -> tuple[str, ...] | None:
     if data is None:
         return None
     if not isinstance(data, list) or not all(isinstance(name, str) for name in data):

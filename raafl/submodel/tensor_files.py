@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class InFile(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     folder: str
 
-    def clone(self, *_: Any, **__: Any) -> Tensor:
+    def clone(self, *_: object, **__: object) -> Tensor:
         """Return a copy in a file of its own, so that a checkpoint takes no memory; in memory where the disk is full."""
         try:
             copy = _mapped(self.folder, self.numel(), self.dtype)

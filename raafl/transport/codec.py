@@ -352,7 +352,7 @@ _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant, parse_float=_finite_float)
 
 
-def _buffer(entry: Any) -> tuple[torch.dtype, int]:
+def _buffer(entry: object) -> tuple[torch.dtype, int]:
     if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], str) or type(entry[1]) is not int:
         raise Refused("bad-json", "a buffer is declared as [dtype, numel]")
     name, numel = entry

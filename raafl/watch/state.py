@@ -270,7 +270,7 @@ def follow(path: Path, clock: Callable[[], float] = time.time) -> RunTail[RunSta
     return RunTail(path, lambda: RunState(clock=clock), clock)
 
 
-def spec_in_words(data: Any, most: int | None = None) -> str:
+def spec_in_words(data: object, most: int | None = None) -> str:
     """Return a submodel's text from its plain data, as `str(Spec)` would; at most ``most`` characters."""
     try:
         text = _in_words(data) if isinstance(data, dict) else str(data or "")
@@ -296,12 +296,12 @@ def _in_words(data: dict[str, Any]) -> str:
     return (" ".join(words) or "full") + (f" on {data['base']}" if "base" in data else "")
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     number = _as_float(value)
     return number if number is not None and math.isfinite(number) else None
 
 
-def _as_float(value: Any) -> float | None:
+def _as_float(value: object) -> float | None:
     """Return a cell as a number, which may be NaN or infinite; None if it is none."""
     if isinstance(value, str):
         try:

@@ -319,7 +319,7 @@ class UsageLoss(Hook):
         self.local, self.policies = local, list(_policies(task.module))
         must_train(task, [policy.linear.weight for policy in self.policies], "ada_vit", NAME)
 
-    def loss(self, batch: Any, index: int) -> Tensor:
+    def loss(self, batch: object, index: int) -> Tensor:
         """Return the module's loss plus the usage loss."""
         for policy in self.policies:
             policy.clear()

@@ -130,7 +130,7 @@ class Steps(Hook):
         task.module.eval()
 
     @torch.no_grad()
-    def loss(self, batch: Any, index: int) -> Tensor:
+    def loss(self, batch: object, index: int) -> Tensor:
         """Make one step; return the mean of the two losses.
 
         ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2 epsilon)``, rounded to what travels; theta -= lr g z.

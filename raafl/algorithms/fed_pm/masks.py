@@ -125,7 +125,7 @@ class ScoreTraining(Hook):
             for name, score in self._scores.items():
                 score.copy_(torch.logit(score.abs().div_(self._scales[name]), floor))
 
-    def loss(self, batch: Any, index: int) -> Tensor:
+    def loss(self, batch: object, index: int) -> Tensor:
         """Return the loss under masks drawn anew."""
         self._cover({name: self._masked(name, score) for name, score in self._scores.items()})
         return self.task.loss(batch, index)

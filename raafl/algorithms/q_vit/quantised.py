@@ -256,7 +256,7 @@ class Quantising(Hook):
         self.local, self.layers = local, list(quantised(task.module))
         must_train(task, [layer.input_step for layer in self.layers], "q_vit", "input_step")
 
-    def loss(self, batch: Any, index: int) -> Tensor:
+    def loss(self, batch: object, index: int) -> Tensor:
         """Return the module's loss, and that of the bits."""
         for layer in self.layers if index == 0 else ():
             layer.sees_first = True

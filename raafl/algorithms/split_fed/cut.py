@@ -122,7 +122,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         self.calls.append(Call(path, self._stack[-1] if self._stack else -1, self._now))
         self._stack.append(len(self.calls) - 1)
 
-    def _leave(self, output: Any) -> None:
+    def _leave(self, output: object) -> None:
         call = self.calls[self._stack.pop()]
         call.end, call.output = self._now, output
 
@@ -134,7 +134,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             found = self._values[key] = _Value(self._now)
         return found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         """Run one operation and record its inputs and outputs."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._now += 1

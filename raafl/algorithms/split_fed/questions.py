@@ -84,7 +84,7 @@ class Batches:
         """Return the number of samples of the next batch."""
         return min(self._batch_size, self.num_samples - self._index % self._per_epoch * self._batch_size)
 
-    def batches(self, *_: Any, **__: Any) -> Iterator[tuple[Received, int]]:
+    def batches(self, *_: object, **__: object) -> Iterator[tuple[Received, int]]:
         """Yield each batch as it comes, with its number of samples; when the next is asked for, send the last one's gradient."""
         while True:
             yield self._received, self._due
@@ -122,7 +122,7 @@ class Batches:
         sent = [(f"batch.{place}", shapes[place], flat[place].dtype) for place in self._half.cut.leaves]
         return Layout.pack([("activation", outline.shape, dtype), *sent])
 
-    def _checked_shapes(self, given: Any) -> Shapes:
+    def _checked_shapes(self, given: object) -> Shapes:
         """Return the shapes of the batch's tensors, if they may be those of the batch that is due."""
         examples = shapes_of(self._half.example_batch)
         samples, due = examples[0][0] if examples[0] else 1, self._due

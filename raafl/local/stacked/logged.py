@@ -34,8 +34,8 @@ class Logged:
         attach_log(module, self.log, self.log_dict)
 
     def log(
-        self, name: str, value: Any, *args: Any, reduce_fx: str | Callable[..., Any] = "mean",
-        batch_size: int | None = None, **kwargs: Any,
+        self, name: str, value: Any, *args: object, reduce_fx: str | Callable[..., Any] = "mean",
+        batch_size: int | None = None, **kwargs: object,
     ) -> None:  # fmt: skip
         """Record one value of all clients, inside vmap; see `Recorder.log`."""
         how = getattr(reduce_fx, "__name__", str(reduce_fx))

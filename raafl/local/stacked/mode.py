@@ -112,5 +112,5 @@ def _has_stack(args: Any, kwargs: Any) -> bool:
     return bool(inside) and any(stack_of(leaf) is not None for leaf in tree_leaves(inside))
 
 
-def _trains(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, **more: Any) -> bool:
+def _trains(input: object, p: float = 0.5, training: bool = True, inplace: bool = False, **more: object) -> bool:
     return bool(more.get("train", training)) and p > 0

@@ -23,7 +23,7 @@ Known = dict[Hashable, bool]
 """Whether a batched product has the bits of the clients' own, by shapes and places."""
 
 
-def linear(known: Known, num: int, x: Any, weight: Any, bias: Any = None) -> Any:
+def linear(known: Known, num: int, x: object, weight: object, bias: object = None) -> Any:
     """Compute `F.linear` of stacks, inside vmap."""
     stacks = [stack_of(one) for one in (x, weight, bias)]
     if any(stack is None for stack, one in zip(stacks, (x, weight, bias), strict=True) if one is not None):

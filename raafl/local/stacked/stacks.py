@@ -31,7 +31,7 @@ class Parted(Unstackable):
     """Clients of a batch take different branches."""
 
 
-def stack_of(value: Any) -> Tensor | None:
+def stack_of(value: object) -> Tensor | None:
     """Return the stack behind ``value``, clients first; None = no tensor, or one that all clients share."""
     if not isinstance(value, Tensor) or not functorch.is_batchedtensor(value):
         return None
@@ -95,11 +95,11 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 class _Apart(Function):
     @staticmethod
-    def forward(ctx: Any, stack: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: object, stack: Tensor) -> tuple[Tensor, ...]:
         return tuple(part.clone() for part in stack.unbind(0))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
         return torch.stack(gradients)
 
 
@@ -107,11 +107,11 @@ class _Joined(Function):
     """`torch.stack` whose gradient comes apart as slices that are aligned."""
 
     @staticmethod
-    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+    def forward(ctx: object, *parts: Tensor) -> Tensor:
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: object, gradient: Tensor) -> Any:
         return tuple(apart(gradient))
 
 

@@ -273,7 +273,7 @@ class _Placed:
         for held, key, name in self._places:
             held[key] = self._tensors[name]
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         replaced = [name for held, key, name in self._places if held.get(key) is not self._tensors[name]]
         for (held, key, _name), old in zip(self._places, self._old, strict=True):
             held[key] = old

@@ -102,10 +102,10 @@ class Distilled(Hook):
         if self.students is not None:
             self._handle = self.students.model.register_forward_hook(self._seen)
 
-    def _seen(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _seen(self, model: nn.Module, args: object, output: object) -> None:
         self._output = output
 
-    def loss(self, batch: Any, index: int) -> Tensor:
+    def loss(self, batch: object, index: int) -> Tensor:
         """Return the distilled loss of a batch."""
         if self.students is None:
             return self.task.loss(batch, index)
@@ -149,7 +149,7 @@ def _with_logits(output: Any, logits: Tensor) -> Any:
     return other
 
 
-def _giving(output: Any) -> Callable[..., Any]:
+def _giving(output: object) -> Callable[..., Any]:
     return lambda *args, **kwargs: output
 
 
@@ -164,7 +164,7 @@ def _restore(device: torch.device, states: list[Tensor]) -> None:
         torch.cuda.set_rng_state(states[1], device)
 
 
-def counted(batch: Any, logits: Tensor) -> Tensor | None:
+def counted(batch: object, logits: Tensor) -> Tensor | None:
     """Return a mask of the positions of ``logits`` whose label is not `IGNORED`; None where each sample has one label."""
     if logits.dim() < 3:
         return None

@@ -30,11 +30,11 @@ class _StraightThrough(torch.autograd.Function):
     """A sample of 0 and 1 whose gradient goes on to the probability it was drawn with."""
 
     @staticmethod
-    def forward(ctx: Any, probability: Tensor, sample: Tensor) -> Tensor:
+    def forward(ctx: object, probability: Tensor, sample: Tensor) -> Tensor:
         return sample.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -95,7 +95,7 @@ class MaskTraining(Hook):
         self.optimizer = torch.optim.Adam(self.scores.values(), lr=lr)
         self.generator = torch.Generator().manual_seed(derive_seed(task.assignment.seed, "masks"))
 
-    def loss(self, batch: Any, index: int) -> Tensor:
+    def loss(self, batch: object, index: int) -> Tensor:
         """Return the loss under masks drawn for this batch, plus lambda times `kept_share_loss`."""
         masks = {axis: masks_of(scores, self.generator) for axis, scores in self.scores.items()}
         with self.gates.set(masks):

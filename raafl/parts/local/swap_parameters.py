@@ -52,5 +52,5 @@ def at(module: nn.Module, values: FlatTensors) -> Iterator[None]:
             buffer.copy_(before)
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
+def _ignore(*args: object, **kwargs: object) -> None:
     return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -99,7 +98,7 @@ def joint_notes(merge: Merge) -> list[str]:
     ]
 
 
-def _are_rows(told: Any, num_classes: int) -> bool:
+def _are_rows(told: object, num_classes: int) -> bool:
     return (
         isinstance(told, list)
         and 0 < len(told) <= num_classes

@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raafl.core.types import derive_seed
 from raafl.errors import BadInput, fraction, nearest, positive
@@ -94,12 +94,12 @@ def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
 # ---- each client for itself ----
 
 
-def leading(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: int = 0) -> Spec:
+def leading(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, round: int = 0) -> Spec:
     """Return the first units of every axis, so that submodels are nested (HeteroFL, Diao et al. 2021, section 3.1)."""
     return spec_of(axes, {name: range(number) for name, number in counts(axes, rate).items()})
 
 
-def rolling(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: int = 0) -> Spec:
+def rolling(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, round: int = 0) -> Spec:
     """Return a window of units that moves on by one each round (FedRolex, Alam et al. 2022, section 3.2).
 
     On an axis with K units it starts at ``j = round mod K`` and wraps around. Within K rounds each unit is trained equally
@@ -112,7 +112,7 @@ def rolling(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: 
     return spec_of(axes, kept)
 
 
-def at_random(axes: Axes, rate: Rate, *, state: Any = None, seed: int = 0, round: int = 0) -> Spec:
+def at_random(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, round: int = 0) -> Spec:
     """Return units drawn without replacement, independently in each round (Federated Dropout, Caldas et al. 2018)."""
     kept = {}
     for name, number in counts(axes, rate).items():

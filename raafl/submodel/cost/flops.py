@@ -67,21 +67,23 @@ def _convolution_backward(y: Tensor, x: Tensor, weight: Tensor, *args: Any, out_
     return convolution_flops(x, weight, y, transposed=args[4]) * sum(wanted[:2])
 
 
-def _grouped(left: Tensor, right: Tensor, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _grouped(left: Tensor, right: Tensor, *args: object, out_val: object = None, **kwargs: object) -> int:
     """Count the FLOPs of products with experts' matrices, to which rows or columns are dealt out; torch has no count of them."""
     rows = left.shape[:-1].numel() if right.dim() == 3 else left.shape[-2]
     return 2 * rows * left.shape[-1] * right.shape[-1]
 
 
-def _matrix_vector(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
+def _matrix_vector(*args: object, out_val: Tensor, **kwargs: object) -> int:
     return 2 * max(one.numel() for one in args if isinstance(one, Tensor))
 
 
-def _outer(base: Tensor, left: Tensor, right: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+def _outer(base: Tensor, left: Tensor, right: Tensor, *args: object, out_val: Tensor, **kwargs: object) -> int:
     return 2 * left.numel() * right.numel()
 
 
-def _summed_products(base: Tensor, left: Tensor, right: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+def _summed_products(
+    base: Tensor, left: Tensor, right: Tensor, *args: object, out_val: Tensor, **kwargs: object
+) -> int:
     return 2 * left.numel() * right.shape[-1]
 
 
@@ -94,25 +96,27 @@ def _trilinear(*args: Any, out_val: Tensor, **kwargs: Any) -> int:
     return 2 * math.prod(sizes.values())
 
 
-def _distances(left: Tensor, right: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+def _distances(left: Tensor, right: Tensor, *args: object, out_val: Tensor, **kwargs: object) -> int:
     """Count a difference, its power and their sum for each pair of rows and each of their places."""
     return 3 * left.numel() * right.shape[-2]
 
 
-def _distances_backward(grad: Tensor, left: Tensor, right: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+def _distances_backward(
+    grad: Tensor, left: Tensor, right: Tensor, *args: object, out_val: Tensor, **kwargs: object
+) -> int:
     return 3 * left.numel() * right.shape[-2]
 
 
-def _recurrent_layer(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: Any, out_val: Any) -> int:
+def _recurrent_layer(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object, out_val: object) -> int:
     """Count the products of a layer in one direction with its inputs (t, n, c) and its hidden states."""
     return 2 * x.shape[0] * x.shape[1] * (of_input.numel() + of_hidden.numel())
 
 
-def _recurrent_layer_backward(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: Any, out_val: Any) -> int:
+def _recurrent_layer_backward(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object, out_val: object) -> int:
     return 2 * _recurrent_layer(x, of_input, of_hidden, out_val=out_val)
 
 
-def _transform(x: Tensor, dims: Any, *args: Any, out_val: Tensor, **kwargs: Any) -> float:
+def _transform(x: Tensor, dims: Any, *args: object, out_val: Tensor, **kwargs: object) -> float:
     """Count a fast Fourier transform, 5 n log2 n for n complex values, half of that for real ones."""
     whole = x if x.numel() >= out_val.numel() else out_val
     size = math.prod(whole.shape[dim] for dim in dims)

@@ -54,7 +54,7 @@ def _fused_attention(
 
 
 def _lstm(
-    x: Tensor, hidden: Any, parameters: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+    x: Tensor, hidden: object, parameters: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
     bidirectional: bool, batch_first: bool = False,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
     """Run an LSTM as torch does by oneDNN: one operation for each layer and direction; None = it does not.

@@ -70,7 +70,7 @@ def traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_byte
     return int(_CONVOLUTION * (moved_bytes + sum(one.num_bytes for one in passes))), padding_flops
 
 
-def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
+def workspace_bytes(packet: object, args: Sequence[Any], made: Sequence[Tensor]) -> int:
     """Return the bytes that a convolution or oneDNN's LSTM needs at its peak beyond operands and results; 0 for others."""
     if packet in _RECURRENT:
         return _recurrent_workspace(*args)
@@ -92,7 +92,7 @@ def workspace_bytes(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) ->
     return max(max(needs) - results, 0)
 
 
-def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: Any) -> int:
+def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object) -> int:
     """Count the bytes that a layer of oneDNN's LSTM takes beside operands and results.
 
     These are both weights in blocks, the gates of all positions and of three more, and a copy of a gradient of the outputs
@@ -103,7 +103,7 @@ def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: 
     return _bytes(of_input) + _bytes(of_hidden) + gates + sum(map(_bytes, strewn))
 
 
-def _convolution(packet: Any, args: Sequence[Any], made: Sequence[Tensor]) -> _Convolution | None:
+def _convolution(packet: object, args: Sequence[Any], made: Sequence[Tensor]) -> _Convolution | None:
     """Return input, weights, output, whether transposed, groups, gradients wanted (none: forward), whether oneDNN does it."""
     masks: Sequence[bool] = ()
     if packet is _aten.convolution:

@@ -104,7 +104,7 @@ class Ledger(TorchDispatchMode):
             return
         num_bytes = storage.nbytes() if counted else 0
 
-        def gone(_: Any) -> None:
+        def gone(_: object) -> None:
             self.live_bytes -= num_bytes
             self._alive.pop(key, None)
 
@@ -140,7 +140,7 @@ class OperationCost(NamedTuple):
     arithmetic: float = 0.0
 
 
-def counted(func: Any, args: Any, kwargs: Any, result: Any) -> OperationCost:
+def counted(func: object, args: Any, kwargs: object, result: object) -> OperationCost:
     """Return the ledger entry of an operation; None where it is not one of torch's own."""
     if not isinstance(func, torch._ops.OpOverload):
         return OperationCost()

@@ -98,7 +98,7 @@ class Step:
 
 
 def predict(
-    make: Make, spec: Spec, example_batch: Any, batch_size: int, layouts: Mapping[str, Layout], names: frozenset[str],
+    make: Make, spec: Spec, example_batch: object, batch_size: int, layouts: Mapping[str, Layout], names: frozenset[str],
     idle_bytes: int, is_whole: bool = True,
 ) -> Cost:  # fmt: skip
     """Predict the cost of training ``spec``, without allocating it where its step can be followed without values.
@@ -146,7 +146,7 @@ def predict(
     )  # fmt: skip
 
 
-def _step(make: Make, spec: Spec, batch: Any, on_values: Callable[[], tuple[Step, int] | None]) -> tuple[Step, int]:
+def _step(make: Make, spec: Spec, batch: object, on_values: Callable[[], tuple[Step, int] | None]) -> tuple[Step, int]:
     """Return a step of the submodel, run as far as it can be, and the bytes of module and batch."""
     run, failure = _Run(make(spec), batch), None
     # tensors that the user's code makes without saying where are best on the meta device as well, but not always
@@ -179,7 +179,7 @@ def _step(make: Make, spec: Spec, batch: Any, on_values: Callable[[], tuple[Step
     return replace(step, guessed="; ".join(filter(None, (f"{why}: {instead}", step.guessed)))), run.held_bytes
 
 
-def _on_values(zeroed: Callable[[], Any], example_batch: Any, batch_size: int) -> tuple[Step, int] | None:
+def _on_values(zeroed: Callable[[], Any], example_batch: object, batch_size: int) -> tuple[Step, int] | None:
     """Follow a step on drawn values and the example's samples over and over; None = it does not run, or takes too long."""
     num = num_samples(example_batch)
     try:
@@ -203,7 +203,7 @@ def _followed(module: Any, example_batch: Any, batch_size: int) -> tuple[Step, i
     return run.step("cpu", every=True), run.held_bytes
 
 
-def _with_some(make: Make, spec: Spec, batch: Any, default: str, step: Step) -> Step:
+def _with_some(make: Make, spec: Spec, batch: object, default: str, step: Step) -> Step:
     """Follow a step once more that has asked whether any of some values are so, as if they were; return it, or ``step``."""
     run = _Run(make(spec), batch)
     run.ledger.some = True
@@ -220,7 +220,7 @@ def _not_followed(error: Exception) -> str:
     return f"the training step cannot be followed without values ({one_line(error)})"
 
 
-def _runs_whole(make: Make, batch: Any) -> bool:
+def _runs_whole(make: Make, batch: object) -> bool:
     for default in ("meta", "cpu"):
         try:
             _Run(make(FULL), batch).step(default)
@@ -334,7 +334,7 @@ def _backward(loss: torch.Tensor) -> None:
     )
 
 
-def _optimizers(answer: Any) -> list[Optimizer]:
+def _optimizers(answer: object) -> list[Optimizer]:
     """Return the optimisers in an answer of `configure_optimizers`; raises `TypeError` where there are none."""
     if isinstance(answer, Mapping):
         answer = answer.get("optimizer")

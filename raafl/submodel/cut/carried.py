@@ -16,7 +16,7 @@ _NAMES = "_raafl_carried"
 """Attribute of a layer that lists the names of its carried attributes."""
 
 
-def set_carried(layer: nn.Module, name: str, value: Any) -> None:
+def set_carried(layer: nn.Module, name: str, value: object) -> None:
     """Set an attribute of a layer such that every copy of the layer has it, too."""
     attributes = layer.__dict__
     attributes[name] = value
@@ -39,7 +39,7 @@ class _Carrying(nn.Module):
 
     _kind: type[nn.Module]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         carried = {name: self.__dict__[name] for name in self.__dict__[_NAMES]}
         return _empty, (self._kind,), (super().__getstate__(), carried)  # type: ignore[no-untyped-call]
 

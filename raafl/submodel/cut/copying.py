@@ -51,7 +51,7 @@ def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(module, {**shared, **memo})
 
 
-def _uncopyable(thing: Any, own: dict[int, Any]) -> Iterator[Any]:
+def _uncopyable(thing: object, own: dict[int, Any]) -> Iterator[Any]:
     """Yield what `copy.deepcopy` refuses in a container, or the thing itself; ``own`` are the module's, which it can copy."""
     if id(thing) in own:
         return

@@ -46,7 +46,7 @@ def resize(layer: nn.Module) -> None:
             found(layer)
 
 
-def computed_by(hook: Any) -> str | None:
+def computed_by(hook: object) -> str | None:
     """Return the tensor that a hook of `nn.utils.weight_norm`, `spectral_norm` or `prune` recomputes before each forward."""
     name = getattr(hook, "name", getattr(hook, "_tensor_name", None))
     return name if type(hook).__module__.startswith("torch.nn.utils.") else None
@@ -88,7 +88,7 @@ def produces(layer: nn.Module) -> tuple[str, int] | None:
 def _from(**sizes: tuple[str, int]) -> Resize:
     """Make the function that sets each attribute to the size of a tensor's dimension."""
 
-    def set_(layer: Any) -> None:
+    def set_(layer: object) -> None:
         for attribute, (tensor, dim) in sizes.items():
             setattr(layer, attribute, getattr(layer, tensor).shape[dim])
 

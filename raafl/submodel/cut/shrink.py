@@ -170,7 +170,7 @@ class _Rescale:
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
-    def __call__(self, layer: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+    def __call__(self, layer: nn.Module, args: object, output: Tensor) -> Tensor | None:
         return output * self.factor if layer.training else None
 
 
@@ -197,7 +197,7 @@ class StandIn(nn.Module):
         super().__init__()
         self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Call the other module."""
         return self.stands_for[0](*args, **kwargs)
 

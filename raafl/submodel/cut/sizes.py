@@ -112,7 +112,7 @@ def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int
         (held if isinstance(held, dict) else held.__dict__)[part] = value
 
 
-def shallow(held: Any) -> Any:
+def shallow(held: object) -> Any:
     """Return a shallow copy of a dictionary or plain object."""
     if isinstance(held, dict):
         return held.copy()
@@ -131,7 +131,7 @@ class Corrected:
         """Replace the method of ``module``."""
         self.module, self.method, self.correct = module, method, _Correct(table)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the method."""
         with self.correct:
             return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
@@ -273,7 +273,7 @@ def _split(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Itera
 
 
 @takes_sizes("chunk")
-def _chunk(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+def _chunk(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
     return _split((args[0], None, *args[2:]), kwargs, answer)  # torch works the sizes out
 
 
@@ -286,7 +286,7 @@ def _narrow(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iter
 
 
 @takes_sizes("__getitem__", "__setitem__")
-def _item(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+def _item(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if any(isinstance(i, Tensor | list) for i in index):
         return
@@ -307,18 +307,18 @@ def _item(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterat
 
 
 @takes_sizes("group_norm")
-def _group_norm(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+def _group_norm(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
     if len(args) > 1:
         yield (1,), args[1], Part(args[0], 1, outer=int(args[1]))
 
 
 @takes_sizes("layer_norm", "rms_norm")
-def _layer_norm(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+def _layer_norm(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
     for place, size in enumerate(args[1] if len(args) > 1 else ()):
         yield (1, place), size, Part(args[0], args[0].dim() - len(args[1]) + place)
 
 
 @takes_sizes("conv1d", "conv2d", "conv3d")
-def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
     if len(args) > 6:
         yield (6,), args[6], Part(args[0], 1 + args[0].dim() - args[1].dim(), outer=int(args[6]))

@@ -134,7 +134,7 @@ class EarlyLogits:
         if path not in parts or taken or any(exit not in parts for exit in own.values()):
             return False
 
-        def keep(block: nn.Module, args: Any, answer: Any) -> None:
+        def keep(block: nn.Module, args: object, answer: Any) -> None:
             self._hidden[name] = answer[0] if isinstance(answer, tuple) else answer
 
         self._handles.append(parts[path].register_forward_hook(keep))

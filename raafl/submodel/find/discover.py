@@ -49,7 +49,7 @@ class DiscoveredAxes:
 
 def discover_axes(
     module: nn.Module,
-    batch: Any,
+    batch: object,
     shapes: Shapes,
     aliases: Mapping[str, str],
     *,

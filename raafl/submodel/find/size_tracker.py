@@ -69,7 +69,7 @@ class Size(int):
     def __neg__(self) -> Size:
         return Size(-int(self), ("sub", 0, self.origin), self.note)
 
-    def __deepcopy__(self, memo: Any) -> Size:
+    def __deepcopy__(self, memo: object) -> Size:
         return self
 
     def __reduce__(self) -> Any:
@@ -137,7 +137,7 @@ class _Method:
     def __init__(self, watch: SizeTracker, module: nn.Module, path: str, name: str) -> None:
         self.watch, self.module, self.path, self.name = watch, module, path, name
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         self.watch.running.append((self.path, self.name))
         try:
             return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
@@ -368,5 +368,5 @@ def _numbers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[Attribu
                 )
 
 
-def _counts(value: Any) -> bool:
+def _counts(value: object) -> bool:
     return type(value) is int and value > 1

@@ -154,7 +154,7 @@ def place_in_code() -> str:
     return ""
 
 
-def trace(module: nn.Module, batch: Any) -> TraceResult:
+def trace(module: nn.Module, batch: object) -> TraceResult:
     """Follow one or more training steps of ``module``, or calls where it has no training step.
 
     Args:
@@ -186,7 +186,7 @@ def _unseen(module: nn.Module, problem: str) -> TraceResult:
     )
 
 
-def _runs(module: nn.Module, batch: Any) -> bool:
+def _runs(module: nn.Module, batch: object) -> bool:
     """Check whether the forward runs on a batch, on the meta device."""
     copy = _copy(module, values=False)
     try:
@@ -197,7 +197,7 @@ def _runs(module: nn.Module, batch: Any) -> bool:
     return True
 
 
-def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way: str) -> TraceResult:
+def _attempt(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], way: str) -> TraceResult:
     """Follow a step, or a call, in one way.
 
     "values" draws some; else all is on the meta device but, with "cpu", the tensors that code makes without saying where;
@@ -247,7 +247,7 @@ def _attempt(module: nn.Module, batch: Any, run: Callable[[Any, Any], Any], way:
     return seen
 
 
-def has_step(module: Any) -> bool:
+def has_step(module: object) -> bool:
     """Check whether a module has a training step of its own."""
     own = getattr(type(module), "training_step", None)
     return own is not None and not own.__module__.startswith(("lightning.", "pytorch_lightning."))

@@ -132,7 +132,7 @@ class TensorsRecord(Record):
                 table.update(saved)
 
 
-def _trains(thing: Any) -> bool:
+def _trains(thing: object) -> bool:
     """Check whether a parameter, a module or None has values to be learned."""
     return isinstance(thing, nn.Parameter) or (isinstance(thing, nn.Module) and any(True for _ in thing.parameters()))
 

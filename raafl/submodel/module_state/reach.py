@@ -128,7 +128,7 @@ def _is_of(kind: type, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(package + ".") for package in packages)
 
 
-def _children(thing: Any) -> Iterator[Any]:
+def _children(thing: object) -> Iterator[Any]:
     if isinstance(thing, Tensor | np.ndarray):
         return
     if isinstance(thing, dict):
@@ -143,7 +143,7 @@ def _children(thing: Any) -> Iterator[Any]:
     yield from slots_of(thing).values()
 
 
-def attributes_of(thing: Any) -> dict[str, Any]:
+def attributes_of(thing: object) -> dict[str, Any]:
     """Return the attributes of an object as a mutable dictionary; an empty one where it has none."""
     try:
         found = object.__getattribute__(thing, "__dict__")
@@ -152,7 +152,7 @@ def attributes_of(thing: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def slots_of(thing: Any) -> dict[str, Any]:
+def slots_of(thing: object) -> dict[str, Any]:
     """Return the values of an object's slots by name."""
     found = {}
     for member in _slots_in(type(thing)):  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ def has_values_of_its_own(tensor: Tensor, storages: set[int]) -> bool:
     return storage.data_ptr() not in storages and storage.nbytes() >= tensor.nbytes  # else it is expanded
 
 
-def _plain(state: Any) -> Any:
+def _plain(state: object) -> Any:
     """Return a generator's state as values that `==` compares."""
     if isinstance(state, dict):
         return {key: _plain(value) for key, value in state.items()}

@@ -30,7 +30,7 @@ LONGEST = 64
 """Tokens of each text on which the copy of a model is proven that has no values itself: each gives a number a word."""
 
 
-def narrowed(submodels: Submodels, module: nn.Module, batch: Any) -> tuple[Submodels, nn.Module] | None:
+def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Submodels, nn.Module] | None:
     """Return a narrow copy with the model's own buffers, if the same axes are found in it.
 
     Where possible the residual width is cut, too, and a frozen base beside LoRA ranks, which stay as they are: the copy need not
@@ -101,7 +101,7 @@ def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
     return values
 
 
-def shortened(batch: Any) -> Any:
+def shortened(batch: object) -> Any:
     """Return a batch of texts with the first `LONGEST` tokens of each; other batches unchanged."""
     tensors = batch_tensors(batch)
     if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):

@@ -60,7 +60,7 @@ class _Step:
     noisy: bool = False
 
 
-def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, str]:
+def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str, str]:
     """Return the axes that are not proven, with the reason.
 
     All axes together are cut to one unit and to a random half, and so are subsets, such that for any two axes there is a subset
@@ -87,7 +87,7 @@ def refuted(submodels: Submodels, module: nn.Module, batch: Any) -> dict[str, st
     return found
 
 
-def _candidates(submodels: Submodels, module: nn.Module, batch: Any) -> Iterator[tuple[Submodels, nn.Module, Any]]:
+def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Iterator[tuple[Submodels, nn.Module, Any]]:
     """Yield the models on which the axes may be proven, and the batch; the next is tried where a step on these does not run."""
     is_small = num_values(submodels) <= MOST_VALUES
     if num_values(submodels) > LARGE and (narrow := narrowed(submodels, module, batch)) is not None:

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 PACKAGES = ("lightning", "pytorch_lightning")
 """Packages that have Lightning's classes, of one API; raafl imports the first, its users either."""
@@ -85,7 +84,7 @@ def _import_beside_lean_torchmetrics() -> None:
     sys.meta_path.insert(0, _Resume(package))
 
 
-def _lean_attribute(name: str) -> Any:
+def _lean_attribute(name: str) -> object:
     """The package's `__getattr__` while lightning is imported: the classes that have a module of their own."""
     if name not in _HOME:
         raise AttributeError(f"module 'torchmetrics' has no attribute {name!r} before its __init__ has run")

@@ -40,7 +40,7 @@ def begin(module: Any, batch: Any) -> None:
         module.on_train_batch_start(batch, 0)
 
 
-def transferred(module: Any, batch: Any, device: Any, move: Callable[[Any, Any], Any]) -> Any:
+def transferred(module: Any, batch: Any, device: Any, move: Callable[[Any, Any], Any]) -> object:
     """Return a batch on a device as Lightning brings it there.
 
     Args:

@@ -115,7 +115,7 @@ class TrainerStandIn:
         return self  # whoever copies a module attaches a new one: see `attach`
 
 
-def _strategy(trainer: TrainerStandIn) -> Any:
+def _strategy(trainer: TrainerStandIn) -> object:
     """Make a strategy of one device; `self.optimizers()` finds the wrapped optimizers there."""
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -126,19 +126,19 @@ def _strategy(trainer: TrainerStandIn) -> Any:
     return strategy
 
 
-def _logger(trainer: TrainerStandIn) -> Any:
+def _logger(trainer: TrainerStandIn) -> object:
     from lightning.pytorch.loggers.logger import DummyLogger
 
     return DummyLogger()
 
 
-def _profiler(trainer: TrainerStandIn) -> Any:
+def _profiler(trainer: TrainerStandIn) -> object:
     from lightning.pytorch.profilers import PassThroughProfiler
 
     return PassThroughProfiler()
 
 
-def _precision_plugin(trainer: TrainerStandIn) -> Any:
+def _precision_plugin(trainer: TrainerStandIn) -> object:
     from lightning.pytorch.plugins.precision import Precision
 
     return Precision()

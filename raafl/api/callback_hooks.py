@@ -148,7 +148,7 @@ class CallbackHooks(RunHooks):
         for callback in self._callbacks:
             self._call(callback, occasion, self._seen(), *what)
 
-    def _call(self, callback: Callback, occasion: str, *what: Any, even_so: bool = False) -> Any:
+    def _call(self, callback: Callback, occasion: str, *what: Any, even_so: bool = False) -> object:
         """Call a callback unless one has failed before; ``even_so`` calls it then too."""
         if self.failure is not None and not even_so:
             return None

@@ -52,7 +52,7 @@ class Datasets(LightningDataModule):
         """Return the training loader."""
         return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate_fn)
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> object:
         """Return the test loader; an empty list if there is none."""
         return [] if self.test is None else DataLoader(self.test, self.batch_size, collate_fn=self.collate_fn)
 
@@ -75,7 +75,7 @@ class Loaders(LightningDataModule):
         """Return the training loader."""
         return self.train
 
-    def test_dataloader(self) -> Any:
+    def test_dataloader(self) -> object:
         """Return the test loader; an empty list if there is none."""
         return [] if self.test is None else self.test
 

@@ -235,7 +235,7 @@ class Federation:
     def replay(
         self,
         folder: str | Path,
-        module: Any,
+        module: nn.Module,
         data: Any,
         *,
         until: int | None = None,

@@ -89,7 +89,7 @@ def _label(batch: Mapping[str, Any]) -> str | None:
     return next((name for name in _LABELS if name in batch), None)
 
 
-def _measured(metric: Any, output: Any, target: Any) -> Any:
+def _measured(metric: Any, output: Any, target: Any) -> object:
     """Return a metric function's value for a batch, or a torchmetrics ``Metric`` updated with it."""
     if isinstance(metric, nn.Module) and isinstance(output, Tensor):
         metric = metric.to(output.device)

@@ -139,7 +139,7 @@ def algorithm_of(algorithm: Any) -> Algorithm:
     return algorithm
 
 
-def devices_of(devices: object) -> Any:
+def devices_of(devices: object) -> object:
     """Return devices as an `Experiment` takes them: a file, or a list of entries (fields or bundled names)."""
     if devices is None or isinstance(devices, str):
         return devices

@@ -161,7 +161,7 @@ def maker(
         version: model version after which it continues.
     """
 
-    def make() -> Any:
+    def make() -> object:
         ranks: Any = importlib.import_module("lightning.pytorch.utilities.rank_zero")
         ranks.rank_zero_only.rank = 0  # this process coordinates, whatever number a cluster has given it
         if spec.made is not None:
@@ -181,7 +181,7 @@ def maker(
     return make
 
 
-def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None], note: Callable[[str], None]) -> Any:
+def _opened(logger: Any, before: Mapping[str, Any], warn: Callable[[str], None], note: Callable[[str], None]) -> object:
     """Return a logger ready to use; W&B's run is opened, resumed where there was one, offline without an API key or server."""
     init = getattr(logger, "_wandb_init", None)
     if not isinstance(init, dict) or getattr(logger, "_experiment", None) is not None:

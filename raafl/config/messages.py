@@ -221,7 +221,7 @@ class Explained(Check):
             kept = given if path == before else {n: v for n, v in given.items() if n in self.takes(target)}
             self._made[where] = (path, _merged(kept, arguments))
 
-    def _target(self, kind: str, path: object, where: str) -> Any:
+    def _target(self, kind: str, path: object, where: str) -> object:
         """Import the object that a class_path names."""
         base, example = _EXAMPLES[kind]
         home = example.rpartition(".")[0]

@@ -101,7 +101,7 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
     return parser
 
 
-def _as_it_is(value: object) -> Any:
+def _as_it_is(value: object) -> object:
     """Return the value unchanged; an option type in place of `Any`, whose class paths jsonargparse would import."""
     return value
 

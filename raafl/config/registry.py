@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
@@ -30,7 +30,7 @@ class Entry:
     home: str
     name: str
 
-    def find(self) -> Any:
+    def find(self) -> object:
         """Find the object."""
         return getattr(importlib.import_module(self.home), self.name)
 

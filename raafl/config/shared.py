@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import fields
-from typing import Any
 
 from raafl.config.experiment import marked
 from raafl.devices import Device, load_devices
@@ -35,5 +34,5 @@ def for_clients(config_yaml: str) -> str:
     return yaml.safe_dump(kept, sort_keys=False) if kept else ""
 
 
-def _as_list(value: object) -> Any:
+def _as_list(value: object) -> object:
     return [_as_list(item) for item in value] if isinstance(value, tuple) else value

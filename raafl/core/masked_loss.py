@@ -68,7 +68,7 @@ def _why_unused(module: Any, batch: object) -> str | None:
     """Explain why the loss of a training step does not come from logits that the module's own call gives, or None."""
     found: list[Tensor | None] = []
 
-    def cut(_: object, args: object, output: Any) -> Any:
+    def cut(_: object, args: object, output: Any) -> object:
         logits = logits_of(output)
         found.append(None if logits is None else logits.detach().requires_grad_())
         if logits is None or isinstance(output, Tensor):
@@ -88,7 +88,7 @@ def _why_unused(module: Any, batch: object) -> str | None:
     return None if used else f"the loss of {name} does not come from the logits that its forward gives"
 
 
-def _layer_of(module: Any, batch: Any) -> str | None:
+def _layer_of(module: nn.Module, batch: Any) -> str | None:
     """Return the linear layer that gives the logits of every call, and nothing else in the step."""
     given: list[tuple[str, Tensor]] = []
     logits: list[Tensor | None] = []

@@ -61,7 +61,7 @@ def is_ruined(state: GlobalState) -> bool:
     return False
 
 
-def _copy(value: object) -> Any:
+def _copy(value: object) -> object:
     """Copy containers and tensors; what else a memory has is never changed in place."""
     match value:
         case Tensor() | FlatTensors():

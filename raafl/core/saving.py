@@ -21,7 +21,7 @@ from raafl.submodel import FlatTensors, Layout, Spec
 _CPU = torch.device("cpu")
 
 
-def to_plain(value: object) -> Any:
+def to_plain(value: object) -> object:
     """Convert ``value`` to dicts, lists, numbers, text and tensors; tensors are copied to the CPU.
 
     Raises:

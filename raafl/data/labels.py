@@ -99,7 +99,7 @@ def _stored_labels(dataset: Any) -> npt.NDArray[Any] | None:
     return found.cpu().numpy() if isinstance(found, torch.Tensor) else np.asarray(found)
 
 
-def _label_of(sample: object, index: int) -> Any:
+def _label_of(sample: object, index: int) -> object:
     label = None
     if isinstance(sample, Mapping):
         label = next((sample[key] for key in _KEYS if key in sample), None)

@@ -23,7 +23,7 @@ _CHAT = (
 )
 
 
-def byte_tokenizer() -> Any:  # a transformers.PreTrainedTokenizerFast
+def byte_tokenizer() -> object:  # a transformers.PreTrainedTokenizerFast
     """Make a tokenizer with a token for each byte of UTF-8, five special ones, and a template for chats."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

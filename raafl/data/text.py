@@ -140,7 +140,7 @@ class _FromFolderOrHub(_Texts):
             return _Rows(files, lambda: _read_parquet(files, self.text_column))
         return _split(self._from_hub(), self.hub, self.splits[part], self.text_column, "label")
 
-    def _from_hub(self) -> Any:
+    def _from_hub(self) -> object:
         if not self.download:
             raise self._missing("download is off")
         try:

@@ -229,7 +229,7 @@ class Share(ClientData):
         """Yield this process's rows of each batch, with their number, which may be 0."""
         return ((self._fetch(rows), len(rows[self._rank :: self._num_shares])) for rows in batches)
 
-    def _mine(self, rows: Tensor) -> Any:
+    def _mine(self, rows: Tensor) -> object:
         mine = rows[self._rank :: self._num_shares]
         self.weight = len(mine) * self._num_shares / len(rows)
         return self._rows_of(mine if len(mine) else rows[:1])

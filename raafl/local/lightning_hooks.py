@@ -67,7 +67,7 @@ class Transfer:
         self._module = module
         self.is_own = any(overrides(module, name) for name in BATCH_HOOKS)
 
-    def __call__(self, batch: object, device: torch.device) -> Any:
+    def __call__(self, batch: object, device: torch.device) -> object:
         """Return the batch on ``device``; one with ``is_transferred`` has come through the hooks elsewhere."""
         if not self.is_own or getattr(batch, "is_transferred", False):
             return to_device(batch, device)
@@ -126,12 +126,12 @@ class TaskHooks:
         """
         was_called = False
 
-        def computed() -> Any:
+        def computed() -> object:
             nonlocal was_called
             was_called = True
             return closure()
 
-        def stepped(closure: Callable[[], Any]) -> Any:
+        def stepped(closure: Callable[[], Any]) -> object:
             result = closure()
             step()
             return result
@@ -153,7 +153,7 @@ class TaskHooks:
         elif clip_val is not None:
             torch.nn.utils.clip_grad_norm_(self._module.parameters(), clip_val)
 
-    def _lightning(self, optimizer: Optimizer, step: Callable[[Callable[[], Any]], Any]) -> Any:
+    def _lightning(self, optimizer: Optimizer, step: Callable[[Callable[[], Any]], Any]) -> object:
         """Wrap the optimizer as Lightning does; its `step` takes the closure to ``step``."""
         if self._wrapped is None or self._wrapped[0] is not optimizer:
             from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -170,6 +170,6 @@ class _Steps:
     def __init__(self, step: Callable[[Callable[[], Any]], Any]) -> None:
         self._step = step
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: object) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: object) -> object:
         """Make a step, the closure first."""
         return self._step(closure)

@@ -35,7 +35,7 @@ def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[list[int]]:
         handle.remove()
 
 
-def _masked(output: Any, classes: Set[int], left: list[int]) -> Any:
+def _masked(output: Any, classes: Set[int], left: list[int]) -> object:
     logits = logits_of(output)
     if logits is None:
         return output

@@ -81,7 +81,7 @@ def uncompiled(module: object) -> Any:
     return inner if isinstance(inner, nn.Module) else module
 
 
-def with_methods(module: Any, **methods: Any) -> Any:
+def with_methods(module: nn.Module, **methods: Any) -> object:
     """Replace methods of one module; `given_class` returns its original class."""
     kind = type(module)
     own = {"__module__": kind.__module__, _GIVEN: given_class(module), **methods}

@@ -327,7 +327,7 @@ class _Loop:
         self._built.trainer.set(current_epoch=self.epoch + 1)
         self._epoch_began = False
 
-    def _call(self, name: str, *args: object) -> Any:
+    def _call(self, name: str, *args: object) -> object:
         return None if self._built.hooks is None else self._built.hooks.call(name, *args)
 
     def _not_together(self, what: str) -> str:

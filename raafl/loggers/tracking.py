@@ -204,7 +204,7 @@ class Tables:
         """Return the tables by name: clients, timeline and regions."""
         return self._read()[0]
 
-    def figure(self) -> Any:
+    def figure(self) -> object:
         """Return the timeline as a plotly figure; None without plotly or with too many tasks."""
         return self._read()[1]
 
@@ -273,7 +273,7 @@ def _plain(value: float) -> Any:
     return int(value) if float(value).is_integer() else float(value)
 
 
-def _figure(timeline: Table) -> Any:
+def _figure(timeline: Table) -> object:
     rows = [row for row in timeline[1] if row[3] is not None and row[4] is not None]
     if not rows or len(rows) > _MAX_BARS or importlib.util.find_spec("plotly") is None:
         return None

@@ -364,14 +364,14 @@ def _line(value: JournalRow) -> bytes:
     return (to_json(value) + "\n").encode()
 
 
-def _cell(value: object) -> Any:
+def _cell(value: object) -> object:
     if isinstance(value, (int, float, str)):
         return value
     plain = _plain(value) if not isinstance(value, dict | list | tuple) else value
     return to_json(plain) if isinstance(plain, dict | list | tuple) else plain
 
 
-def _rounded(name: str, value: object) -> Any:
+def _rounded(name: str, value: object) -> object:
     """Round times and shares to hide summation error; leave metrics exact."""
     is_figure = name in RUN_COLUMNS or name.endswith("_s") or name.startswith(TIME_TO)
     return float(f"{value:.12g}") if is_figure and type(value) is float else value

@@ -106,7 +106,7 @@ def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
     def begin(layer: nn.Module, args: object) -> None:
         depth[0] += 1
 
-    def end(path: str) -> Any:
+    def end(path: str) -> object:
         def noted(layer: nn.Module, args: object, answer: object) -> None:
             depth[0] -= 1
             if depth[0] == 0:
@@ -139,7 +139,7 @@ def loss_of(module: Any, batch: Any) -> Any:
     return answer["loss"] if isinstance(answer, Mapping) else answer
 
 
-def call(module: Any, batch: Any) -> Any:
+def call(module: nn.Module, batch: Any) -> Any:
     """Run a forward pass; of a batch that is a list, the first tensor is the input."""
     if isinstance(batch, Mapping):
         return module(**batch)

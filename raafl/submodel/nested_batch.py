@@ -20,7 +20,7 @@ def mapped(
     change: Change,
     packed: Callable[[PackedSequence], Any] | None = None,
     movable: Callable[[Any], Any] | None = None,
-) -> Any:
+) -> object:
     """Return a batch of the same structure with the result of ``change`` for each tensor; ``batch`` stays unchanged.
 
     Args:
@@ -31,7 +31,7 @@ def mapped(
             tensors.
     """
 
-    def walk(item: object, is_inside: bool) -> Any:
+    def walk(item: object, is_inside: bool) -> object:
         if isinstance(item, Tensor):
             return change(item)
         if isinstance(item, PackedSequence):
@@ -65,7 +65,7 @@ def batch_tensors(batch: object) -> list[Tensor]:
     return found
 
 
-def to_device(batch: object, device: torch.device) -> Any:
+def to_device(batch: object, device: torch.device) -> object:
     """Return ``batch`` with its tensors on ``device``; tensors without values stay on the meta device."""
     if device.type == "cpu":
         return batch
@@ -76,7 +76,7 @@ def to_device(batch: object, device: torch.device) -> Any:
     )
 
 
-def meta_batch(batch: object, batch_size: int | None = None) -> Any:
+def meta_batch(batch: object, batch_size: int | None = None) -> object:
     """Return ``batch`` on the meta device, with ``batch_size`` samples if that is given."""
     samples = num_samples(batch)
 
@@ -84,7 +84,7 @@ def meta_batch(batch: object, batch_size: int | None = None) -> Any:
         is_sampled = batch_size is not None and x.dim() > 0 and x.shape[0] == samples
         return torch.empty((batch_size, *x.shape[1:]) if is_sampled else x.shape, dtype=x.dtype, device="meta")
 
-    def packed(x: PackedSequence) -> Any:
+    def packed(x: PackedSequence) -> object:
         x = x if batch_size is None else _repeated_packed(x, batch_size)
         return mapped(x, lambda tensor: torch.empty_like(tensor, device="meta"))
 
@@ -95,7 +95,7 @@ def num_samples(batch: object) -> int:
     """Return the number of samples of a batch: dimension 0 of its first packed sequence or tensor."""
     found: list[int] = []
 
-    def packed(x: PackedSequence) -> Any:
+    def packed(x: PackedSequence) -> object:
         found.append(int(x.batch_sizes[0]))
         return x
 
@@ -107,7 +107,7 @@ def num_samples(batch: object) -> int:
     return found[0] if found else 0
 
 
-def repeated(batch: object, batch_size: int) -> Any:
+def repeated(batch: object, batch_size: int) -> object:
     """Return a batch with ``batch_size`` samples: its own in order, repeated as often as needed."""
     num = num_samples(batch)
     rows = torch.arange(batch_size) * num // batch_size
@@ -135,12 +135,12 @@ def _repeated_packed(packed: PackedSequence, num: int) -> PackedSequence:
     return pack_sequence(rows, enforce_sorted=packed.sorted_indices is None)
 
 
-def _repacked(packed: PackedSequence, change: Change) -> Any:
+def _repacked(packed: PackedSequence, change: Change) -> object:
     order = [None if x is None else change(x) for x in (packed.sorted_indices, packed.unsorted_indices)]
     return PackedSequence(change(packed.data), packed.batch_sizes, *order)
 
 
-def _mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+def _mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> object:
     if type(batch) is dict or not isinstance(batch, MutableMapping):
         return items
     found = copy.copy(batch)  # of its own kind, such as what tokenizers return
@@ -149,7 +149,7 @@ def _mapping(batch: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return found
 
 
-def _sequence(batch: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+def _sequence(batch: list[Any] | tuple[Any, ...], items: list[Any]) -> object:
     if type(batch) in (list, tuple):
         return type(batch)(items)
     if isinstance(batch, list):
@@ -170,7 +170,7 @@ def _attributes(item: object, is_inside: bool) -> list[tuple[str, Any]]:
     return [] if is_inside else list(getattr(item, "__dict__", {}).items())
 
 
-def _object(batch: object, attributes: dict[str, Any]) -> Any:
+def _object(batch: object, attributes: dict[str, Any]) -> object:
     """Return a copy of an object with other attributes; itself where none is another."""
     changed = {name: value for name, value in attributes.items() if value is not getattr(batch, name)}
     if not changed:

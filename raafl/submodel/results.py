@@ -56,7 +56,7 @@ class _OfItsOwn(Exception):
     """An argument or a result of which more than the form matters."""
 
 
-def result_of(func: object, args: object, kwargs: object) -> Any:
+def result_of(func: object, args: object, kwargs: object) -> object:
     """Run an ATen operation, or create its result where an equal one has run and only its form matters."""
     return run(func, args, kwargs, form_of(func, args, kwargs) if _is_functional(func) else None)
 
@@ -125,7 +125,7 @@ def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: obj
     return left.new_empty(shape)
 
 
-def _fresh(result: object, before: list[Tensor]) -> Any:
+def _fresh(result: object, before: list[Tensor]) -> object:
     """Return the form of a result whose tensors have each a storage of their own, of the size that one of the form has."""
     after: list[Tensor] = []
     again: list[Tensor] = []

@@ -305,7 +305,7 @@ def read_payload(header: Header, body: Body, data: memoryview, target: FlatTenso
 _KINDS = {int(kind): kind for kind in Kind}
 
 
-def _parse(text: bytes) -> Any:
+def _parse(text: bytes) -> object:
     if _too_deep(text):
         raise Refused("bad-json", f"nested deeper than {MAX_DEPTH}")
     try:

@@ -152,7 +152,7 @@ class GlooConnection(Connection):
             self.close()
             raise
 
-    def _start(self, what: str, tensor: Tensor, tag: int) -> Any:
+    def _start(self, what: str, tensor: Tensor, tag: int) -> object:
         group = self._group  # taken once: `close`, in another thread, may put None in its place at any time
         if group is None:
             raise PeerLost("closed-here")
@@ -297,7 +297,7 @@ def _span(seconds: float) -> timedelta:
     return timedelta(milliseconds=min(max(1, round(seconds * 1000)), 10**12))
 
 
-def _device(hostname: str | None) -> Any:
+def _device(hostname: str | None) -> object:
     if hostname is not None:
         return dist.ProcessGroupGloo.create_device(hostname=hostname)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]

@@ -120,7 +120,7 @@ class _GateUnits:
     batch_dim: int
     dim: int
 
-    def __call__(self, layer: nn.Module, args: Any) -> Any:
+    def __call__(self, layer: nn.Module, args: Any) -> object:
         return (args[0] * self.policy.of_units(args[0], self.batch_dim, self.dim), *args[1:])
 
 
@@ -131,7 +131,7 @@ class _GateSublayer:
     place: int
     batch_dim: int
 
-    def __call__(self, layer: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, layer: nn.Module, args: Any, output: Any) -> object:
         x = output[0] if isinstance(output, tuple) else output
         gated = x * self.policy.of(self.place, x, self.batch_dim)
         return (gated, *output[1:]) if isinstance(output, tuple) else gated

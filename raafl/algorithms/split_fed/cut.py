@@ -82,7 +82,7 @@ class Outline:
     place: int
     activation: Tensor = field(repr=False)
 
-    def with_activation(self, activation: Tensor, fill: Callable[[Any], Any]) -> Any:
+    def with_activation(self, activation: Tensor, fill: Callable[[Any], Any]) -> object:
         """Return the output with ``activation`` in its place; ``fill`` makes tensors of the others."""
         flat, structure = tree_flatten(self.output)
         return tree_unflatten([activation if i == self.place else fill(item) for i, item in enumerate(flat)], structure)
@@ -134,7 +134,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             found = self._values[key] = _Value(self._now)
         return found
 
-    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
+    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         """Run one operation and record its inputs and outputs."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._now += 1
@@ -238,7 +238,7 @@ def _activation(output: Any) -> int | None:
     return places[0] if len(places) == 1 else None
 
 
-def _detached(output: Any) -> Any:
+def _detached(output: Any) -> object:
     return tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, output)
 
 

@@ -134,7 +134,7 @@ def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
 # ---- the client's half ----
 
 
-def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> Any:
+def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
     """Run ``step`` up to the module at ``path`` and return that module's output; nothing is logged."""
 
     def reached(part: nn.Module, args: object, output: object) -> None:
@@ -163,7 +163,7 @@ def activation_in(output: Any) -> Tensor:
 def replaced(module: nn.Module, outline: Outline, activation: Tensor) -> AbstractContextManager[None]:
     """Within this context the modules below the cut compute nothing, and the one at the cut gives ``activation``."""
 
-    def filled(item: object) -> Any:
+    def filled(item: object) -> object:
         return blank(item.shape, item.dtype, activation.device) if isinstance(item, Tensor) else item
 
     forwards = {path: _given(tree_map(filled, outputs)) for path, outputs in outline.calls.items()}

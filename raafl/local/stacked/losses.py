@@ -18,7 +18,7 @@ _USUAL = {
 }  # fmt: skip
 
 
-def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Compute `F.cross_entropy` of stacks, inside vmap: by slices but for means of (batch, classes) by class number."""
     usual = len(args) == 2 and all(value is None or value == _USUAL[name] for name, value in kwargs.items())
     logits, labels = (stack_of(one) for one in args[:2]) if usual else (None, None)

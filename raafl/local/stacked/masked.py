@@ -27,7 +27,7 @@ class _Masking:
         self._clients = clients
         yield
 
-    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: object, output: Any) -> object:
         logits = logits_of(output)
         if logits is None:
             return output

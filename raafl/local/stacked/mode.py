@@ -70,7 +70,7 @@ class Stacked(TorchFunctionMode):
         super().__init__()
         self._num, self._states, self._known = num, states, known
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         """Compute ``func``."""
         kwargs = kwargs or {}
         if func is F.linear:
@@ -91,7 +91,7 @@ class Stacked(TorchFunctionMode):
             return by_slices(func, args, kwargs, self._num, self._states)
         return func(*args, **kwargs)
 
-    def _agreed(self, function: Any, value: Tensor) -> Any:
+    def _agreed(self, function: Any, value: Tensor) -> object:
         """Return a tensor as Python has it, if it is the same for all clients."""
         stack = stack_of(value)
         assert stack is not None

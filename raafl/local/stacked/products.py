@@ -23,7 +23,7 @@ Known = dict[Hashable, bool]
 """Whether a batched product has the bits of the clients' own, by shapes and places."""
 
 
-def linear(known: Known, num: int, x: object, weight: object, bias: object = None) -> Any:
+def linear(known: Known, num: int, x: object, weight: object, bias: object = None) -> object:
     """Compute `F.linear` of stacks, inside vmap."""
     stacks = [stack_of(one) for one in (x, weight, bias)]
     if any(stack is None for stack, one in zip(stacks, (x, weight, bias), strict=True) if one is not None):
@@ -108,7 +108,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.contiguous().view(as_int), other.contiguous().view(as_int))
 
 
-def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
     """Compute `F.embedding` on stacks, inside vmap; a table shared by all clients is no stack and stays as it is."""
     if stack_of(args[1]) is None:
         return F.embedding(*args, **kwargs)
@@ -118,7 +118,7 @@ def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _embedding(
     num: int, ids: Any, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> Any:  # fmt: skip
+) -> object:  # fmt: skip
     if max_norm is not None or scale_grad_by_freq or sparse:
         given = (ids, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         return by_slices(F.embedding, given, {}, num)

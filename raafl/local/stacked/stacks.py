@@ -118,7 +118,7 @@ class _Joined(Function):
 def by_slices(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num: int,
     states: list[Tensor] | None = None,
-) -> Any:  # fmt: skip
+) -> object:  # fmt: skip
     """Call a torch function once per client, inside vmap; return the stacks of its results.
 
     Args:

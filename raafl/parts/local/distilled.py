@@ -141,7 +141,7 @@ def _logits(output: Any) -> Tensor:
     return logits
 
 
-def _with_logits(output: Any, logits: Tensor) -> Any:
+def _with_logits(output: Any, logits: Tensor) -> object:
     if isinstance(output, Tensor):
         return logits
     other = copy.copy(output)

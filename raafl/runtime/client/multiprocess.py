@@ -307,7 +307,7 @@ class _Group:
             # half of the time that the others wait for this process's word below
             self._nccl = self._agreed(*opened(partial(self._joined, store, rank, size, timeout_s / 2), timeout_s / 2))
 
-    def _joined(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
+    def _joined(self, store: Any, rank: int, size: int, timeout_s: float) -> object:
         """Make NCCL's group, and a first sum, which joins all."""
 
         def check(group: Any) -> None:
@@ -318,7 +318,7 @@ class _Group:
 
         return checked_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s, check)
 
-    def _agreed(self, group: Any, problem: str) -> Any:
+    def _agreed(self, group: Any, problem: str) -> object:
         """Keep NCCL's group where all processes have one; else none does."""
         missing = torch.tensor([int(group is None)])
         self._gloo.allreduce([missing], dist.AllreduceOptions()).wait(self._span)
@@ -359,7 +359,7 @@ class _Group:
             tensor.copy_(there)
 
 
-def _gloo_device() -> Any:
+def _gloo_device() -> object:
     from raafl.transport.gloo import _device
 
     local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]

@@ -103,7 +103,7 @@ def _save_pretrained(module: Any, tokenizer: Any, target: Path) -> Path:
     return target
 
 
-def tokenizer_of(datamodule: object) -> Any:
+def tokenizer_of(datamodule: object) -> object:
     """Return the data module's ``tokenizer`` if it can be saved for transformers, else None."""
     tokenizer = getattr(datamodule, "tokenizer", None)
     if hasattr(tokenizer, "save_pretrained"):

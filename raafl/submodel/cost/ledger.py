@@ -62,7 +62,7 @@ class Ledger(TorchDispatchMode):
         """FLOPs by which a step is timed: of its products, or of its arithmetic where it has no products."""
         return self.flops or self.arithmetic
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         """Run one operation and enter it."""
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:

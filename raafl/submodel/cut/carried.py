@@ -49,7 +49,7 @@ class _Carrying(nn.Module):
         self.__dict__.update(carried, **{_NAMES: tuple(carried)})
 
 
-def _deep_copy(self: Any, memo: dict[int, Any]) -> Any:
+def _deep_copy(self: Any, memo: dict[int, Any]) -> object:
     made = memo[id(self)] = super(_Carrying, self).__deepcopy__(memo)
     made.__class__ = type(self)
     carried = {name: self.__dict__[name] for name in self.__dict__[_NAMES]}
@@ -65,6 +65,6 @@ def _carrying(kind: type[nn.Module]) -> Any:
     return type(kind.__name__, (_Carrying, kind), own)
 
 
-def _empty(kind: type[nn.Module]) -> Any:
+def _empty(kind: type[nn.Module]) -> object:
     carrying = _carrying(kind)  # type: ignore[arg-type]
     return carrying.__new__(carrying)

@@ -112,7 +112,7 @@ def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int
         (held if isinstance(held, dict) else held.__dict__)[part] = value
 
 
-def shallow(held: object) -> Any:
+def shallow(held: object) -> object:
     """Return a shallow copy of a dictionary or plain object."""
     if isinstance(held, dict):
         return held.copy()
@@ -131,7 +131,7 @@ class Corrected:
         """Replace the method of ``module``."""
         self.module, self.method, self.correct = module, method, _Correct(table)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the method."""
         with self.correct:
             return getattr(type(self.module), self.method)(self.module, *args, **kwargs)
@@ -157,7 +157,7 @@ class _Correct(TorchFunctionMode):
         super().__init__()
         self.table, self.places = table, frozenset(site[0][1] for site in table)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         kwargs, caller = kwargs or {}, sys._getframe(1)
         # the place rules out nearly every call of the method, so that nothing dearer may come before it
         if caller.f_lasti in self.places and func.__name__ in TAKERS and (sizes := self.table.get(site_of(caller))):
@@ -168,7 +168,7 @@ class _Correct(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _replaced(value: Any, where: Where, size: int) -> Any:
+def _replaced(value: Any, where: Where, size: int) -> object:
     """Return a tuple, list or slice with one of its parts replaced."""
     if not where:
         return size

@@ -79,7 +79,7 @@ class Size(int):
 def _arithmetic(name: str, swapped: bool) -> Callable[[Size, Any], Any]:
     plain = getattr(int, f"__{'r' if swapped else ''}{name}__")
 
-    def work(self: Size, other: Any) -> Any:
+    def work(self: Size, other: Any) -> object:
         if isinstance(other, float):
             return getattr(float(self), plain.__name__)(other)
         value = plain(int(self), int(other) if isinstance(other, Size) else other)
@@ -137,7 +137,7 @@ class _Method:
     def __init__(self, watch: SizeTracker, module: nn.Module, path: str, name: str) -> None:
         self.watch, self.module, self.path, self.name = watch, module, path, name
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         self.watch.running.append((self.path, self.name))
         try:
             return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
@@ -176,7 +176,7 @@ class SizeTracker(TorchFunctionMode):
         if callable(getattr(module, "training_step", None)):
             module.__dict__["training_step"] = _Method(self, module, "", "training_step")
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         # weights averaged over heads are seldom used; where they are, the proof finds out
         self._labels.is_spanning = name != "multi_head_attention_forward"
@@ -204,7 +204,7 @@ class SizeTracker(TorchFunctionMode):
                     self.asked.append(SizeUse(self.running[-1], site, where, name, origin, dim))
         return answer
 
-    def _measured(self, args: Any, kwargs: Mapping[str, Any], answer: Any) -> Any:
+    def _measured(self, args: Any, kwargs: Mapping[str, Any], answer: Any) -> object:
         """Make the sizes of a tensor remember its dimensions."""
         if not self._knows(args[0]):
             return answer

@@ -111,7 +111,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the tensors of the module that no operation has read."""
         return {name for name, tensor in self.named.items() if _storage(tensor) not in self._read}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         if func is _SCALAR and args[0].dtype == torch.bool:
             self.num_conditions += 1

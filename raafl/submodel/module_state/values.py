@@ -127,7 +127,7 @@ def _plain(state: object) -> Any:
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
-def progress_of(thing: Any) -> Any:
+def progress_of(thing: Any) -> object:
     """Return the position of an iterator, a queue or a file being read; None = it is none of these, or does not show it."""
     if isinstance(thing, types.GeneratorType):
         frame = thing.gi_frame

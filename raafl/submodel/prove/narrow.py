@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -101,7 +101,7 @@ def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
     return values
 
 
-def shortened(batch: object) -> Any:
+def shortened(batch: object) -> object:
     """Return a batch of texts with the first `LONGEST` tokens of each; other batches unchanged."""
     tensors = batch_tensors(batch)
     if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):

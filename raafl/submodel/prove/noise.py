@@ -32,7 +32,7 @@ class Quiet(TorchFunctionMode):
         super().__init__()
         self.noise, self.halves, self.wide = noise, halves, wide
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if "dropout" in name and args:
             return args[0]

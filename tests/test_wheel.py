@@ -48,7 +48,7 @@ def test_the_wheel_holds_the_packages_and_the_configs_and_nothing_else(wheel):
     tops = {name.split("/")[0] for name in names}
     assert {"raafl", "model_zoo"} <= tops and all(top.startswith(("raafl", "model_zoo")) for top in tops)
     configs = {Path(name).name for name in names if name.startswith("raafl/configs/")}
-    assert configs == {file.name for file in (ROOT / "configs").glob("*.yaml")}
+    assert configs == {file.name for file in (ROOT / "configs").rglob("*.yaml")}
     assert "raafl/py.typed" in names and not [name for name in names if "__pycache__" in name]
     entries = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert "raafl = raafl.commands.cli:main" in entries

@@ -14,7 +14,7 @@ from typing import Any
 from raafl.compare.tables import Cells, cells, sentences
 
 ROOT = Path(__file__).parent.parent
-_TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(\n<!-- end of table -->)", re.S)
+_TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
 
 
 def markdown(table: Cells) -> str:
@@ -41,7 +41,7 @@ def written(result: dict[str, Any]) -> str:
 
 def renewed(text: str) -> str:
     """Return a page with each of its tables made anew."""
-    return _TABLE.sub(lambda m: m[1] + written(json.loads((ROOT / m[2]).read_text())) + m[3], text)
+    return _TABLE.sub(lambda m: f"{m[1]}\n{written(json.loads((ROOT / m[2]).read_text()))}\n\n{m[3]}", text)
 
 
 def pages() -> list[Path]:

@@ -18,8 +18,16 @@ def test_a_table_is_replaced_between_its_marks_alone(tmp_path, monkeypatch):
         f' "reference": "A", "rows": [{str(row).replace(chr(39), chr(34))}]}}'
     )
     text = renewed("before\n<!-- table: r.json -->\nold\n<!-- end of table -->\nafter")
-    assert text.startswith("before\n<!-- table: r.json -->\n`raafl compare configs/papers/r.yaml`, 2026-01-02, P")
-    assert "| A | 0.5 ± 0.25 |" in text and "old" not in text and text.endswith("\n<!-- end of table -->\nafter")
+    assert text.startswith("before\n<!-- table: r.json -->\n\n`raafl compare configs/papers/r.yaml`, 2026-01-02, P")
+    assert "| A | 0.5 ± 0.25 |" in text and "old" not in text and text.endswith("\n\n<!-- end of table -->\nafter")
+
+
+def test_an_empty_place_is_filled_and_then_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.tables.written", lambda result: "table")
+    monkeypatch.setattr("benchmarks.tables.ROOT", tmp_path)
+    (tmp_path / "r.json").write_text("{}")
+    text = renewed("<!-- table: r.json -->\n<!-- end of table -->")
+    assert "\n\ntable\n\n" in text and renewed(text) == text
 
 
 def test_markdown_escapes_bars():

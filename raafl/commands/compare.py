@@ -47,20 +47,20 @@ def compare(argv: Sequence[str], tell: Callable[[str], None]) -> str:
         report.check_drawing()
     progress = _Progress(tell)
     search = comparison.search
-    trials = {} if search is None else trials_of(comparison, search)
-    rows = {label: (*comparison.options, *given) for label, given in comparison.rows.items()}
-    runs = {label: resolve(comparison.config, label, given, comparison.seeds) for label, given in rows.items()}
+    trials = {} if search is None else trials_of(comparison, search)  # an option that is wrong ends it here
     runner = Runner(folder / "runs", options.jobs, options.any_code, progress.tell)
     progress.runner, progress.jobs = runner, options.jobs
-    if search is not None:
-        best = run_trials(trials, comparison, search, runner)
-        runs = {
-            label: resolve(comparison.config, label, (*rows[label], *settings), comparison.seeds)
-            for label, settings in best.items()
-        }
+    best = {} if search is None else run_trials(trials, comparison, search, runner)
+    runs = {
+        label: resolve(
+            comparison.config, label, (*comparison.options, *options, *(best[label].settings if best else ())),
+            comparison.seeds,
+        )
+        for label, options in comparison.rows.items()
+    }  # fmt: skip
     by_seed = [run for some in zip(*runs.values(), strict=True) for run in some]  # all rows of a seed before the next
     outcomes = runner.run_all(by_seed)
-    found = report.result(comparison, outcomes, trials, folder) | {"not_run": left_out}
+    found = report.result(comparison, outcomes, trials, best, folder) | {"not_run": left_out}
     paths = report.write(found, folder, draws=not options.no_page)
     failed = [run for row in found["rows"] for run in row["runs"] if "error" in run]
     if failed:

@@ -30,14 +30,16 @@ _PACKAGES = ("torch", "lightning", "numpy")
 
 
 def result(
-    comparison: Comparison, outcomes: Sequence[Outcome], trials: Mapping[str, Sequence[Trial]], root: Path
-) -> dict[str, Any]:
+    comparison: Comparison, outcomes: Sequence[Outcome], trials: Mapping[str, Sequence[Trial]], best: Mapping[str, Trial],
+    root: Path,
+) -> dict[str, Any]:  # fmt: skip
     """Return all that a comparison found, as JSON: every seed's values, every trial's scores, commands, versions.
 
     Args:
         comparison: the file.
         outcomes: of the runs that are reported.
         trials: of the search, by label; empty where nothing was searched.
+        best: the one of them that each row was run with.
         root: the comparison's folder, that run folders are named from.
     """
     runs: dict[str, list[dict[str, Any]]] = {label: [] for label in comparison.rows}
@@ -50,7 +52,7 @@ def result(
         if label in comparison.published:
             row["published"] = comparison.published[label]
         if label in trials:
-            row["searched"] = _searched(trials[label], comparison.maximize)
+            row["searched"] = _searched(trials[label], best[label])
         rows.append(row | {"runs": some})
     return {
         "name": comparison.name, "about": comparison.about, "config": comparison.config, "metric": comparison.metric,
@@ -59,9 +61,7 @@ def result(
     }  # fmt: skip
 
 
-def _searched(trials: Sequence[Trial], maximize: bool) -> dict[str, Any]:
-    finished = [trial for trial in trials if trial.fraction == max(one.fraction for one in trials)]
-    best = min(finished, key=lambda trial: trial.rank(maximize))
+def _searched(trials: Sequence[Trial], best: Trial) -> dict[str, Any]:
     listed = [
         {
             "settings": list(trial.settings), "scores": {str(seed): score for seed, score in trial.scores.items()},

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -83,11 +83,14 @@ class Run:
         slug = re.sub(r"\W+", "-", self.label.lower()).strip("-")[:40]
         return root / f"{slug}-seed-{self.seed}-{self.digest[:10]}-{code[:8]}"
 
-    def partial(self, fraction: float) -> list[str]:
-        """Return the limits of a part of this run, as options."""
+    def part(self, fraction: float) -> Run:
+        """Return a run of its own that ends after ``fraction`` of this one's limits; a run that has ended is not resumed."""
+        if fraction == 1:
+            return self
         updates, time_s = self.limits
         options = [] if updates is None else ["--max_updates", str(max(1, round(updates * fraction)))]
-        return options if time_s is None else [*options, "--max_time", repr(time_s * fraction)]
+        options += [] if time_s is None else ["--max_time", repr(time_s * fraction)]
+        return replace(self, options=(*self.options, *options), digest=_digest([self.digest, fraction]))
 
 
 def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> list[Run]:
@@ -166,13 +169,8 @@ class Runner:
         self.waiting = 0
         root.mkdir(parents=True, exist_ok=True)
 
-    def find(self, run: Run, fraction: float = 1.0) -> Outcome | None:
-        """Return the outcome of a run that has ended in its folder; None where there is none.
-
-        Args:
-            run: what is looked for.
-            fraction: the part of its limits that must be done.
-        """
+    def find(self, run: Run) -> Outcome | None:
+        """Return the outcome of a run that has ended in its folder; None where there is none."""
         names = [run.folder(self._root, code_digest())]
         if self._any_code:
             pattern = re.sub(r"[0-9a-f]{8}$", "*", names[0].name)
@@ -180,21 +178,17 @@ class Runner:
         for folder in names:
             note, summary = _note(folder), read_summary(folder)
             ended = summary is not None and summary.get("finished") in REASONS
-            if ended and note.get("digest") == run.digest and note.get("fraction", 1.0) >= fraction:
+            if ended and note.get("digest") == run.digest:
                 return Outcome(run, folder, summary, str(note.get("code", "")))
         return None
 
-    def run_all(self, runs: Sequence[Run], fraction: float = 1.0) -> list[Outcome]:
+    def run_all(self, runs: Sequence[Run]) -> list[Outcome]:
         """Run what has not ended yet, and return an outcome for each run, in order.
-
-        Args:
-            runs: what to run.
-            fraction: the part of their limits after which they end.
 
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM; runs under way were asked to end, and can be gone on with.
         """
-        found = {run: self.find(run, fraction) for run in runs}
+        found = {run: self.find(run) for run in runs}
         queue = [run for run in dict.fromkeys(runs) if found[run] is None]
         self.waiting = len(queue)
         active: dict[BaseProcess, tuple[Run, float]] = {}
@@ -202,30 +196,28 @@ class Runner:
             while (queue or active) and not interrupt.asked:
                 while queue and len(active) < self._jobs:
                     run = queue.pop(0)
-                    active[self._start(run, fraction)] = run, time.monotonic()
+                    active[self._start(run)] = run, time.monotonic()
                 self._tell("")
                 for process in self._ended(active):
                     run, began = active.pop(process)
                     self.seconds.append(time.monotonic() - began)
                     self.waiting = len(queue) + len(active)
-                    found[run] = self._outcome(run, fraction, process)
+                    found[run] = self._outcome(run, process)
             if interrupt.asked:
                 self._end(active)
                 raise KeyboardInterrupt
         return [outcome for run in runs if (outcome := found[run]) is not None]
 
-    def _start(self, run: Run, fraction: float) -> BaseProcess:
+    def _start(self, run: Run) -> BaseProcess:
         folder = run.folder(self._root, code_digest())
-        argv = [*run.argv, "--output", str(folder)]
         if newest(folder) is not None:
             argv = ["--resume", str(folder)]
-        elif folder.exists():
-            shutil.rmtree(folder)  # cut off before its first checkpoint
-        if fraction < 1 or argv[0] == "--resume":
-            argv += run.partial(fraction)
+        else:
+            if folder.exists():
+                shutil.rmtree(folder)  # cut off before its first checkpoint
+            argv = [*run.argv, "--output", str(folder)]
         note = {
             "label": run.label, "command": run.command, "digest": run.digest, "seed": run.seed, "code": code_digest(),
-            "fraction": fraction,
         }  # fmt: skip
         with atomic_file(_note_path(folder)) as file:
             file.write(json.dumps(note, indent=1).encode())
@@ -238,8 +230,8 @@ class Runner:
             process.join()
             yield process
 
-    def _outcome(self, run: Run, fraction: float, process: BaseProcess) -> Outcome:
-        outcome = self.find(run, fraction)
+    def _outcome(self, run: Run, process: BaseProcess) -> Outcome:
+        outcome = self.find(run)
         if outcome is None:
             folder = run.folder(self._root, code_digest())
             lines = _last_lines(folder.with_suffix(".log"))

@@ -52,8 +52,8 @@ def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
 
 def run_trials(
     trials: Mapping[str, Sequence[Trial]], comparison: Comparison, search: Search, runner: Runner
-) -> dict[str, Options]:
-    """Run the trials of all rows and return the best settings of each.
+) -> dict[str, Trial]:
+    """Run the trials of all rows and return the best of each.
 
     Args:
         trials: by label; their scores are filled in.
@@ -64,8 +64,8 @@ def run_trials(
     going = {label: list(some) for label, some in trials.items()}
     fractions = rungs(search.halving)
     for fraction in fractions:
-        asked = [run for some in going.values() for trial in some for run in trial.runs]
-        outcomes = {outcome.run: outcome for outcome in runner.run_all(asked, fraction)}
+        asked = [run.part(fraction) for some in going.values() for trial in some for run in trial.runs]
+        outcomes = {outcome.run: outcome for outcome in runner.run_all(asked)}
         for some in going.values():
             for trial in some:
                 trial.fraction = fraction
@@ -74,7 +74,7 @@ def run_trials(
             some.sort(key=lambda trial: trial.rank(comparison.maximize))  # stable: of equal ones, the first in the grid
             if fraction < 1 and search.halving is not None:
                 going[label] = some[: max(1, math.ceil(len(some) * search.halving.keep))]
-    return {label: some[0].settings for label, some in going.items()}
+    return {label: some[0] for label, some in going.items()}
 
 
 def rungs(halving: Halving | None) -> list[float]:
@@ -86,7 +86,7 @@ def rungs(halving: Halving | None) -> list[float]:
 def _scores(trial: Trial, outcomes: Mapping[Run, Outcome], comparison: Comparison) -> dict[int, float]:
     scores = {}
     for run in trial.runs:
-        outcome = outcomes.get(run)
+        outcome = outcomes.get(run.part(trial.fraction))
         if outcome is not None and outcome.summary is not None:
             curve = smoothed(curve_of(Path(outcome.folder), comparison.metric), comparison.smooth)
             if curve:

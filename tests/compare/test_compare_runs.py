@@ -14,6 +14,8 @@ import yaml
 
 from raafl.commands import compare as command
 from raafl.compare import runs
+from raafl.compare.report import _searched
+from raafl.compare.search import Trial
 from raafl.config.bundled import with_paths
 from raafl.config.parse import parse
 from raafl.errors import BadInput, RunFailed
@@ -124,6 +126,25 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(tmp_path, capfd):
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert [row["failed"] for row in result["rows"]] == [0, 1]
     assert "bad, seed 0: failed" in capfd.readouterr().err
+
+
+def test_trials_that_go_on_are_run_to_their_whole_budget(finished):
+    """Half of 12 updates for each of the two trials of a row, all 12 for the better one: no score is of another part."""
+    _, out, result = finished
+    updates = []
+    for row in result["rows"]:
+        folders = [path.parent for path in (out / "runs").glob(f"{row['row'].lower()}-search-seed-10-*/summary.json")]
+        updates.append(sorted(json.loads((path / "summary.json").read_text())["updates_merged"] for path in folders))
+        commands = {json.loads(path.with_suffix(".json").read_text())["command"] for path in folders}
+        assert len(commands) == len(folders)
+        whole = next(trial for trial in row["searched"]["trials"] if "cut_after" not in trial)
+        assert whole["settings"] == row["searched"]["settings"]
+    assert updates == [[6, 6, 12], [6, 6, 12]]
+
+
+def test_the_result_names_the_trial_that_was_run_where_two_are_level():
+    level = [Trial(("--x", value), [], {}, 1.0) for value in ("1", "2")]
+    assert _searched(level, level[1])["settings"] == ["--x", "2"]
 
 
 def test_a_wrong_option_of_any_row_is_named_before_anything_runs(tmp_path):

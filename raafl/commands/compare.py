@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +11,6 @@ from typing import Any
 from raafl.compare.comparison import Comparison, read
 from raafl.config.argv import options_of
 from raafl.errors import BadInput, RunFailed, at_least
-from raafl.units import duration
-
-_TOLD_S = 30.0
-"""Seconds between two lines of progress where no run ends."""
 
 
 def compare(argv: Sequence[str], tell: Callable[[str], None]) -> str:
@@ -45,11 +40,9 @@ def compare(argv: Sequence[str], tell: Callable[[str], None]) -> str:
 
     if not options.no_page:
         report.check_drawing()
-    progress = _Progress(tell)
     search = comparison.search
     trials = {} if search is None else trials_of(comparison, search)  # an option that is wrong ends it here
-    runner = Runner(folder / "runs", options.jobs, options.any_code, progress.tell)
-    progress.runner, progress.jobs = runner, options.jobs
+    runner = Runner(folder / "runs", options.jobs, options.any_code, tell)
     best = {} if search is None else run_trials(trials, comparison, search, runner)
     runs = {
         label: resolve(
@@ -94,27 +87,6 @@ def _options(argv: Sequence[str]) -> Namespace:
     if options.verify is not None and not 0 < options.verify <= 1:
         raise BadInput(f"verify is {options.verify}: give a share of the runs above 0 and at most 1, such as 0.2")
     return options
-
-
-class _Progress:
-    """Lines of progress: each run as it ends, and how many are left."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self.jobs = 1
-        self.runner: Any = None
-        self._last_s = time.monotonic()
-
-    def tell(self, line: str) -> None:
-        now = time.monotonic()
-        if not line and now - self._last_s < _TOLD_S:
-            return
-        self._last_s = now
-        seconds, waiting = self.runner.seconds, self.runner.waiting
-        left = f"{waiting} runs left in this step"
-        if seconds and waiting:
-            left += f", about {duration(sum(seconds) / len(seconds) * waiting / self.jobs)}"
-        self._tell(f"{line}  ({left})" if line else left)
 
 
 def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Path]) -> str:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
-import subprocess
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import raafl
 from raafl.compare.comparison import Comparison
+from raafl.compare.provenance import provenance
 from raafl.compare.results import differences, measure, summarize
-from raafl.compare.runs import Outcome, code_digest
+from raafl.compare.runs import Outcome
 from raafl.compare.search import Trial
 from raafl.compare.tables import as_csv, cells, latex, sentences
 from raafl.errors import BadInput
 from raafl.report.curves import curves
 from raafl.report.figure import Table
 from raafl.report.groups import COLOURS, Group
-from raafl.report.page import escaped, page, table_html
-from raafl.report.static import draw
+from raafl.report.page import escaped, page, plotly_js, table_html
+from raafl.report.static import check_figure, draw
 from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.reading import read
-
-_PACKAGES = ("torch", "lightning", "numpy")
 
 
 def result(
@@ -70,39 +64,6 @@ def _searched(trials: Sequence[Trial], best: Trial) -> dict[str, Any]:
         for trial in trials
     ]  # fmt: skip
     return {"settings": list(best.settings), "trials": listed}
-
-
-def provenance() -> dict[str, Any]:
-    """Return when, where and with what a result was made."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "code_digest": code_digest(),
-        "hardware": {"processor": _processor(), "system": platform.system(), "machine": platform.machine()},
-        "versions": {"python": platform.python_version(), "raafl": raafl.__version__}
-        | {name: metadata.version(name) for name in _PACKAGES},
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _commit() -> str | None:
-    """Return the commit of the checkout that raafl is imported from, with `+` where files differ; None outside of one."""
-    git = ["git", "-C", str(Path(raafl.__file__).parent)]
-    try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True
-        ).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return commit + ("+" if changed.strip() else "")
 
 
 def write(found: Mapping[str, Any], folder: Path, *, draws: bool = True) -> list[Path]:
@@ -177,9 +138,6 @@ def _search_tables(found: Mapping[str, Any]) -> str:
 
 def check_drawing() -> None:
     """Raise `BadInput` unless what draws the page and the figure is installed."""
-    from raafl.report.page import plotly_js
-    from raafl.report.static import check_figure
-
     plotly_js()
     check_figure(Path("curves.svg"))
 

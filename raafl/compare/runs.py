@@ -11,11 +11,11 @@ import runpy
 import shlex
 import shutil
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,22 +23,22 @@ from typing import Any
 
 import yaml
 
-import raafl
 from raafl.compare.comparison import Options
+from raafl.compare.provenance import code_digest
 from raafl.config.bundled import with_paths
 from raafl.errors import BadInput
+from raafl.report.groups import NOT_THE_EXPERIMENT
 from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.checkpoints import newest
 from raafl.runfolder.events import read_summary
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import Summary
 from raafl.runtime.lifecycle.signals import Interrupt
+from raafl.units import duration
 
-_NOT_THE_EXPERIMENT = (
-    "name", "output", "resume", "progress", "logger", "workers", "batch_clients", "checkpoint_every", "checkpoint_s",
-    "keep_checkpoints",
-)  # fmt: skip
 _LOOK_S = 0.5
+_TOLD_S = 30.0
+"""Seconds between two lines of progress where no run ends."""
 PRELOADED = (
     "raafl.runtime.run",
     "raafl.data.sources",
@@ -109,7 +109,7 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
     except BadInput as error:
         raise BadInput(f"row '{label}': {error}") from None
     fields = yaml.safe_load(parsed.config_yaml)
-    experiment = {name: value for name, value in fields.items() if name not in _NOT_THE_EXPERIMENT}
+    experiment = {name: value for name, value in fields.items() if name not in NOT_THE_EXPERIMENT}
     limits = (parsed.experiment.max_updates, seconds("max_time", parsed.experiment.max_time))
     return [
         Run(label, config, options, seed, _digest({**experiment, "seed": seed}), limits) for seed in seeds
@@ -118,17 +118,6 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-@cache
-def code_digest() -> str:
-    """Return a digest of the sources of raafl and, where it is there, of the model zoo."""
-    package = Path(raafl.__file__).parent
-    digest = hashlib.sha256()
-    for folder in (package, package.parent / "model_zoo"):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(path.relative_to(folder.parent).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -157,16 +146,13 @@ class Runner:
         root: folder of the run folders.
         jobs: processes at a time.
         any_code: take finished runs of other versions of the code too.
-        tell: is called with a line for each run that begins or ends, and with an empty one from time to time.
-
-    Attributes:
-        seconds: wall time of each run that ended here.
+        tell: is called with a line for each run that ends, and from time to time with how many are left.
     """
 
     def __init__(self, root: Path, jobs: int, any_code: bool, tell: Callable[[str], None]) -> None:
         self._root, self._jobs, self._any_code, self._tell = root, jobs, any_code, tell
-        self.seconds: list[float] = []
-        self.waiting = 0
+        self._seconds: list[float] = []  # wall time of each run that ended here
+        self._told_s = time.monotonic()
         root.mkdir(parents=True, exist_ok=True)
 
     def find(self, run: Run) -> Outcome | None:
@@ -188,25 +174,25 @@ class Runner:
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM; runs under way were asked to end, and can be gone on with.
         """
-        found = {run: self.find(run) for run in runs}
-        queue = [run for run in dict.fromkeys(runs) if found[run] is None]
-        self.waiting = len(queue)
+        found = {run: outcome for run in runs if (outcome := self.find(run)) is not None}
+        queue = [run for run in dict.fromkeys(runs) if run not in found]
         active: dict[BaseProcess, tuple[Run, float]] = {}
         with Interrupt() as interrupt:
             while (queue or active) and not interrupt.asked:
                 while queue and len(active) < self._jobs:
                     run = queue.pop(0)
                     active[self._start(run)] = run, time.monotonic()
-                self._tell("")
+                if time.monotonic() - self._told_s > _TOLD_S:
+                    self._say_left(len(queue) + len(active))
                 for process in self._ended(active):
                     run, began = active.pop(process)
-                    self.seconds.append(time.monotonic() - began)
-                    self.waiting = len(queue) + len(active)
+                    self._seconds.append(time.monotonic() - began)
                     found[run] = self._outcome(run, process)
+                    self._say_left(len(queue) + len(active), f"{run.label}, seed {run.seed}: {_sentence(found[run])}")
             if interrupt.asked:
                 self._end(active)
                 raise KeyboardInterrupt
-        return [outcome for run in runs if (outcome := found[run]) is not None]
+        return [found[run] for run in runs]
 
     def _start(self, run: Run) -> BaseProcess:
         folder = run.folder(self._root, code_digest())
@@ -236,8 +222,15 @@ class Runner:
             folder = run.folder(self._root, code_digest())
             lines = _last_lines(folder.with_suffix(".log"))
             outcome = Outcome(run, folder, None, code_digest(), lines[-1] if lines else f"exit code {process.exitcode}")
-        self._tell(f"{run.label}, seed {run.seed}: {_sentence(outcome)}")
         return outcome
+
+    def _say_left(self, num: int, line: str = "") -> None:
+        """Tell ``line``, how many runs are left of those that were asked for, and about how long they take."""
+        left = f"{num} runs left in this step"
+        if self._seconds and num:
+            left += f", about {duration(statistics.fmean(self._seconds) * num / self._jobs)}"
+        self._tell(f"{line}  ({left})" if line else left)
+        self._told_s = time.monotonic()
 
     def _end(self, active: dict[BaseProcess, tuple[Run, float]]) -> None:
         """Ask the runs under way to end, which they do between two events, with a checkpoint."""

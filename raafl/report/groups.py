@@ -11,10 +11,11 @@ from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.reading import RecordedRun
 from raafl.watch.eta import Goals
 
-_NOT_THE_EXPERIMENT = (
+NOT_THE_EXPERIMENT = (
     "seed", "output", "resume", "name", "json", "progress", "logger", "workers", "batch_clients", "checkpoint_every",
     "checkpoint_s", "keep_checkpoints",
 )  # fmt: skip
+"""Fields of a config in which runs of one experiment may differ: none of them changes a bit of what is computed but the seed."""
 _MAX_IN_LABEL = 3
 _LONGEST_VALUE = 40
 COLOURS = (
@@ -84,7 +85,7 @@ def flat(value: object, prefix: str = "") -> dict[str, str]:
 
 
 def _experiment(run: RecordedRun) -> dict[str, Any]:
-    found = {name: value for name, value in run.config.items() if name not in _NOT_THE_EXPERIMENT}
+    found = {name: value for name, value in run.config.items() if name not in NOT_THE_EXPERIMENT}
     if run.goals:  # it went on with other limits than its config's
         goals = Goals.from_json(run.goals)
         targets = list(map(str, goals.targets))

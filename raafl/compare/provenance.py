@@ -1,0 +1,64 @@
+"""Record when, where and with what a result was made: date, commit, digest of the sources, processor, versions.
+
+Imports no torch, so that whoever needs one of these alone pays for nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import platform
+import subprocess
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import raafl
+
+_PACKAGES = ("torch", "lightning", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Return when, where and with what a result was made."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "code_digest": code_digest(),
+        "hardware": {"processor": processor(), "system": platform.system(), "machine": platform.machine()},
+        "versions": {"python": platform.python_version(), "raafl": raafl.__version__}
+        | {name: metadata.version(name) for name in _PACKAGES},
+    }
+
+
+def processor() -> str:
+    """Return the model of this machine's processor, or its kind where no model is known."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout that raafl is imported from, with `+` where files differ; None outside of one."""
+    git = ["git", "-C", str(Path(raafl.__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + ("+" if changed.strip() else "")
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the sources of raafl and, where it is there, of the model zoo."""
+    package = Path(raafl.__file__).parent
+    digest = hashlib.sha256()
+    for folder in (package, package.parent / "model_zoo"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder.parent).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

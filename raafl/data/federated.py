@@ -242,14 +242,12 @@ class FederatedData:
 
     def _split(self, partition: Partition, num_clients: int, seed: int) -> list[torch.Tensor]:
         """Return the row numbers of each client; validation rows belong to no client."""
-        dataset, length = self._dataset, _length(self._dataset)
-        if not len(self._validation):
-            labels = self.labels() if partition.needs_labels else np.zeros(length, np.int64)
-            return partition.split(labels, num_clients, seed, Columns(dataset))
-        rows = torch.from_numpy(np.setdiff1d(np.arange(length), self._validation.numpy()))
-        labels = self.labels()[rows.numpy()] if partition.needs_labels else np.zeros(len(rows), np.int64)
-        parts = partition.split(labels, num_clients, seed, Columns(Subset(dataset, rows.tolist())))
-        return [rows[part] for part in parts]
+        rows = np.setdiff1d(np.arange(_length(self._dataset)), self._validation.numpy())
+        labels = self.labels()[rows] if partition.needs_labels else np.zeros(len(rows), np.int64)
+        # A Subset hides the columns that a data set can give as a whole, so it is made only where rows are left out.
+        dataset = Subset(self._dataset, rows.tolist()) if len(self._validation) else self._dataset
+        parts = partition.split(labels, num_clients, seed, Columns(dataset))
+        return [torch.from_numpy(rows)[part] for part in parts]
 
     @property
     def sizes(self) -> list[int]:

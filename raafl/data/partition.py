@@ -55,14 +55,8 @@ class Partition(ABC):
         Raises:
             BadInput: `test_share` is out of range.
         """
-        if not 0 <= self.test_share < 1:
-            raise BadInput(f"partition.test_share is {self.test_share}: give at least 0 and less than 1, such as 0.2")
-        num_test = min(math.floor(self.test_share * len(part) + 0.5), len(part) - 1)
-        if num_test <= 0:
-            return part, part[:0]
-        order = torch.from_numpy(np.random.Generator(np.random.PCG64((seed, client))).permutation(len(part)))
-        test, train = order[:num_test].sort().values, order[num_test:].sort().values
-        return part[train], part[test]
+        train, test = _divided(len(part), self.test_share, "test_share", (seed, client))
+        return (part[train], part[test]) if len(test) else (part, part[:0])
 
     def validation_rows(self, num_samples: int, seed: int) -> torch.Tensor:
         """Draw the rows of the training set that validate the global model: int64, ascending, none where the share is 0.
@@ -70,13 +64,7 @@ class Partition(ABC):
         Raises:
             BadInput: `validation_share` is out of range.
         """
-        if not 0 <= self.validation_share < 1:
-            raise BadInput(
-                f"partition.validation_share is {self.validation_share}: give at least 0 and less than 1, such as 0.1"
-            )
-        num = min(math.floor(self.validation_share * num_samples + 0.5), num_samples - 1)
-        order = np.random.Generator(np.random.PCG64((seed, num_samples))).permutation(num_samples)
-        return torch.from_numpy(np.sort(order[:num]))
+        return _divided(num_samples, self.validation_share, "validation_share", (seed, num_samples))[1]
 
     def split(
         self,
@@ -339,6 +327,17 @@ def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_cl
             )
         checked.append(rows.astype(np.int64, copy=False))
     return checked
+
+
+def _divided(num: int, share: float, name: str, seed: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divide `range(num)` at random into the rest and a share, halves rounded up; both ascending, the rest never empty."""
+    if not 0 <= share < 1:
+        raise BadInput(f"partition.{name} is {share}: give at least 0 and less than 1, such as 0.2")
+    num_drawn = min(math.floor(share * num + 0.5), num - 1)
+    if num_drawn <= 0:
+        return torch.arange(num), torch.arange(0)
+    order = torch.from_numpy(np.random.Generator(np.random.PCG64(seed)).permutation(num))
+    return order[num_drawn:].sort().values, order[:num_drawn].sort().values
 
 
 def _labels(labels: torch.Tensor | npt.ArrayLike) -> Ints:

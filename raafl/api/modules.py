@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from raafl.api.datasets import num_classes, train_loader
 from raafl.errors import BadInput, briefly
 from raafl.lean_import import import_lightning, lightning_classes
-from raafl.local.model_checks import check_tensors
-from raafl.local.prepare import given_class, uncompiled, with_methods
+from raafl.local.preparation.model_checks import check_tensors
+from raafl.local.preparation.prepare import given_class, uncompiled, with_methods
 from raafl.submodel.cut.copying import copy_structure
 
 import_lightning()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from raafl.core.types import Assignment, derive_seed
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
-from raafl.local.record import Recorder
+from raafl.local.evaluation.record import Recorder
 from raafl.local.sparse_gradients import make_dense_
 from raafl.submodel import FlatTensors
 from raafl.submodel.flat import reals, sum_of_bits, wide_dtype

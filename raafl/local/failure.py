@@ -35,9 +35,8 @@ def attempt(trainer: LocalTrainer, assignment: Assignment, received: FlatTensors
     except (BadInput, Stopped, TaskFailed):
         raise
     except Exception as error:
-        if trainer.process_group is not None or not is_out_of_memory(
-            error
-        ):  # a crew's other processes wait for this one
+        # The other processes of the client's group wait for this one, so there the task cannot be refused in one process alone.
+        if trainer.process_group is not None or not is_out_of_memory(error):
             raise _failed(trainer, assignment, error) from error
         traceback.clear_frames(error.__traceback__)  # they hold the task's tensors
     trainer.release()

@@ -19,9 +19,9 @@ from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
 from raafl.local.client_group import ClientProcesses
+from raafl.local.evaluation.record import widened
 from raafl.local.options import FabricOptions
 from raafl.local.proximal import ProximalTerm
-from raafl.local.record import widened
 from raafl.local.rng import RngStream
 from raafl.local.sparse_gradients import backward_of
 from raafl.local.trainable import TrainableSubmodel
@@ -41,7 +41,7 @@ class TaskSteps:
 
     Attributes:
         stop: once set, a task ends before its next batch, with `Stopped`.
-        crew: processes that train one client together; None = only this one.
+        process_group: processes that train one client together; None = only this one.
         link: connection to the server in the middle of a task; None = none.
         place: description of the current batch.
         extra: what training_step returned beside the last loss.

@@ -15,9 +15,9 @@ from raafl.core.masked_loss import CLASSES
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
+from raafl.local.evaluation.metrics import LOSS, MAX_LOGGED, measure_part
 from raafl.local.malloc import give_back
 from raafl.local.masked import masked
-from raafl.local.metrics import LOSS, MAX_LOGGED, measure_part
 from raafl.local.options import FabricOptions
 from raafl.local.rng import current, seed_everything
 from raafl.local.task_steps import Stopped, TaskSteps

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from raafl.core.local import Local
 from raafl.core.payload import Bundles, Payload
 from raafl.local.buffers import Buffers
+from raafl.local.evaluation.record import Recorder
 from raafl.local.lightning_hooks import TaskHooks, Transfer
-from raafl.local.record import Recorder
 from raafl.optimizers import Schedule, configure
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.module_state import ModuleState

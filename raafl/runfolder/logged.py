@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from raafl.core.types import Update
-from raafl.local.metrics import LOSS, MAX_LOGGED, PEAK, TEST
+from raafl.local.evaluation.metrics import LOSS, MAX_LOGGED, PEAK, TEST
 from raafl.runfolder.schema import TRAIN
 from raafl.sanitize import sanitize_text
 

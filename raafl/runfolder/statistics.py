@@ -9,7 +9,7 @@ from typing import Any
 
 from raafl.core.payload import Payload
 from raafl.core.types import NUM_TESTED, Assignment, Settled, Update
-from raafl.local.metrics import PEAK, TEST
+from raafl.local.evaluation.metrics import PEAK, TEST
 from raafl.runfolder.logged import LoggedMeans, logged_values
 from raafl.runfolder.schema import CLIENT, MERGED, TESTED
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels

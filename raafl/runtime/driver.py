@@ -30,7 +30,7 @@ from raafl.core.types import (
     Suspend,
 )
 from raafl.errors import CodeFailed
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluation.evaluate import Evaluator
 from raafl.parts.merge.low_rank import rank_energy
 from raafl.runfolder.record import RunRecord
 from raafl.units import duration

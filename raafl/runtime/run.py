@@ -12,12 +12,12 @@ from raafl.core.hooks import RunHooks
 from raafl.core.types import Warn
 from raafl.errors import BadInput, CodeFailed
 from raafl.local.data_faults import fault_in
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluation.evaluate import Evaluator
+from raafl.local.evaluation.metrics import MAX_LOGGED
 from raafl.local.failure import leave_traceback
 from raafl.local.lightning_hooks import uncalled
-from raafl.local.metrics import MAX_LOGGED
+from raafl.local.preparation.trial import explained, try_single_samples, try_training
 from raafl.local.sparse_gradients import check_optimizer
-from raafl.local.trial import explained, try_single_samples, try_training
 from raafl.loggers.loggers import Loggers
 from raafl.optimizers import configure
 from raafl.parts.select.axis_report import HALF_AND_QUARTER, axis_rows, leaves, sentence_of

@@ -22,7 +22,7 @@ from raafl.devices.gpus import Place
 from raafl.errors import BadInput, format_error
 from raafl.local.numerics import device_problem, set_numerics
 from raafl.local.options import FabricOptions
-from raafl.local.prepare import prepare
+from raafl.local.preparation.prepare import prepare
 from raafl.local.rng import generators, same_generators
 from raafl.local.train import LocalTrainer
 from raafl.parts.merge.pooled import pooled
@@ -66,7 +66,7 @@ def user_model(experiment: Experiment) -> LightningModule:
     """Build the user's model, ready to be trained, with the exits that ``submodels.exits`` asks for.
 
     Raises:
-        BadInput: it cannot have them, or be trained; see `raafl.local.prepare`.
+        BadInput: it cannot have them, or be trained; see `raafl.local.preparation.prepare`.
     """
     module: LightningModule = prepare(experiment.model())
     give_exits(module, experiment.submodels.exits or ())
@@ -310,7 +310,7 @@ def make_executor(
     ``own`` are data of clients that do not train on their share of the run's; ``ranks``: other ranks train, too
     (`RankExecutor.take_on`).
     """
-    from raafl.local.evaluate import Evaluator
+    from raafl.local.evaluation.evaluate import Evaluator
     from raafl.runtime.executors import Pool, RankExecutor
 
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))

@@ -15,7 +15,7 @@ from raafl.core.saving import from_plain, to_plain
 from raafl.core.types import Action, Arrived, Assignment, ClientInfo, Dismiss, Event, Joined, Lost, Stop, Timer, Work
 from raafl.devices.profiles import TaskTime
 from raafl.errors import BadInput, CodeFailed, TaskFailed
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import measuring, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver

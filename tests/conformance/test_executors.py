@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from model_zoo.metrics import MacroF1, Perplexity
 from raafl.errors import TaskFailed
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluation.evaluate import Evaluator
 from raafl.runtime.executors import RankExecutor
 from raafl.runtime.executors import batched as cohorts_module
 from raafl.runtime.executors.shared_evaluation import Shared

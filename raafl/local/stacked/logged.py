@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raafl.local.record import Recorder, attach_log, widened
+from raafl.local.evaluation.record import Recorder, attach_log, widened
 from raafl.local.stacked.stacks import Unstackable
 
 _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")}  # -0.0 + x is x, also of a zero

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_unflatten
 
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
+from raafl.local.evaluation.record import widened
 from raafl.local.proximal import ProximalTerm
-from raafl.local.record import widened
 from raafl.local.stacked.batches import Batch, batches
 from raafl.local.stacked.clipping import clip_
 from raafl.local.stacked.logged import Logged

@@ -17,9 +17,9 @@ from raafl.core.payload import Payload
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
 from raafl.data.federated import ClientData
 from raafl.errors import InvalidPayload, TaskFailed
+from raafl.local.evaluation.metrics import PEAK, peak_bytes
 from raafl.local.failure import attempt
 from raafl.local.malloc import give_back
-from raafl.local.metrics import PEAK, peak_bytes
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.exchange import ClientSide
 from raafl.runtime.identity import Identity

@@ -11,7 +11,7 @@ from typing import Any
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment
 from raafl.errors import GpuLost, TaskFailed, format_error
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.runtime.executors.base import Executor

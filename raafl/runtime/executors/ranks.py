@@ -17,7 +17,7 @@ from typing import Any
 
 from raafl.core.types import Assignment, Update
 from raafl.errors import TaskFailed
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import out_of_memory
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Like, kind_of, summed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluation.evaluate import Evaluator
 from raafl.runtime.executors.rank_worker import FOR_EVER_S
 from raafl.runtime.protocol import Measure, no_tensors
 from raafl.submodel import FlatTensors

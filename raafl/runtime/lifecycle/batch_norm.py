@@ -14,9 +14,9 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import HookList, RunHooks
 from raafl.core.types import derive_seed
 from raafl.data.federated import FederatedData
-from raafl.local.record import Recorder
+from raafl.local.evaluation.record import Recorder
+from raafl.local.preparation.trial import explained
 from raafl.local.rng import seed_everything
-from raafl.local.trial import explained
 from raafl.module_hooks import begin, transferred
 from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling

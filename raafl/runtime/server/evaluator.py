@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from raafl.errors import CodeFailed
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import measuring
 from raafl.submodel import FlatTensors
 

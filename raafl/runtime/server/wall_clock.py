@@ -29,7 +29,7 @@ from raafl.core.types import (
     Timer,
 )
 from raafl.errors import CodeFailed, TaskFailed, format_error
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import leave_traceback, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver

@@ -6,7 +6,7 @@ from lightning import LightningModule
 from torch import nn
 
 from raafl.errors import BadInput
-from raafl.local.prepare import given_class, prepare
+from raafl.local.preparation.prepare import given_class, prepare
 
 
 class Bare(LightningModule):
@@ -37,7 +37,7 @@ def test_a_hook_that_asks_for_a_trainer_is_named_with_the_line():
 
     with pytest.raises(
         BadInput,
-        match=r"^Asks.setup fails: NotInTask: self.trainer.datamodule .*Trainer.*\(tests/local/test_prepare.py:\d+\)",
+        match=r"^Asks.setup fails: NotInTask: self.trainer.datamodule .*Trainer.*\(tests/local/preparation/test_prepare.py:\d+\)",
     ):
         prepare(Asks())
 

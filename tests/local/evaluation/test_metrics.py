@@ -15,7 +15,7 @@ from model_zoo.metrics import MacroF1
 from raafl.core.algorithm import Training
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
-from raafl.local.evaluate import Evaluator
+from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.train import Stopped
 from raafl.submodel import FULL, Spec, Submodels
 from tests.local.bench import Bench, Net, assignment, samples

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from raafl.core.training import Training
 from raafl.data.federated import FederatedData
 from raafl.errors import BadInput, user_frame
-from raafl.local.record import Recorder
+from raafl.local.evaluation.record import Recorder
 from raafl.module_hooks import begin, transferred
 from raafl.optimizers import Schedule, configure
 from raafl.submodel.cut.copying import persistent_buffers

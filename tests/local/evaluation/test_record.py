@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from raafl.errors import BadInput
-from raafl.local.metric_partials import Noting, add
-from raafl.local.record import Recorder
+from raafl.local.evaluation.metric_partials import Noting, add
+from raafl.local.evaluation.record import Recorder
 
 
 def test_values_are_weighted_by_what_holds_when_they_are_logged():

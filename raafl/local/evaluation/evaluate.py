@@ -11,9 +11,9 @@ import torch
 from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
-from raafl.local.metric_partials import Noting, NotMergeable, add
-from raafl.local.metrics import begin, end, step
-from raafl.local.record import Recorder
+from raafl.local.evaluation.metric_partials import Noting, NotMergeable, add
+from raafl.local.evaluation.metrics import begin, end, step
+from raafl.local.evaluation.record import Recorder
 from raafl.local.rng import generators, same_generators
 from raafl.module_hooks import overrides
 from raafl.submodel import FULL, FlatTensors, Submodels
@@ -86,7 +86,10 @@ class Evaluator:
         return sorted([*self._state.changed(metrics=False), *counts])
 
     def __call__(self, values: FlatTensors) -> dict[str, float]:
-        """Return the metrics that ``validation_step`` logs or returns, over all samples; see `raafl.local.metrics.measure`."""
+        """Return the metrics that ``validation_step`` logs or returns, over all samples.
+
+        `raafl.local.evaluation.metrics.measure` computes them.
+        """
         self.begin(values)
         self.num_batches = self.measure(0, None)
         return self.end()

@@ -12,7 +12,7 @@ from raafl.core.training import Training
 from raafl.data.federated import FederatedData
 from raafl.data.partition import Iid
 from raafl.errors import BadInput
-from raafl.local.trial import explained, shapes, try_single_samples, try_training
+from raafl.local.preparation.trial import explained, shapes, try_single_samples, try_training
 from tests.data.modules import Module
 
 INF = float("inf")
@@ -66,7 +66,7 @@ def test_a_layer_of_the_wrong_width_is_named_with_both_shapes_and_the_line():
         "Net.training_step fails on a batch of float32 (2, 6), int64 (2,), where first, "
         "Linear(in_features=7, out_features=5, bias=True), is given float32 (2, 6): RuntimeError: "
     )
-    assert "(tests/local/test_trial.py:" in text
+    assert "(tests/local/preparation/test_trial.py:" in text
     assert text.endswith(": make the model's arguments and the data fit")
 
 
@@ -116,7 +116,7 @@ def test_an_optimizer_that_refuses_its_arguments():
 
     text = failure(Eager())
     assert text.startswith(
-        "Eager.configure_optimizers fails: ValueError: Invalid learning rate: -1.0 (tests/local/test_t"
+        "Eager.configure_optimizers fails: ValueError: Invalid learning rate: -1.0 (tests/local/preparation/test_t"
     )
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from raafl.errors import BadInput
-from raafl.local.model_checks import check_tensors
-from raafl.local.trial import explained
+from raafl.local.preparation.model_checks import check_tensors
+from raafl.local.preparation.trial import explained
 from raafl.module_hooks import overrides
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.trainer_stand_in import attach

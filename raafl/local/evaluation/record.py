@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raafl.errors import BadInput
-from raafl.local.latest import Latest
+from raafl.local.evaluation.latest import Latest
 
 
 class Recorder:

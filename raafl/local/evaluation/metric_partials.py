@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raafl.local.record import Recorder, logged_value
+from raafl.local.evaluation.record import Recorder, logged_value
 
 
 class NotMergeable(Exception):

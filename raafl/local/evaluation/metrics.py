@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raafl.data.federated import ClientData, Sized
 from raafl.local.buffers import Buffers
-from raafl.local.record import Recorder
+from raafl.local.evaluation.record import Recorder
 from raafl.module_hooks import overrides, transferred
 from raafl.submodel.nested_batch import to_device
 from raafl.trainer_stand_in import stage

@@ -1,0 +1,1 @@
+"""Record what a module logs, and evaluate it by its own validation and test steps."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raafl.parts.merge.mean import Deltas, Mean
     from raafl.parts.merge.staleness import Staleness
     from raafl.parts.select.ranking import Ranking
-    from raafl.parts.select.rated import Rated
+    from raafl.parts.select.rate_select import RateSelect
     from raafl.parts.select.submodels import Fragments, Full
     from raafl.parts.select.units import at_random, leading, rolling
     from raafl.parts.select.window_pieces import WindowPieces
@@ -49,7 +49,7 @@ _HOME = {
     **dict.fromkeys(("Deltas", "Mean"), "raafl.parts.merge.mean"),
     "Staleness": "raafl.parts.merge.staleness",
     "Ranking": "raafl.parts.select.ranking",
-    "Rated": "raafl.parts.select.rated",
+    "RateSelect": "raafl.parts.select.rate_select",
     **dict.fromkeys(("Fragments", "Full"), "raafl.parts.select.submodels"),
     **dict.fromkeys(("at_random", "leading", "rolling"), "raafl.parts.select.units"),
     "WindowPieces": "raafl.parts.select.window_pieces",

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from raafl.algorithms import fed_avg
 from raafl.core.algorithm import Training
 from raafl.errors import BadInput
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.runtime.setup import build, make_model
 from raafl.submodel import Member, Submodels
 from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment, finish
 
-HALVED = {"algorithm": fed_avg(submodel=Rated(rates=[1.0, 0.25]))}
+HALVED = {"algorithm": fed_avg(submodel=RateSelect(rates=[1.0, 0.25]))}
 
 
 class Own(LightningModule):
@@ -144,7 +144,7 @@ def test_a_task_that_writes_to_what_is_frozen_ends_the_run_by_name(tmp_path, rat
     training = Training(num_epochs=None, num_steps=1)
     run = experiment(
         tmp_path / "run",
-        fed_avg(submodel=Rated(rates=rates)),
+        fed_avg(submodel=RateSelect(rates=rates)),
         model=Writes,
         workers=workers,
         train=training,

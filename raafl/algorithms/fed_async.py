@@ -37,7 +37,7 @@ def fed_async(
         prox: weight of the pull towards the received values (rho).
         cohort: clients kept at work, drawn uniformly; None = all.
         concurrency: cap on clients at work; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
         lora: how adapters are merged (docs/submodels.md); None = A and B apart, each rank over those who have it.
     """
     algorithm = Algorithm(

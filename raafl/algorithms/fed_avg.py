@@ -27,7 +27,7 @@ def fed_avg(
         cohort: clients in a round, drawn uniformly (C*K in Algorithm 1); None = all.
         concurrency: how many of them work at a time; None = no cap.
         by_samples: weigh by |D_n| (n_k in Algorithm 1); False = every client alike.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
         lora: how adapters are merged (docs/submodels.md); None = A and B apart, each rank over those who have it.
     """
     algorithm = Algorithm(

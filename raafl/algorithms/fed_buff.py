@@ -43,7 +43,7 @@ def fed_buff(
         server_optimizer: adam, yogi or adagrad (FedOpt); None = the mean of the buffer as it is.
         cohort: clients kept at work, drawn uniformly (the paper's concurrency M_c); None = all.
         concurrency: cap on clients at work; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
         lora: how adapters are merged (docs/submodels.md); None = A and B apart, each rank over those who have it.
     """
     stale = Staleness(staleness, staleness_a, staleness_b)

@@ -48,7 +48,7 @@ def fed_dyn(
         alpha: weight of the regularisation (alpha), 0 or more; the paper tries 0.001, 0.01 and 0.1.
         cohort: clients in a round, drawn uniformly (P_t); None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
     """
     at_least("alpha", alpha, 0)
     mean = Mean(by_samples=False)

@@ -58,7 +58,7 @@ def fed_nova(
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
         buffer_size: updates in a merge, asynchronously; None = rounds.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
     """
     return Algorithm(
         name="fed_nova",

@@ -34,7 +34,7 @@ def fed_opt(
         tau: adaptivity (tau).
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
     """
     if optimizer == "adagrad" and beta2 != 0.99:
         raise BadInput(f"beta2 is {beta2}, but adagrad has no second decay: leave it out, or use adam or yogi")

@@ -52,7 +52,7 @@ def fed_per(
         alpha: mixing weight of each arrival, asynchronously; None = rounds.
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
     """
     one_of("local", local, Place)
     trigger, mean = averaging(alpha, by_samples)

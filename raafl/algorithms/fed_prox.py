@@ -26,7 +26,7 @@ def fed_prox(
         cohort: clients in a round, drawn uniformly (K in Algorithm 2); None = all.
         concurrency: how many of them work at a time; None = no cap.
         by_samples: weigh by |D_n|; False = every client alike.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
     """
     return Algorithm(
         name="fed_prox",

@@ -66,7 +66,7 @@ def fed_raa(
         K: bound on a task's time, in seconds (K); None = that of the offline assignment.
         cohort: clients kept at work (or in a round), drawn uniformly; None = all.
         concurrency: cap on clients at work; None = no cap.
-        submodel: what each client trains instead of a fragment, such as `raafl.parts.Rated`; fragments, select and K must
+        submodel: what each client trains instead of a fragment, such as `raafl.parts.RateSelect`; fragments, select and K must
             be left as they are then. None = fragments.
     """
     if submodel is not None:

@@ -23,7 +23,7 @@ from raafl.algorithms.hetero_fl import LEVELS, by_class
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.rated import Rates, by_rate
+from raafl.parts.select.rate_select import Rates, by_rate
 from raafl.parts.trigger import AllReported
 
 
@@ -47,7 +47,7 @@ def fed_rolex(
         by_samples: weigh by |D_n| (p_n); False = every client alike.
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead of rolling windows, such as `raafl.parts.Rated`; rates must be left out then.
+        submodel: what each client trains instead of rolling windows, such as `raafl.parts.RateSelect`; rates must be left out then.
     """
     return Algorithm(
         name="fed_rolex",

@@ -26,7 +26,7 @@ from raafl.core.algorithm import Algorithm, Local, Merge, Select
 from raafl.core.sample import Sample
 from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.rated import Rates, by_rate
+from raafl.parts.select.rate_select import Rates, by_rate
 from raafl.parts.trigger import AllReported
 
 LEVELS = (1.0, 0.5, 0.25, 0.125, 0.0625)
@@ -53,7 +53,7 @@ def hetero_fl(
         by_samples: weigh by |D_n|; False = every client alike, as in the paper.
         cohort: clients in a round, drawn uniformly (C*M in Algorithm 1); None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead of leading parts, such as `raafl.parts.Rated`; rates must be left out then.
+        submodel: what each client trains instead of leading parts, such as `raafl.parts.RateSelect`; rates must be left out then.
     """
     return Algorithm(
         name="hetero_fl",

@@ -56,7 +56,7 @@ def moon(
         alpha: mixing weight of each arrival, asynchronously; None = rounds.
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
     """
     at_least("mu", mu, 0)
     positive("temperature", temperature)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.rated import Rates, by_rate
+from raafl.parts.select.rate_select import Rates, by_rate
 from raafl.parts.trigger import AllReported
 
 LEVELS = (1.0, 0.75, 0.5, 0.25)
@@ -42,7 +42,7 @@ def oap(
         by_samples: weigh by |D_n|; False = every client alike, as in the paper.
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead (P), such as `raafl.parts.Rated`; rates must be left out then.
+        submodel: what each client trains instead (P), such as `raafl.parts.RateSelect`; rates must be left out then.
     """
     return Algorithm(
         name="oap",

@@ -52,7 +52,7 @@ def scaffold(
         cohort: clients in a round, drawn uniformly (S); None = all.
         concurrency: how many of them work at a time; None = no cap.
         buffer_size: updates in a merge, asynchronously; None = rounds.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
     """
     if option not in (1, 2):
         raise BadInput(f"option is {option}: give 1 or 2")

@@ -40,7 +40,7 @@ _EXAMPLES = {
     "data": ("LightningDataModule", "raafl.data.Digits"),
     "algorithm": ("Algorithm", "raafl.fed_raa"),
     "partition": ("Partition", "raafl.data.Iid"),
-    "select": ("Select", "raafl.parts.Rated"),
+    "select": ("Select", "raafl.parts.RateSelect"),
 }
 _SPEC = ("class_path", "init_args", "dict_kwargs")
 

@@ -1,4 +1,7 @@
-"""Provide ready-made parts for the five questions, from which algorithms are composed."""
+"""Provide ready-made parts for the five questions, from which algorithms are composed.
+
+`Rated` is the older name of `RateSelect`; configs may use either.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raafl.parts.select.rated import Rated
+    from raafl.parts.select.rate_select import Rated, RateSelect
     from raafl.parts.select.window_pieces import WindowPieces
     from raafl.parts.select.windows import RollingWindows
 
 _HOME = {
-    "Rated": "raafl.parts.select.rated",
+    "RateSelect": "raafl.parts.select.rate_select",
+    "Rated": "raafl.parts.select.rate_select",
     "RollingWindows": "raafl.parts.select.windows",
     "WindowPieces": "raafl.parts.select.window_pieces",
 }
-
-__all__ = ["Rated", "RollingWindows", "WindowPieces"]
+__all__ = ["RateSelect", "Rated", "RollingWindows", "WindowPieces"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a config names when it is first asked for: parts and core are made of each other."""
+    """Import a part when its name is first used: at import time this would be circular, since core and parts need each other."""
     if name not in _HOME:
         raise AttributeError(f"module 'raafl.parts' has no attribute '{name}'")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -16,7 +16,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update
 from raafl.data.federated import FederatedData
 from raafl.errors import BadInput
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.executors import Executor
@@ -94,7 +94,7 @@ class World:
     def cut_submodels(self) -> Submodels:
         """Return the proven submodels of the config's own algorithm, even if it gives every client the whole model."""
         own = self.experiment.algorithm
-        return self.submodels(replace(own, select=Rated()) if type(own.select) is Full else own)
+        return self.submodels(replace(own, select=RateSelect()) if type(own.select) is Full else own)
 
     def fleet(self, algorithm: Algorithm) -> SelectContext:
         """Collect the parts' notes on all clients, even if the algorithm does not suit them."""

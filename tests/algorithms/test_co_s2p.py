@@ -23,7 +23,7 @@ from raafl.parts.local.mask_training import SCORES
 from raafl.parts.merge.mean import Deltas
 from raafl.parts.merge.personal import Noted, WithScores
 from raafl.parts.merge.staleness import Staleness
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.windows import RollingWindows, first_window, split_rate
 from raafl.parts.trigger import AllReported, EachArrival, MinRatio
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
@@ -45,7 +45,7 @@ def test_every_argument_reaches_its_part():
     assert not other.select.inner.distils and not other.local.distils
     assert (other.trigger, other.merge.inner) == (AllReported(), Deltas(1.0, Staleness()))
     assert co_s2p(trigger="async").trigger == EachArrival()
-    assert co_s2p(submodel=Rated()).select == Noted(Rated())
+    assert co_s2p(submodel=RateSelect()).select == Noted(RateSelect())
     assert co_s2p(width_depth="inf").select.inner.ratio == float("inf")
 
 
@@ -73,7 +73,7 @@ def test_width_alone_is_asked_for_on_the_command_line():
         ({"min_ratio": 2.0}, "min_ratio is 2.0"),
         ({"merge": "median"}, "merge is 'median'"),
         ({"server_lr": 0}, "server_lr is 0"),
-        ({"rates": 0.5, "submodel": Rated()}, "rates is 0.5, but submodel says"),
+        ({"rates": 0.5, "submodel": RateSelect()}, "rates is 0.5, but submodel says"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

@@ -21,7 +21,7 @@ from raafl.algorithms.fed_mezo.zeroth_order import (
 from raafl.core.algorithm import SelectContext, Training
 from raafl.core.types import Arrived, ClientInfo, Joined, Update, Work
 from raafl.errors import BadInput
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
 from raafl.submodel import FlatTensors, Spec, Submodels
 from tests.algorithms.fed_mezo_noise import NOTHING, noise
@@ -68,7 +68,7 @@ def test_asynchronous_a_late_update_is_the_same_change_times_its_staleness():
 
 
 def test_clients_of_different_parts_count_where_they_have_something():
-    algorithm = fed_mezo(lr=0.1, by_samples=False, submodel=Rated("leading", [1.0, 0.5], "width"))
+    algorithm = fed_mezo(lr=0.1, by_samples=False, submodel=RateSelect("leading", [1.0, 0.5], "width"))
     coordinator = coordinator_for(algorithm, line_state(value=0.5), min_clients=2)
     tasks = assigned(join(coordinator, (1, 2)))
     assert tasks[2].spec == Spec.select({"hidden": range(2)}, trained=())

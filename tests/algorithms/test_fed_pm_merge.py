@@ -17,7 +17,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Update
 from raafl.data import Digits
 from raafl.errors import BadInput
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.submodel import Spec, Submodels
 from tests.algorithms.fed_pm_line import assignment, ones, prepared_state
 from tests.helpers.coordinators import assigned, coordinator_for, join
@@ -175,7 +175,7 @@ def test_with_submodels_and_batch_norm_it_learns_too(tmp_path):
     def resnet():
         return ResNet(8, 1, channels=4, num_classes=10, lr=0.05)
 
-    algorithm = fed_pm(reset=2, submodel=Rated("leading", [1.0, 0.5], "width"))
+    algorithm = fed_pm(reset=2, submodel=RateSelect("leading", [1.0, 0.5], "width"))
     training = Training(num_epochs=None, num_steps=8)
     more = {"model": resnet, "data": lambda: Digits(batch_size=32), "train": training, "max_updates": 24}
     run = finish(experiment(tmp_path / "r", algorithm, **more))

@@ -9,7 +9,7 @@ from raafl.data import Dirichlet, Iid
 from raafl.errors import BadInput
 from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join
 from tests.helpers.small_runs import experiment, finish
@@ -18,7 +18,7 @@ from tests.helpers.small_runs import experiment, finish
 def test_every_argument_reaches_its_part():
     algorithm = fed_rolex(rates=0.5, rescale=False, masked=False, by_samples=True, cohort=4, concurrency=2)
     assert algorithm.sample == Sample(4, 2)
-    assert algorithm.select == Rated("rolling", 0.5, "width", rounds="server")
+    assert algorithm.select == RateSelect("rolling", 0.5, "width", rounds="server")
     assert algorithm.local == Local()
     assert algorithm.trigger == AllReported()
     assert algorithm.merge == Mean(by_samples=True)
@@ -26,7 +26,7 @@ def test_every_argument_reaches_its_part():
     assert fed_rolex().local == Local(rescale=True, masked=True)
     assert fed_rolex().merge == LabelSplit(Mean(by_samples=False))
     with pytest.raises(BadInput, match=r"rates is 0.5, but submodel says"):
-        fed_rolex(rates=0.5, submodel=Rated())
+        fed_rolex(rates=0.5, submodel=RateSelect())
 
 
 def test_five_rounds_by_hand():

@@ -9,7 +9,7 @@ from raafl.data import Dirichlet, Iid
 from raafl.errors import BadInput
 from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join
 from tests.helpers.small_runs import experiment, finish
@@ -18,16 +18,16 @@ from tests.helpers.small_runs import experiment, finish
 def test_every_argument_reaches_its_part():
     algorithm = hetero_fl(rates=[0.5, 1.0], rescale=False, masked=False, by_samples=True, cohort=4, concurrency=2)
     assert algorithm.sample == Sample(4, 2)
-    assert algorithm.select == Rated("leading", [0.5, 1.0], "width")
+    assert algorithm.select == RateSelect("leading", [0.5, 1.0], "width")
     assert algorithm.local == Local()
     assert algorithm.trigger == AllReported()
     assert algorithm.merge == Mean(by_samples=True)
     default = hetero_fl()
     assert default.merge == LabelSplit(Mean(by_samples=False))
-    assert default.select == Rated("leading", [1.0, 0.5, 0.25, 0.125, 0.0625], "width")
+    assert default.select == RateSelect("leading", [1.0, 0.5, 0.25, 0.125, 0.0625], "width")
     assert default.local == Local(rescale=True, masked=True)
     with pytest.raises(BadInput, match=r"rates is 0.5, but submodel says what each client trains: leave out"):
-        hetero_fl(rates=0.5, submodel=Rated())
+        hetero_fl(rates=0.5, submodel=RateSelect())
 
 
 def test_two_rounds_by_hand():

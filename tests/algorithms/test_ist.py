@@ -16,7 +16,7 @@ from raafl.data import Dirichlet
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
 from raafl.submodel import Axis, Member, Submodels
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join
@@ -38,7 +38,7 @@ def test_every_argument_reaches_its_part():
     assert algorithm.trigger == AllReported()
     assert algorithm.merge == Mean(by_samples=False)
     with pytest.raises(BadInput, match=r"subnets is 2, but submodel says"):
-        ist(subnets=2, submodel=Rated())
+        ist(subnets=2, submodel=RateSelect())
     with pytest.raises(BadInput, match=r"subnets is 0: give a number above 0"):
         ist(subnets=0)
 

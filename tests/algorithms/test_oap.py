@@ -9,7 +9,7 @@ from raafl.core.sample import Sample
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state
 from tests.helpers.small_runs import experiment, finish
@@ -18,13 +18,13 @@ from tests.helpers.small_runs import experiment, finish
 def test_every_argument_reaches_its_part():
     algorithm = oap(rates=0.5, by_samples=True, cohort=4, concurrency=2)
     assert algorithm.sample == Sample(4, 2)
-    assert algorithm.select == Rated("magnitude", 0.5, "width", rounds="server")
+    assert algorithm.select == RateSelect("magnitude", 0.5, "width", rounds="server")
     assert algorithm.local == Local()
     assert algorithm.trigger == AllReported()
     assert algorithm.merge == Mean(by_samples=True)
     assert oap().select.rates == [1.0, 0.75, 0.5, 0.25]
     with pytest.raises(BadInput, match=r"rates is 0.5, but submodel says"):
-        oap(rates=0.5, submodel=Rated())
+        oap(rates=0.5, submodel=RateSelect())
 
 
 def test_two_rounds_by_hand():

@@ -10,7 +10,7 @@ from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported
 from raafl.submodel import Spec
 from tests.helpers.coordinators import answer, assigned, coordinator_for, cut_in_the_middle, join, line_state, values_of
@@ -36,7 +36,7 @@ def test_every_argument_reaches_its_part():
         ({"prunable": 0.0}, "prunable is 0.0: give a number above 0 and below 1"),
         ({"prunable": 1.0}, "prunable is 1.0"),
         ({"rates": 1.5}, "a rate in rates is 1.5"),
-        ({"every": 3, "submodel": Rated()}, "every is 3, but submodel says"),
+        ({"every": 3, "submodel": RateSelect()}, "every is 3, but submodel says"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

@@ -13,7 +13,7 @@ from raafl.core.sample import Sample
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
 from raafl.submodel import Spec, Submodels, skeleton
 from tests.helpers.small_runs import experiment, finish
@@ -31,7 +31,7 @@ def deep_cnn() -> CNN:
 def test_every_argument_reaches_its_part():
     algorithm = q_vit(3, False, 6, 0.5, False, cohort=4, concurrency=2)
     assert algorithm.sample == Sample(4, 2)
-    assert algorithm.select == Full() and q_vit(submodel=Rated()).select == Rated()
+    assert algorithm.select == Full() and q_vit(submodel=RateSelect()).select == RateSelect()
     assert algorithm.local == Quantised(3, False, 6, 0.5)
     assert algorithm.merge == Mean(by_samples=False)
     assert algorithm.describe()["local"].endswith("weights and inputs quantised, 3 bits, learned step sizes")
@@ -229,7 +229,7 @@ def test_it_learns_also_in_submodels(tmp_path):
 
     losses = [float(row["loss"]) for row in run("one").rows("metrics.csv")]
     assert losses[-1] < losses[0]
-    assert run("cut", submodel=Rated(rates=[1.0, 0.5])).summary["updates_merged"] == 8
+    assert run("cut", submodel=RateSelect(rates=[1.0, 0.5])).summary["updates_merged"] == 8
 
 
 def test_step_sizes_of_inputs_come_from_the_first_batch():

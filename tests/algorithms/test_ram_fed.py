@@ -23,7 +23,7 @@ from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
 from raafl.parts.select import of_regions
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.trigger import AllReported, EachArrival
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.run import simulate
@@ -188,7 +188,7 @@ def test_every_argument_reaches_its_part():
     assert in_rounds.select == Regions([1, 2, 3], 5, rest=4)
     assert (in_rounds.trigger, in_rounds.merge) == (AllReported(), Remembered(1.0))
     assert ram_fed(trigger="each").merge.server_lr is None
-    assert ram_fed(submodel=Rated(rates=0.5)).select == Rated(rates=0.5)
+    assert ram_fed(submodel=RateSelect(rates=0.5)).select == RateSelect(rates=0.5)
     assert ram_fed(memory="disk", memory_folder="there").merge.folder == "there"
     assert ram_fed(memory="disk").merge.folder == gettempdir() and ram_fed().merge.folder is None
     assert ra_fed(rest=9).select == ram_fed(rest=9).select and ra_fed().merge == Mean(by_samples=False)
@@ -205,7 +205,7 @@ def test_every_argument_reaches_its_part():
         ({"memory_folder": "there"}, "memory_folder is there, but with memory ram there are no files"),
         ({"mask": "M-Arb"}, "mask is 'M-Arb'"),
         ({"cohort": 2, "rest": 5}, "cohort is 2, but trained, coverage and rest"),
-        ({"submodel": Rated(), "mask": "S-Arb", "rest": 5}, "mask is S-Arb, rest is 5, but submodel says"),
+        ({"submodel": RateSelect(), "mask": "S-Arb", "rest": 5}, "mask is S-Arb, rest is 5, but submodel says"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

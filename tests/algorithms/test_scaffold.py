@@ -11,7 +11,7 @@ from raafl.core import saving
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import Arrived, Update
 from raafl.errors import BadInput
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state
 from tests.helpers.single_task import Slope, give, task_of, whole
@@ -96,7 +96,7 @@ def test_c_stands_still_within_a_round():
 
 def test_of_submodels_c_is_a_mean_over_those_that_hold_an_element():
     """Client 1 trains all, client 2 the second unit alone: c is 4 / 1 at the first and (4 + 2) / 2 at the second."""
-    algorithm = scaffold(submodel=Rated(rates=[1.0]))
+    algorithm = scaffold(submodel=RateSelect(rates=[1.0]))
     coordinator = coordinator_for(algorithm, line_state(hidden=2), num_clients=2)
     merge, state = algorithm.merge, coordinator.state
     for client, spec, change in ((1, FULL, 4.0), (2, PART, 2.0), (2, PART, 0.0)):
@@ -123,7 +123,9 @@ def test_an_update_without_its_variate_has_the_wrong_layout():
 
 @pytest.mark.parametrize("compress", [Compress(), Compress(down="int8", up="top_k")], ids=["plain", "compressed"])
 def test_variates_are_compressed_and_counted_as_the_model_is(tmp_path, compress):
-    run = finish(experiment(tmp_path / "run", scaffold(submodel=Rated(rates=[1.0])), compress=compress, max_updates=8))
+    run = finish(
+        experiment(tmp_path / "run", scaffold(submodel=RateSelect(rates=[1.0])), compress=compress, max_updates=8)
+    )
     model = 4 * (64 * 24 + 24 + 24 * 10 + 10)
     for row in run.rows():
         down, up = int(row["bytes_down"]) / model, int(row["bytes_up"]) / model

@@ -7,7 +7,7 @@ import torch
 
 from raafl.algorithms import fed_avg, fed_buff
 from raafl.config.experiment import SubmodelOptions
-from raafl.parts import Rated
+from raafl.parts import RateSelect
 from raafl.runfolder import checkpoints as checkpoint
 from tests.conformance.clocks import on_both_clocks
 from tests.helpers.small_runs import experiment
@@ -16,8 +16,8 @@ from tests.numerics.test_batch_norm_runs import ConvNorm
 pytestmark = pytest.mark.timeout(90)
 
 VARIANTS = {
-    "merged": fed_buff(buffer_size=3, server_lr=0.7, submodel=Rated(rates=[1.0, 0.25])),
-    "static": fed_avg(submodel=Rated(rates=[1.0, 0.25])),
+    "merged": fed_buff(buffer_size=3, server_lr=0.7, submodel=RateSelect(rates=[1.0, 0.25])),
+    "static": fed_avg(submodel=RateSelect(rates=[1.0, 0.25])),
 }
 
 

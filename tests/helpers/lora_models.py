@@ -10,7 +10,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
 from raafl.config.experiment import Experiment
-from raafl.parts import Rated
+from raafl.parts import RateSelect
 from tests.helpers.small_runs import experiment
 
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
@@ -50,8 +50,8 @@ def lora_bert(**more: Any) -> LightningModule:
     return HFSequenceClassifier(**{"architecture": BERT, "lr": 0.01, "lora": lora, **more})
 
 
-def rated() -> Rated:
-    return Rated(rates=RATES, rate_of="width")
+def rated() -> RateSelect:
+    return RateSelect(rates=RATES, rate_of="width")
 
 
 def lora_run(output: Path, algorithm: Any, **fields: Any) -> Experiment:

@@ -19,7 +19,7 @@ from raafl.algorithms.fed_avg import fed_avg
 from raafl.config.parse import load_experiment
 from raafl.data import FineTuning
 from raafl.data.synthetic import SPECIAL, byte_tokenizer
-from raafl.parts import Rated
+from raafl.parts import RateSelect
 from tests.habits.source import ROOT
 from tests.helpers.small_runs import experiment, finish
 
@@ -115,7 +115,7 @@ def test_encoders_and_their_decoders_train_too(task, make, shape, lora, tmp_path
     source = str(path) if task == "classification" else "made:sums"
     federated = experiment(
         tmp_path / "run",
-        fed_avg(submodel=Rated(rates=[1.0, 0.5], rate_of="width")),
+        fed_avg(submodel=RateSelect(rates=[1.0, 0.5], rate_of="width")),
         model=lambda: make(architecture=shape, lora=lora),
         data=lambda: FineTuning(source, "bytes", task=task, max_length=16, num_train=16, num_test=4),
         clients=2,

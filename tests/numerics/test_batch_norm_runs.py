@@ -19,7 +19,7 @@ from raafl.core.algorithm import Training
 from raafl.data import Digits
 from raafl.data.partition import Dirichlet
 from raafl.errors import BadInput
-from raafl.parts import Rated
+from raafl.parts import RateSelect
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runtime.run import simulate
 from tests.habits.source import ROOT
@@ -28,7 +28,7 @@ from tests.helpers.small_runs import equal_replay, experiment, finish
 
 pytestmark = pytest.mark.timeout(180)
 CONFIG = str(ROOT / "configs" / "quickstart.yaml")
-RATED = Rated(rates=[1.0, 0.5625, 0.25])
+RATED = RateSelect(rates=[1.0, 0.5625, 0.25])
 
 
 class ConvNorm(Classifier):
@@ -188,7 +188,7 @@ def test_residual_width_is_a_setting_of_the_run(tmp_path):
     sizes = {}
     for wide in (False, True):
         options = SubmodelOptions(residual_width=wide)
-        algorithm = fed_avg(submodel=Rated(rates=0.25))
+        algorithm = fed_avg(submodel=RateSelect(rates=0.25))
         finished = run(tmp_path, str(wide), algorithm, model=Residual, submodels=options, max_updates=4)
         sizes[wide] = finished.summary["bytes_up"] // 4 // 4
     # floats of a task with 16 of 32 hidden units, and with 8 of 16 in the residual stream, too

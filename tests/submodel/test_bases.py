@@ -12,7 +12,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import OUT_OF_MEMORY, Arrived, ClientInfo, Dismiss, Joined
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts import Rated
+from raafl.parts import RateSelect
 from raafl.submodel import FULL, Spec, Submodels
 from raafl.submodel.spec import SpecError
 from tests.helpers.coordinators import assigned, coordinator_for, update_for
@@ -166,7 +166,7 @@ def coordinator_of():
     submodels = Submodels(module, BATCH)
     state = GlobalState(submodels, submodels.state(module))
     submodels.attach_base(state.values)
-    return coordinator_for(fed_async(submodel=Rated()), state, min_clients=1)
+    return coordinator_for(fed_async(submodel=RateSelect()), state, min_clients=1)
 
 
 def given(coordinator, memory_bytes, client=1):
@@ -190,7 +190,7 @@ def test_to_the_byte_and_the_form_goes_down_before_the_width():
     assert given(coordinator_of(), peaks["fp32"] - 1) == on("bf16")
     assert given(coordinator_of(), peaks["bf16"] - 1) == on("int8")
     assert given(coordinator_of(), peaks["int8"] - 1) == on("int8", 4)
-    select, one = Rated(), ClientInfo(1, 1, Profile(memory_bytes=peaks["bf16"] - 1))
+    select, one = RateSelect(), ClientInfo(1, 1, Profile(memory_bytes=peaks["bf16"] - 1))
     fleet = coordinator_of().fleet.of([one])
     assert select.check(fleet) == [] and select(one, fleet).spec == FULL, "a select need know nothing of forms"
 

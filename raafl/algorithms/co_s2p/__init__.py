@@ -60,7 +60,7 @@ from raafl.errors import one_of, refuse_unused
 from raafl.parts.merge.mean import Deltas
 from raafl.parts.merge.personal import Noted, WithScores
 from raafl.parts.merge.staleness import Staleness
-from raafl.parts.select.rated import Rates
+from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.windows import Masks, RollingWindows
 from raafl.parts.trigger import AllReported, EachArrival, MinRatio
 
@@ -101,7 +101,7 @@ def co_s2p(
         server_lr: eta, factor of the merged delta.
         cohort: clients drawn when work starts, uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead of masked windows, such as `raafl.parts.Rated`; rates to mask_steps must be
+        submodel: what each client trains instead of masked windows, such as `raafl.parts.RateSelect`; rates to mask_steps must be
             left out then.
     """
     if mask_steps is not None:

@@ -68,7 +68,7 @@ def fed_mezo(
         by_samples: weigh by |D_n|; False = every client alike.
         cohort: clients in a round (or kept at work), drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead of the whole model, such as `raafl.parts.Rated`.
+        submodel: what each client trains instead of the whole model, such as `raafl.parts.RateSelect`.
     """
     return Algorithm(
         name="fed_mezo",

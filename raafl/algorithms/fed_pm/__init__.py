@@ -62,7 +62,7 @@ def fed_pm(
             SGD, else 100.
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client masks instead of the whole model, such as `raafl.parts.Rated`.
+        submodel: what each client masks instead of the whole model, such as `raafl.parts.RateSelect`.
     """
     return Algorithm(
         name="fed_pm",

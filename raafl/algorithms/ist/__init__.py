@@ -38,7 +38,7 @@ def ist(
         rescale: scale a cut layer's activation by 1/keep-fraction while training.
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead, such as `raafl.parts.Rated`; subnets must be left out then.
+        submodel: what each client trains instead, such as `raafl.parts.RateSelect`; subnets must be left out then.
     """
     if submodel is not None:
         refuse_unused("submodel says what each client trains", subnets=(subnets, None))

@@ -37,7 +37,7 @@ from raafl.core.algorithm import Algorithm
 from raafl.core.sample import Sample
 from raafl.errors import refuse_unused
 from raafl.parts.merge.staleness import Kind, Staleness
-from raafl.parts.select.rated import Rates
+from raafl.parts.select.rate_select import Rates
 from raafl.parts.trigger import all_or_each
 
 

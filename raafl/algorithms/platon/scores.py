@@ -21,7 +21,7 @@ from raafl.core.types import ClientInfo, Update, Warn, Work
 from raafl.errors import BadInput, at_least, positive
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select import Budget, count, largest_rate, leading, spec_of, steps
-from raafl.parts.select.rated import Rated, Rates
+from raafl.parts.select.rate_select import Rates, RateSelect
 from raafl.submodel import FULL, Axis, Cost, Member, Spec, Submodels
 from raafl.submodel.flat import reals
 
@@ -253,7 +253,7 @@ class BestUnits(Select):
     own merged updates; its scores are its own.
 
     Attributes:
-        rates: final share of each axis, r(T), by client (see `Rated.rates`).
+        rates: final share of each axis, r(T), by client (see `RateSelect.rates`).
         warm_up: tasks at the initial share, the largest that fits the client's memory.
         rounds: tasks in which it falls to the final share.
         groups: as the clients'.
@@ -269,8 +269,8 @@ class BestUnits(Select):
         at_least("warm_up", self.warm_up, 0)
         positive("rounds", self.rounds)
 
-    def _limit(self) -> Rated:
-        return Rated(rates=self.rates, rate_of="width")
+    def _limit(self) -> RateSelect:
+        return RateSelect(rates=self.rates, rate_of="width")
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the work for ``client``, as region ``client.id``; raises `BadInput` where nothing fits its memory."""

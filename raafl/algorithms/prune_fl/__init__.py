@@ -30,7 +30,7 @@ from raafl.algorithms.prune_fl.pruned import ChosenMean, Pruned, check_settings
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.errors import refuse_unused
-from raafl.parts.select.rated import Rates
+from raafl.parts.select.rate_select import Rates
 from raafl.parts.trigger import AllReported
 
 
@@ -53,7 +53,8 @@ def prune_fl(
         by_samples: weigh by |D_n|; False = every client alike.
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead, such as `raafl.parts.Rated`; every, prunable and rates must be left out then.
+        submodel: what each client trains instead, such as `raafl.parts.RateSelect`: leave out every, prunable
+            and rates then.
     """
     if submodel is not None:
         refuse_unused(

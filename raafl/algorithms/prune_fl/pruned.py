@@ -18,7 +18,7 @@ from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, positive
 from raafl.parts.merge.mean import Mean
 from raafl.parts.select import Budget, largest_rate, unit_scores
-from raafl.parts.select.rated import Rated, Rates
+from raafl.parts.select.rate_select import Rates, RateSelect
 from raafl.parts.select.submodels import uncut
 from raafl.submodel import FULL, Spec, Submodels
 
@@ -137,7 +137,7 @@ class Pruned(Select):
         """Return the work for ``client``, as region ``client.id``; raises `BadInput` where nothing fits its memory."""
         chosen: dict[str, Any] | None = fleet.state.memory.get("pruned")
         if chosen is None or fleet.state.version % self.every == 0:
-            return Rated()(client, fleet)
+            return RateSelect()(client, fleet)
         known = fleet.cache.get(("pruned", client.id))
         if known is None or known[0] != chosen["version"]:
             known = (chosen["version"], self._spec(client, fleet, chosen["order"]))
@@ -164,8 +164,8 @@ class Pruned(Select):
         )  # fmt: skip
         return best(number)
 
-    def _limit(self) -> Rated:
-        return Rated(rates=self.rates, rate_of="parameters")
+    def _limit(self) -> RateSelect:
+        return RateSelect(rates=self.rates, rate_of="parameters")
 
     def __post_init__(self) -> None:
         self._limit()
@@ -180,7 +180,7 @@ class Pruned(Select):
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget what was known of the client; what others get does not depend on it."""
-        fleet.cache.pop(client.id, None)  # `Rated` keeps it there
+        fleet.cache.pop(client.id, None)  # `RateSelect` keeps it there
         fleet.cache.pop(("pruned", client.id), None)
 
     def __str__(self) -> str:

@@ -57,7 +57,7 @@ def q_vit(
         by_samples: weigh by |D_n|; False = every client alike.
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.Rated`; None = the whole model.
+        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
     """
     return Algorithm(
         name="q_vit",

@@ -66,7 +66,7 @@ def ra_fed(
         rescale: scale a cut layer's activation by 1/keep-fraction while training.
         cohort: clients in a round, drawn uniformly; None = all.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead of regions, such as `raafl.parts.Rated`; all before cohort must be left as it
+        submodel: what each client trains instead of regions, such as `raafl.parts.RateSelect`; all before cohort must be left as it
             is then. None = regions.
     """
     return Algorithm(

@@ -10,7 +10,7 @@ from raafl.core.algorithm import Select, SelectContext
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, one_of, positive
 from raafl.parts.select.coverage import LEVELS, Level, RegionCoverage, Taken, mask_level, of_regions, topped_up
-from raafl.parts.select.rated import Rounds
+from raafl.parts.select.rate_select import Rounds
 from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import shared_fragments, size_of, spec_of
 from raafl.submodel import Spec, Submodels

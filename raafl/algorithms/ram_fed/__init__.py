@@ -87,7 +87,7 @@ def ram_fed(
         memory_folder: the folder with these files; None = the system's for temporary files.
         cohort: clients in a round (or kept at work), drawn uniformly; None = all. N is not the paper's then, see above.
         concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead of regions, such as `raafl.parts.Rated`; mask to full_first must be left as
+        submodel: what each client trains instead of regions, such as `raafl.parts.RateSelect`; mask to full_first must be left as
             they are then. None = regions.
     """
     server_lr = 1.0 if trigger == "all" and server_lr is None else server_lr

@@ -15,7 +15,7 @@ from raafl.parts.local.distilled import exit_depths
 from raafl.parts.local.mask_training import best
 from raafl.parts.merge.personal import scores_of
 from raafl.parts.select import Budget, largest_rate
-from raafl.parts.select.rated import Rated, Rates
+from raafl.parts.select.rate_select import Rates, RateSelect
 from raafl.parts.select.segments import Segments, cuts_of, stack_of
 from raafl.parts.select.units import count
 from raafl.submodel import Spec, Submodels, depth_window
@@ -134,7 +134,7 @@ class RollingWindows(Select):
     distils: bool = True
 
     def __post_init__(self) -> None:
-        Rated(rates=self.rates)
+        RateSelect(rates=self.rates)
         if not self.ratio >= 0:
             raise BadInput(f"ratio is {self.ratio}: give 0 (depth alone is cut) or more, inf for width alone")
         for name in ("linear", "attention"):
@@ -261,7 +261,7 @@ class RollingWindows(Select):
         return width, 1 if stack is None else count(len(stack), depth), depth
 
     def _found(self, client: ClientInfo, fleet: SelectContext) -> _Size:
-        submodels, rate = fleet.state.submodels, Rated(rates=self.rates).rate(client)
+        submodels, rate = fleet.state.submodels, RateSelect(rates=self.rates).rate(client)
         budget = Budget(client.profile.memory_bytes)
 
         def spec(rate: float, start: int | None = None) -> Spec:

@@ -12,7 +12,7 @@ from raafl.algorithms import fed_async, fed_avg, fed_buff
 from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Lost, Update
-from raafl.parts import Rated
+from raafl.parts import RateSelect
 from raafl.parts.protect.bounded import bounded
 from raafl.submodel import FlatTensors, Submodels
 from tests.helpers.coordinators import coordinator_for
@@ -58,7 +58,7 @@ def test_a_round_ends_at_the_exact_mean_of_the_products(lora):
 
 def test_the_residual_by_hand():
     """Two clients of rank 1, samples alike: B 1 and 3, A 1 and 5, all else 0. mean(BA) = 8, mean(B) mean(A) = 6: 2 s go to W."""
-    coordinator, tasks = started(fed_avg(submodel=Rated(rates=1 / 3, rate_of="width"), lora="fedex"), 2)
+    coordinator, tasks = started(fed_avg(submodel=RateSelect(rates=1 / 3, rate_of="width"), lora="fedex"), 2)
     state = coordinator.state
     before = state.values[BASE].clone()
     state.values[B].zero_()

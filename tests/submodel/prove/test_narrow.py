@@ -9,7 +9,7 @@ from torch import nn
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import Experiment
 from raafl.data import Digits, FederatedData, Iid
-from raafl.parts.select.rated import Rated
+from raafl.parts.select.rate_select import RateSelect
 from raafl.runtime.setup import proven
 from raafl.submodel import Submodels, skeleton
 from raafl.submodel.prove import proof
@@ -75,7 +75,7 @@ def test_a_model_too_large_for_a_copy_is_kept_whole(monkeypatch):
 
 
 def test_what_q_vit_adds_goes_by_width_and_refutes_no_axis():
-    algorithm = ALGORITHMS["q_vit"](submodel=Rated("leading", 0.5))
+    algorithm = ALGORITHMS["q_vit"](submodel=RateSelect("leading", 0.5))
     experiment = Experiment(model=model_of, data=Digits, algorithm=algorithm, clients=2, max_updates=1)
     found = proven(experiment, algorithm.local.prepare(model_of()), FederatedData(Digits(), Iid(), 2, 0))
     assert found.axes and found.refuted == {}

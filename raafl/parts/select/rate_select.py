@@ -23,11 +23,11 @@ Rounds = Literal["client", "server"]
 
 # No slots: dataclass would make the class twice, and a config could not name it without its path.
 @dataclass(frozen=True)
-class Rated(Select):
+class RateSelect(Select):
     """Each client's share of the model, cut by a selector; less where its memory or a limit says so.
 
     A rate is the most that a client gets. Of the sizes up to it the largest is taken whose predicted peak stays within the
-    client's memory and whose task keeps all limits given; so ``Rated()`` gives everyone as much as fits. A model without
+    client's memory and whose task keeps all limits given; so ``RateSelect()`` gives everyone as much as fits. A model without
     axes is trained whole, whatever the rates.
 
     Attributes:
@@ -158,6 +158,10 @@ class Rated(Select):
         return words + ("" if self.steps_within_s is None else f", only the steps that {self.steps_within_s:g} s allow")
 
 
+Rated = RateSelect
+"""The older name, which configs and saved runs contain."""
+
+
 def by_rate(
     submodel: Select | None,
     selector: Literal["leading", "rolling", "random", "magnitude"],
@@ -165,12 +169,19 @@ def by_rate(
     levels: Sequence[float],
     rounds: Rounds = "client",
 ) -> Select:
-    """Return ``submodel``, or a `Rated` with each client's share of the width: ``rates``, or ``levels`` in turn where that is None.
+    """Return ``submodel`` if given, else a `RateSelect` whose rates are shares of the width.
+
+    Args:
+        submodel: the user's own select; None = by rate.
+        selector: which units a rate keeps.
+        rates: share of the width by client; None = ``levels``, in turn.
+        levels: the paper's shares.
+        rounds: whether a client's merges or the server's versions move windows and draws on.
 
     Raises:
         BadInput: both ``submodel`` and ``rates`` are given.
     """
     if submodel is None:
-        return Rated(selector, list(levels) if rates is None else rates, "width", rounds=rounds)
+        return RateSelect(selector, list(levels) if rates is None else rates, "width", rounds=rounds)
     refuse_unused("submodel says what each client trains", rates=(rates, None))
     return submodel

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import raafl.parts
 from raafl.algorithms import ALGORITHMS
 from raafl.commands.replay import replay
 from raafl.config.parse import load_experiment, parse
@@ -16,7 +17,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts import Rated
+from raafl.parts import RateSelect
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.staleness import Staleness
 from raafl.runtime.run import simulate
@@ -46,7 +47,7 @@ def hidden(units):
 
 def test_rates_are_dealt_to_the_clients():
     clients = [client(number) for number in range(1, 6)]
-    select, fleet = Rated(rates=RATES), fleet_of(*clients)
+    select, fleet = RateSelect(rates=RATES), fleet_of(*clients)
     specs = [select(one, fleet).spec for one in clients]
     # roots 1, 3/4, 1/2, 1/4 of 16 units, and from the beginning again
     assert specs == [FULL, hidden(range(12)), hidden(range(8)), hidden(range(4)), FULL]
@@ -55,7 +56,7 @@ def test_rates_are_dealt_to_the_clients():
 
 def test_rates_by_name_of_device():
     phone, server = client(1, name="phone"), client(2, name="server")
-    select, fleet = Rated(rates={"phone": 0.25, "server": 1}), fleet_of(phone, server)
+    select, fleet = RateSelect(rates={"phone": 0.25, "server": 1}), fleet_of(phone, server)
     assert [select(one, fleet).spec for one in (phone, server)] == [hidden(range(8)), FULL]
     other = client(3, name="phony")
     problem = "client 3: rates has none for its device 'phony'; did you mean 'phone'?"
@@ -66,10 +67,10 @@ def test_rates_by_name_of_device():
 
 def test_what_a_rate_is_a_share_of():
     one = client()
-    assert Rated(rates=0.25, rate_of="width")(one, fleet_of(one)).spec == hidden(range(4))
+    assert RateSelect(rates=0.25, rate_of="width")(one, fleet_of(one)).spec == hidden(range(4))
     # 16 units of 3 and a bias are 49 parameters, a quarter is 12.25: 3 units are 10, 4 are 13
-    assert Rated(rates=0.25, rate_of="parameters")(one, fleet_of(one)).spec == hidden(range(3))
-    problems = Rated(rates=0.05, rate_of="parameters").check(fleet_of(one))
+    assert RateSelect(rates=0.25, rate_of="parameters")(one, fleet_of(one)).spec == hidden(range(3))
+    problems = RateSelect(rates=0.05, rate_of="parameters").check(fleet_of(one))
     assert problems[0].startswith("client 1: params is 2.45, too little for any submodel (the smallest, hidden[0:1]")
 
 
@@ -79,22 +80,22 @@ def test_a_client_has_the_same_size_whatever_the_selector(selector):
     state.values["fc1.weight"][5:13] = 1.0
     state.counts[1] = 3
     fleet = fleet_of(one, state=state, seed=9)
-    work = Rated(selector=selector, rates=0.25)(one, fleet)
+    work = RateSelect(selector=selector, rates=0.25)(one, fleet)
     assert len(work.spec.indices("hidden")) == 8 and work.region == 1
     expected = {"leading": range(8), "rolling": range(3, 11), "magnitude": range(5, 13)}
     if selector in expected:
         assert work.spec == hidden(expected[selector])
     else:
-        assert work == Rated(selector=selector, rates=0.25)(one, fleet)
-        assert work != Rated(selector=selector, rates=0.25)(one, fleet_of(one, state=state, seed=10))
+        assert work == RateSelect(selector=selector, rates=0.25)(one, fleet)
+        assert work != RateSelect(selector=selector, rates=0.25)(one, fleet_of(one, state=state, seed=10))
 
 
 def test_rounds_are_the_clients_own_or_the_servers():
     one, state = client(2), line_state(16)
     state.version, state.counts[2], state.counts[1] = 7, 3, 4
     fleet = fleet_of(one, state=state)
-    assert Rated(selector="rolling", rates=0.25)(one, fleet).spec == hidden(range(3, 11))
-    assert Rated(selector="rolling", rates=0.25, rounds="server")(one, fleet).spec == hidden(range(7, 15))
+    assert RateSelect(selector="rolling", rates=0.25)(one, fleet).spec == hidden(range(3, 11))
+    assert RateSelect(selector="rolling", rates=0.25, rounds="server")(one, fleet).spec == hidden(range(7, 15))
 
 
 # ---- limits ----
@@ -108,16 +109,18 @@ def test_memory_decides_what_a_client_may_get():
     room = needed(hidden(range(6))).peak_bytes
     exact, short = client(1, memory_bytes=room), client(2, memory_bytes=room - 1)
     fleet = fleet_of(exact, short)
-    assert Rated()(exact, fleet).spec == hidden(range(6))
-    assert Rated()(short, fleet).spec == hidden(range(5))
-    assert Rated(rates=1 / 16)(short, fleet_of(exact, short)).spec == hidden(range(4))  # a rate is the most it gets
-    assert all(fleet.fits(one, Rated()(one, fleet).spec) for one in (exact, short))
+    assert RateSelect()(exact, fleet).spec == hidden(range(6))
+    assert RateSelect()(short, fleet).spec == hidden(range(5))
+    assert RateSelect(rates=1 / 16)(short, fleet_of(exact, short)).spec == hidden(
+        range(4)
+    )  # a rate is the most it gets
+    assert all(fleet.fits(one, RateSelect()(one, fleet).spec) for one in (exact, short))
     least = needed(hidden([0])).peak_bytes
     none = client(3, memory_bytes=least - 1)
     problem = f"client 3: memory_bytes is {least - 1:.4g}, too little for any submodel (the smallest, hidden[0:1]"
-    assert Rated().check(fleet_of(none))[0].startswith(problem)
+    assert RateSelect().check(fleet_of(none))[0].startswith(problem)
     with pytest.raises(BadInput, match="raise memory_bytes"):
-        Rated()(none, fleet_of(none))
+        RateSelect()(none, fleet_of(none))
 
 
 def test_limits_of_a_task():
@@ -126,10 +129,12 @@ def test_limits_of_a_task():
     seconds = 5 * cost.flops_per_sample / 100 + 2 * cost.up_bytes / 50  # 5 samples
     limits = {"seconds": seconds, "flops": 5 * cost.flops_per_sample, "wire_bytes": 2.0 * cost.up_bytes}
     for name, limit in limits.items():
-        assert Rated(**{name: limit})(one, fleet_of(one)).spec == hidden(range(6)), name
-        assert Rated(**{name: 0.99 * limit})(one, fleet_of(one)).spec == hidden(range(5)), name
+        assert RateSelect(**{name: limit})(one, fleet_of(one)).spec == hidden(range(6)), name
+        assert RateSelect(**{name: 0.99 * limit})(one, fleet_of(one)).spec == hidden(range(5)), name
     tightest = {**limits, "flops": 0.6 * limits["flops"]}
-    assert Rated(**tightest)(one, fleet_of(one)).spec == Rated(flops=tightest["flops"])(one, fleet_of(one)).spec
+    assert (
+        RateSelect(**tightest)(one, fleet_of(one)).spec == RateSelect(flops=tightest["flops"])(one, fleet_of(one)).spec
+    )
 
 
 def test_what_a_client_measures_itself_is_part_of_its_seconds():
@@ -137,7 +142,7 @@ def test_what_a_client_measures_itself_is_part_of_its_seconds():
 
     def given(**limits):
         fleet = replace(fleet_of(one), own_tests=OwnTests({1: 3}))  # as long as one sample more than its five
-        work = Rated(**limits)(one, fleet)
+        work = RateSelect(**limits)(one, fleet)
         assert "seconds" not in limits or fleet.cost_s(one, work) <= limits["seconds"]
         return work.spec
 
@@ -158,7 +163,7 @@ def test_who_is_too_slow_makes_only_the_steps_that_the_seconds_allow():
     linked_s, step_s = cost.down_bytes / 50 + cost.up_bytes / 100, cost.flops_per_sample / 100
 
     def given(steps):
-        select = Rated(rates=0.25, steps_within_s=linked_s + steps * step_s)
+        select = RateSelect(rates=0.25, steps_within_s=linked_s + steps * step_s)
         works = [select(one, fleet) for one in (slow, fast, dear, linked)]
         assert {work.spec for work in works} == {spec} and select.check(fleet) == []
         return [work.num_steps for work in works]
@@ -167,10 +172,10 @@ def test_who_is_too_slow_makes_only_the_steps_that_the_seconds_allow():
     assert given(2.99) == [2, None, 1, 1]
     assert given(0.45) == [1, 4, 1, 1]
     assert given(5) == [None, None, 1, 1]
-    assert fleet.cost_s(slow, Rated(rates=0.25, steps_within_s=linked_s + 3 * step_s)(slow, fleet)) == pytest.approx(
-        linked_s + 3 * step_s
-    )
-    assert Rated(rates=0.25)(slow, fleet).num_steps is None
+    assert fleet.cost_s(
+        slow, RateSelect(rates=0.25, steps_within_s=linked_s + 3 * step_s)(slow, fleet)
+    ) == pytest.approx(linked_s + 3 * step_s)
+    assert RateSelect(rates=0.25)(slow, fleet).num_steps is None
 
 
 def test_of_data_that_only_a_client_has_the_test_part_goes_by_its_share():
@@ -181,7 +186,7 @@ def test_of_data_that_only_a_client_has_the_test_part_goes_by_its_share():
 
 def test_a_client_that_comes_back_with_less_memory_gets_less():
     fleet = fleet_of(client(1), client(2))
-    select = Rated()
+    select = RateSelect()
     assert select(fleet.clients[1], fleet).spec == FULL
     weaker = client(1, memory_bytes=needed(hidden(range(6))).peak_bytes)
     select.on_loss(fleet.clients[1], fleet)
@@ -204,7 +209,7 @@ def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
     one, small = client(memory_bytes=peak), client(2, memory_bytes=peak - 1)
     fleet = fleet_of(one, state=state)
     for rates in (1.0, 0.5, [1.0, 0.25]):
-        select = Rated(rates=rates, rate_of=rate_of)
+        select = RateSelect(rates=rates, rate_of=rate_of)
         assert select(one, fleet).spec == FULL and select.check(fleet) == []
         notes = select.notes(fleet)
         assert len(notes) == (rates != 1.0)
@@ -212,7 +217,7 @@ def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
         assert all("submodel_axes" in note for note in notes)
         (problem,) = select.check(fleet_of(one, small, state=state))
         assert problem.startswith("client 2: memory_bytes is") and "use a smaller batch or model" in problem
-    assert Rated(rates=0.5, rate_of=rate_of).notes(fleet_of(one)) == []
+    assert RateSelect(rates=0.5, rate_of=rate_of).notes(fleet_of(one)) == []
 
 
 @pytest.mark.parametrize(
@@ -231,16 +236,16 @@ def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(BadInput, match=message):
-        Rated(**arguments)
+        RateSelect(**arguments)
 
 
 def test_in_words():
-    assert str(Rated(rates=RATES)) == "leading units, at most 1, 0.5625, 0.25, 0.0625 of the model"
+    assert str(RateSelect(rates=RATES)) == "leading units, at most 1, 0.5625, 0.25, 0.0625 of the model"
     assert (
-        str(Rated("rolling", {"phone": 0.5}, "width", seconds=9))
+        str(RateSelect("rolling", {"phone": 0.5}, "width", seconds=9))
         == "rolling units, at most phone 0.5 of the width, 9 s"
     )
-    assert str(Rated(steps_within_s=9)) == "leading units, at most 1 of the model, only the steps that 9 s allow"
+    assert str(RateSelect(steps_within_s=9)) == "leading units, at most 1 of the model, only the steps that 9 s allow"
 
 
 # ---- in algorithms ----
@@ -252,7 +257,7 @@ FIXED = {"ada_vit", "platon", "split_fed", "timely_fl"}
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in FIXED])
 def test_every_other_algorithm_takes_a_submodel(name):
-    rated = Rated(rates=RATES)
+    rated = RateSelect(rates=RATES)
     algorithm = ALGORITHMS[name](submodel=rated)
     assert getattr(algorithm.select, "inner", algorithm.select) is rated
     assert algorithm.describe()["select"] == str(rated)
@@ -272,7 +277,7 @@ algorithm:
       init_args: {rates: [1, 0.5625, 0.25, 0.0625]}
 """)
     experiment = load_experiment(CONFIGS / "sst2-minilm.yaml", "--config", str(file))
-    rated = Rated(rates=RATES, rate_of="width", selector="magnitude")  # both as the config has them
+    rated = RateSelect(rates=RATES, rate_of="width", selector="magnitude")  # both as the config has them
     assert experiment.algorithm.select == rated
     assert experiment.algorithm.merge == Mean(0.6, Staleness("polynomial"), by_samples=False)
     assert experiment.algorithm.trigger.restart == "arrival"
@@ -300,7 +305,7 @@ def test_a_run_on_digits_replays_to_the_last_bit(tmp_path):
 
 def test_a_window_rolls_on_after_a_checkpoint():
     def rolled() -> Coordinator:
-        return coordinator_for(ALGORITHMS["fed_async"](submodel=Rated("rolling", 0.25)), line_state(16))
+        return coordinator_for(ALGORITHMS["fed_async"](submodel=RateSelect("rolling", 0.25)), line_state(16))
 
     first = rolled()
     tasks = assigned(join(first, [1, 2]))
@@ -311,3 +316,7 @@ def test_a_window_rolls_on_after_a_checkpoint():
     saving.restore(second, saving.save(first))
     assert assigned(answer(second, tasks[1], 0.0))[1].spec == hidden(range(6, 14))
     assert assigned(answer(second, tasks[2], 0.0))[2].spec == hidden(range(1, 9))
+
+
+def test_configs_may_use_the_older_name():
+    assert raafl.parts.Rated is RateSelect

@@ -1,6 +1,9 @@
-"""Write the pages that are made from the code: docs/configuration.md and docs/parts.md.
+"""Write what docs/ has from the code: configuration.md, sections.md, parts.md and the settings of docs/methods/*.md.
 
 python -m benchmarks.reference [--check]
+
+A table of settings stands between `<!-- settings: FACTORY ... -->` and `<!-- end of settings -->`. Its column with the paper's
+symbols is written by hand and kept.
 """
 
 from __future__ import annotations
@@ -11,16 +14,18 @@ import inspect
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _CONFIGURATION = """# Configuration
 
-With this page you can look up every field of a config, which is every option of the command line too: `--train.num_steps 5` is
-`train: {num_steps: 5}`. `raafl simulate --help` prints the same, `--print_config` a config whole. The page is written by
-`python -m benchmarks.reference`.
+With this page you can look up every field of a config; [sections](sections.md) has those of `train`, `guard` and the like.
+Each field is an option of the command line too: `--train.num_steps 5` is `train: {num_steps: 5}`.
+`raafl simulate --help` prints the same, `--print_config` prints a whole config.
+The page is written by `python -m benchmarks.reference`.
 
 ```yaml
 model: {class_path: model_zoo.MLP, init_args: {in_features: 64, hidden: [32], num_classes: 10}}
@@ -32,14 +37,32 @@ max_updates: 8
 ```
 
 `model`, `data`, `algorithm` and `partition` name a class or a factory with its arguments: raafl's own or yours, by its path.
-The records below (`train`, `waits`, ...) are tables of plain values.
-The last column says who must have a field alike: *shared* fields are compared when a client joins, *told* ones are sent to a client
-without a config, *resume* ones may change when a run is resumed.
+The last column says who must have the same value.
+*Shared* fields are compared when a client joins, *told* fields are sent to a client without a config,
+*resume* fields may change when a run is resumed.
 """
+_SECTIONS = """# Sections of a config
+
+With this page you can look up the fields within `train`, `submodels`, `fabric`, `guard`, `rounds`, `privacy`, `compress` and
+`waits`; the other fields are under [configuration](configuration.md).
+The page is written by `python -m benchmarks.reference`.
+
+```yaml
+train: {num_steps: 5, num_epochs: null}
+guard: {clip_norm: 1.0, combine: median}
+compress: {down: bf16, up: int8}
+waits: {task_s: 60}
+```
+
+*Shared*, *told* and *resume* mean what they mean [there](configuration.md).
+"""
+_MARKED = re.compile(r"(<!-- settings: ([\w ]+) -->\n)(.*?)(<!-- end of settings -->)", re.S)
 _PARTS = """# Parts
 
-With this page you can find an answer to each of the [five questions](concepts.md#five-answers) that a method of your own can take
-as it is. `raafl algorithms NAME` shows which parts a method has; [adding one](add-an-algorithm.md) shows how they are put together.
+With this page you can find an answer to each of the [five questions](concepts.md#five-answers)
+that a method of your own can take as it is.
+`raafl algorithms NAME` shows which parts a method has;
+[adding one](add-an-algorithm.md) shows how they are put together.
 The page is written by `python -m benchmarks.reference`.
 """
 _QUESTIONS = {
@@ -52,7 +75,7 @@ _QUESTIONS = {
 
 
 def configuration() -> str:
-    """Return the reference of all fields of a config."""
+    """Return the reference of the fields of a config outside its sections."""
     from raafl.config.experiment import ABOUT, SECTIONS, Experiment
     from raafl.config.options import GROUPS
 
@@ -66,6 +89,14 @@ def configuration() -> str:
         ]
         text += [f"## {(heading or 'other fields').capitalize()}", "", "| field | default | what it is | |"]
         text += ["| --- | --- | --- | --- |", *rows, ""]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def sections() -> str:
+    """Return the reference of the fields in the sections of a config."""
+    from raafl.config.experiment import ABOUT, SECTIONS
+
+    text = [_SECTIONS]
     for name, record in SECTIONS.items():
         described = _attributes(record)
         rows = [
@@ -97,6 +128,48 @@ def parts() -> str:
     return "\n".join(text).rstrip() + "\n"
 
 
+def with_settings(page: Path) -> str:
+    """Return a page with its tables of settings as the signatures and docstrings of the factories are."""
+    return _MARKED.sub(
+        lambda found: f"{found[1]}\n{_settings(found[2].split(), found[3])}\n\n{found[4]}", page.read_text()
+    )
+
+
+def _settings(names: list[str], old: str) -> str:
+    """Return one table of the settings of factories.
+
+    Args:
+        names: the factories; with more than one, a column says which of them have a setting.
+        old: the table as the page has it, from which the symbols are taken.
+    """
+    from docstring_parser import parse_from_object
+
+    from raafl.algorithms import ALGORITHMS
+
+    several = len(names) > 1
+    symbols = {cells[:-3]: cells[-3] for line in old.splitlines() if len(cells := _cells(line)) > 3}
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for name in names:
+        texts = {one.arg_name: _cell(one.description or "") for one in parse_from_object(ALGORITHMS[name]).params}
+        for one in inspect.signature(ALGORITHMS[name]).parameters.values():
+            rows.setdefault((f"`{one.name}`", _value(one.default), _plain(texts[one.name])), []).append(name)
+    lines = (
+        ["| setting | in | paper | default | what it is |"]
+        if several
+        else ["| setting | paper | default | what it is |"]
+    )
+    lines += ["| " + " | ".join(["---"] * (5 if several else 4)) + " |"]
+    for (setting, default, text), having in rows.items():
+        key = (setting, "all" if having == names else ", ".join(f"`{name}`" for name in having))[: 1 + several]
+        lines.append("| " + " | ".join([*key, symbols.get(key, ""), default, text]) + " |")
+    return "\n".join(lines)
+
+
+def _cells(line: str) -> tuple[str, ...]:
+    """Return the cells of a line of a table."""
+    return tuple(cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1])
+
+
 def _classes(question: str, packages: tuple[str, ...]) -> Iterator[type]:
     """Yield the public parts that answer a question, those that are abstract left out."""
     from raafl.core import algorithm, local, sample
@@ -118,18 +191,24 @@ def _attributes(record: type) -> dict[str, str]:
     from docstring_parser import parse_from_object
 
     found = parse_from_object(record)
-    plain = {"``": "`", "None": "null", "True": "true", "False": "false"}  # as YAML has it
-    words = {one.arg_name: one.description or "" for one in found.params}
-    return {name: re.sub("|".join(plain), lambda found: plain[found[0]], text) for name, text in words.items()}
+    return {one.arg_name: _plain(one.description or "") for one in found.params}
+
+
+def _plain(text: str) -> str:
+    """Return a text of a docstring with values as YAML has them."""
+    plain = {"``": "`", "None": "null", "True": "true", "False": "false"}
+    return re.sub("|".join(plain), lambda found: plain[found[0]], text)
+
+
+def _value(value: Any) -> str:
+    """Return a default as YAML has it."""
+    shown = {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
+    return f"`{shown}`"
 
 
 def _default(field: Any) -> str:
     if field.default is not dataclasses.MISSING:
-        value = field.default
-        word = (
-            {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
-        )
-        return f"`{word}`"
+        return _value(field.default)
     if field.default_factory is not dataclasses.MISSING:
         return f"`{type(field.default_factory()).__name__}`"
     return "must be given"
@@ -148,7 +227,12 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{' '.join(text[1:].split())}."
 
 
-PAGES = {"configuration.md": configuration, "parts.md": parts}
+PAGES: dict[str, Callable[[], str]] = {
+    "configuration.md": configuration,
+    "sections.md": sections,
+    "parts.md": parts,
+    **{f"methods/{page.name}": partial(with_settings, page) for page in sorted((DOCS / "methods").glob("*.md"))},
+}
 
 
 def main(argv: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""The command line: raafl fit | simulate | serve | join | key | replay | watch | report | compare | plan | axes | algorithms."""
+"""Dispatch the commands of the command line, from `raafl fit` to `raafl algorithms`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ usage: raafl COMMAND [options]
   report       write one HTML page about a run, or about several compared:
                  raafl report RUN [RUN ...] [--output PAGE.html] [--figure CURVES.svg]
   compare      run rows of settings over several seeds, search each row's settings alike, and say what the seeds show:
-                 raafl compare FILE.yaml [--output DIR] [--jobs N] [--verify]
+                 raafl compare FILE.yaml [--output DIR] [--jobs N] [--plan] [--verify]
+  reproduce    run a table of a paper as such a comparison, or list the tables:
+                 raafl reproduce [PAPER [TABLE]] [--scale small|full] [--jobs N] [--plan]
   plan         say what a run will take by device and algorithm, before it is run; or measure this machine:
                  raafl plan --config C [--json] | raafl plan --measure [FILE] [--address HOST:PORT]
   axes         list what of a model shrinks, how much that leaves, and what stays whole and why:
@@ -70,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[list[str]], int]] = {
         "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
-        "watch": _watch, "report": _page, "compare": _compare, "plan": _printed("plan"), "axes": _printed("axes"),
-        "algorithms": _algorithms,
+        "watch": _watch, "report": _page, "compare": _compare, "reproduce": _reproduce,
+        "plan": _printed("plan"), "axes": _printed("axes"), "algorithms": _algorithms,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -287,6 +289,14 @@ def _compare(argv: list[str]) -> int:
     with quick_imports():
         from raafl.commands.compare import compare
     print(compare(argv, lambda line: print(line, file=sys.stderr, flush=True)))
+    return 0
+
+
+def _reproduce(argv: list[str]) -> int:
+    """Run a table of a paper, or list the tables."""
+    with quick_imports():
+        from raafl.commands.reproduce import reproduce
+    print(reproduce(argv, lambda line: print(line, file=sys.stderr, flush=True)))
     return 0
 
 

@@ -26,12 +26,18 @@ def compare(argv: Sequence[str], tell: Callable[[str], None]) -> str:
         KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command goes on.
     """
     options = _options(argv)
-    comparison = read(options.file)
+    return run(read(options.file, options.variant), options, tell)
+
+
+def run(comparison: Comparison, options: Namespace, tell: Callable[[str], None]) -> str:
+    """Do what ``options`` ask with a comparison; see `compare`."""
     left_out: list[str] = []
     if options.rows:
         left_out = [label for label in comparison.rows if label not in options.rows]
         comparison = comparison.only(options.rows)
     folder: Path = options.output or Path("comparisons") / comparison.name
+    if options.plan:
+        return _forecast(comparison, as_json=options.json)
     if options.verify is not None:
         return _verify(folder, options.verify, tell, as_json=options.json)
     from raafl.compare import report
@@ -69,9 +75,20 @@ def _options(argv: Sequence[str]) -> Namespace:
         "ended are taken as they are, those that were cut off go on: the same command continues.",
     )  # fmt: skip
     parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the comparison: config, rows, seeds, search, ...")
+    parser.add_argument("--variant", metavar="NAME", help="one of the file's variants; default: the file as it is")
+    return with_common(parser, argv, "FILE.yaml, --variant")
+
+
+def with_common(parser: ArgumentParser, argv: Sequence[str], own: str) -> Namespace:
+    """Add the options of whoever runs comparisons, and parse; ``own`` names the parser's own options for a message.
+
+    Raises:
+        BadInput: an option is wrong.
+    """
     parser.add_argument("--output", type=Path, metavar="DIR", help="its folder; default: comparisons/NAME")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="run these rows alone; the result names the others")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own")
+    parser.add_argument("--plan", action="store_true", help="run nothing; say what each row takes on this machine")
     parser.add_argument(
         "--any_code", action="store_true", help="take finished runs of other versions of raafl's code too"
     )
@@ -81,12 +98,20 @@ def _options(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--no_page", action="store_true", help="write no figure and no HTML page")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     options = options_of(
-        parser, argv, "FILE.yaml, --output, --rows, --jobs, --any_code, --verify, --no_page and --json"
+        parser, argv, f"{own}, --output, --rows, --jobs, --plan, --any_code, --verify, --no_page and --json"
     )
     at_least("jobs", options.jobs, 1)
     if options.verify is not None and not 0 < options.verify <= 1:
         raise BadInput(f"verify is {options.verify}: give a share of the runs above 0 and at most 1, such as 0.2")
     return options
+
+
+def _forecast(comparison: Comparison, *, as_json: bool) -> str:
+    from raafl.compare import forecast
+    from raafl.compare.tables import text
+
+    rows = forecast.forecast(comparison)
+    return json.dumps(forecast.as_json(rows)) if as_json else text(forecast.shown(rows))
 
 
 def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Path]) -> str:

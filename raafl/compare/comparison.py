@@ -180,8 +180,12 @@ class Comparison:
         return self.baseline if self.baseline is not None else next(iter(self.rows))
 
 
-def read(path: Path) -> Comparison:
+def read(path: Path, variant: str | None = None) -> Comparison:
     """Read a comparison file.
+
+    Args:
+        path: of the file.
+        variant: one of the file's `variants`, whose fields replace those of the file; None = the file as it is.
 
     Raises:
         BadInput: the file is missing or not YAML, or a field is unknown, missing or out of range; names it.
@@ -194,6 +198,7 @@ def read(path: Path) -> Comparison:
         raise BadInput(f"comparison '{path}' is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(raw, dict):
         raise BadInput(f"comparison '{path}' is not a mapping: give config, rows and seeds")
+    raw = _variant({"name": path.stem, **raw}, variant)
     _known(raw, Comparison, "")
     for name in ("config", "rows", "seeds"):
         if name not in raw:
@@ -201,7 +206,7 @@ def read(path: Path) -> Comparison:
     rows = _mapping("rows", raw["rows"])
     given = {
         **raw,
-        "name": str(raw.get("name", path.stem)),
+        "name": str(raw["name"]),
         "rows": {str(label): words(f"rows.{label}", text) for label, text in rows.items()},
         "seeds": _seeds("seeds", raw["seeds"]),
         "options": words("options", raw.get("options")),
@@ -210,6 +215,22 @@ def read(path: Path) -> Comparison:
         "published": _mapping("published", raw.get("published", {})),
     }
     return Comparison(**given)
+
+
+def _variant(raw: dict[str, Any], variant: str | None) -> dict[str, Any]:
+    """Return a file's fields as one of its variants has them."""
+    variants = {
+        name: _mapping(f"variants.{name}", fields)
+        for name, fields in _mapping("variants", raw.get("variants", {})).items()
+    }
+    for name, given in variants.items():
+        _known(given, Comparison, f"variants.{name}.")
+    if variant is not None and variant not in variants:
+        raise BadInput(f"variant is '{variant}', which the comparison does not have: {nearest(variant, variants)}")
+    fields_of_file = {name: value for name, value in raw.items() if name != "variants"}
+    if variant is None:
+        return fields_of_file
+    return fields_of_file | {"name": f"{raw['name']}-{variant}"} | dict(variants[variant])
 
 
 def words(name: str, text: object) -> Options:

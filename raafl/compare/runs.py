@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -35,6 +35,9 @@ from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import Summary
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.units import duration
+
+if TYPE_CHECKING:
+    from raafl.config.parse import Parsed
 
 _LOOK_S = 0.5
 _TOLD_S = 30.0
@@ -100,20 +103,28 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
         BadInput: an option is wrong; names the row.
     """
     from raafl.config.experiment import seconds
-    from raafl.config.parse import parse
 
-    try:
-        argv = [*with_paths(["--config", config]), *options, "--seed", str(seeds[0]), "--progress", "quiet"]
-        parsed = parse("simulate", argv)
-        parsed.experiment.check()
-    except BadInput as error:
-        raise BadInput(f"row '{label}': {error}") from None
-    fields = yaml.safe_load(parsed.config_yaml)
+    row = parsed(config, label, options, seeds[0])
+    fields = yaml.safe_load(row.config_yaml)
     experiment = {name: value for name, value in fields.items() if name not in NOT_THE_EXPERIMENT}
-    limits = (parsed.experiment.max_updates, seconds("max_time", parsed.experiment.max_time))
+    limits = (row.experiment.max_updates, seconds("max_time", row.experiment.max_time))
     return [
         Run(label, config, options, seed, _digest({**experiment, "seed": seed}), limits) for seed in seeds
     ]  # fmt: skip
+
+
+def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
+    """Parse a row's options; raises `BadInput` where one is wrong, and names the row."""
+    from raafl.config.parse import parse
+
+    try:
+        row = parse(
+            "simulate", [*with_paths(["--config", config]), *options, "--seed", str(seed), "--progress", "quiet"]
+        )
+        row.experiment.check()
+    except BadInput as error:
+        raise BadInput(f"row '{label}': {error}") from None
+    return row
 
 
 def _digest(value: object) -> str:

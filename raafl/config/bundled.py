@@ -13,10 +13,14 @@ _HERE = Path(__file__).parents[1]
 _FOLDERS = (_HERE / "configs", _HERE.parent / "configs")  # in a wheel; in a checkout
 
 
+def folder() -> Path:
+    """Return the folder of the configs that come with raafl."""
+    return next((path for path in _FOLDERS if (path / "quickstart.yaml").is_file()), _FOLDERS[0])
+
+
 def shipped() -> dict[str, Path]:
     """Return the configs that come with raafl, by name."""
-    folder = next((folder for folder in _FOLDERS if (folder / "quickstart.yaml").is_file()), _FOLDERS[0])
-    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+    return {file.stem: file for file in sorted(folder().glob("*.yaml"))}
 
 
 def with_paths(argv: Sequence[str]) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +14,9 @@ from raafl.core.algorithm import Algorithm, Merge, SelectContext
 from raafl.core.coordinator import Coordinator
 from raafl.core.payload import Payload
 from raafl.core.state import GlobalState
-from raafl.core.types import Assignment, ClientInfo, Update
+from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.data.federated import FederatedData
+from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
@@ -47,6 +49,7 @@ class Prediction:
         problem: why it cannot be run; the figures are then None or 0.
         note: why it will not learn at this staleness.
         bases: precision of the frozen base that each client, by id, held in its last task, where there are several.
+        here_s: seconds in which one process of the given machine trains the tasks of these updates; None = none given.
     """
 
     name: str
@@ -64,6 +67,7 @@ class Prediction:
     problem: str | None = None
     note: str | None = None
     bases: Mapping[int, str] = field(default_factory=dict)
+    here_s: float | None = None
 
 
 class World:
@@ -147,9 +151,10 @@ class Unmerged(Merge):
 class Untrained(Executor):
     """Executor that answers every task at once with tensors that nobody reads."""
 
-    def __init__(self, payload: Payload, sizes: Mapping[int, int]) -> None:
-        """Answer for clients with ``sizes`` samples, by id."""
-        self._payload, self._sizes = payload, sizes
+    def __init__(self, payload: Payload, sizes: Mapping[int, int], seconds_of: Callable[[Assignment], float]) -> None:
+        """Answer for clients with ``sizes`` samples, by id; ``here_s`` adds up ``seconds_of`` each task."""
+        self._payload, self._sizes, self._seconds_of = payload, sizes, seconds_of
+        self.here_s = 0.0
         self._tasks: dict[int, tuple[Assignment, torch.device]] = {}
         self.bases: dict[int, str] = {}
 
@@ -162,6 +167,7 @@ class Untrained(Executor):
     def result(self, assignment_id: int) -> Update:
         """Return an update of the expected layout."""
         task, device = self._tasks.pop(assignment_id)
+        self.here_s += self._seconds_of(task)
         tensors = FlatTensors.zeros(self._payload.layout(task.spec, "trained"), device)
         return Update(task.id, task.client, task.incarnation, tensors, self._sizes[task.client])
 
@@ -181,7 +187,9 @@ class DryRun(Simulation):
         raise error  # a part that reads values may need those of trained updates, which there are none of: `predict` says so
 
 
-def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int | None = None) -> Prediction:
+def predict(
+    world: World, algorithm: Algorithm, name: str = "", max_updates: int | None = None, machine: Profile | None = None
+) -> Prediction:
     """Run one algorithm without training and return its figures; `Prediction.problem` says why it cannot run.
 
     Args:
@@ -189,6 +197,7 @@ def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int
         algorithm: to predict.
         name: of the algorithm, for the result.
         max_updates: end of the run; None = the config's end, at most `MOST_UPDATES` or 20 updates per client.
+        machine: on which `Prediction.here_s` says how long training takes.
     """
     name, wanted = name or algorithm.name, world.experiment.max_updates
     if max_updates is None:
@@ -196,7 +205,7 @@ def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int
     problem, is_large = "", num_values(world.submodels(algorithm)) > MOST_VALUES
     for real in (False,) if is_large else (False, True):  # most need no values
         try:
-            return _gone_through(world, algorithm, name, max_updates, wanted, real)
+            return _gone_through(world, algorithm, name, max_updates, wanted, real, machine)
         except BadInput as error:
             return Prediction(name, problem=" ".join(str(error).split()))
         except (NotImplementedError, RuntimeError, KeyError, TypeError, ValueError) as error:
@@ -205,11 +214,21 @@ def predict(world: World, algorithm: Algorithm, name: str = "", max_updates: int
 
 
 def _gone_through(
-    world: World, algorithm: Algorithm, name: str, max_updates: int, wanted: int | None, real: bool
-) -> Prediction:
+    world: World, algorithm: Algorithm, name: str, max_updates: int, wanted: int | None, real: bool,
+    machine: Profile | None,
+) -> Prediction:  # fmt: skip
     coordinator = world.coordinator(algorithm, max_updates, real=real)
     record = RunRecord(None)
-    executor = Untrained(coordinator.payload, {client.id: client.num_samples for client in world.clients})
+    sizes = {client.id: client.num_samples for client in world.clients}
+    seconds = functools.cache(lambda client, work: coordinator.fleet.task_time(client, work).compute_s)
+
+    def on_machine(task: Assignment) -> float:
+        if machine is None:
+            return 0.0
+        client = ClientInfo(task.client, sizes[task.client], machine)
+        return float(seconds(client, Work(task.spec, task.region, task.num_epochs, task.num_steps, task.extra)))
+
+    executor = Untrained(coordinator.payload, sizes, on_machine)
     simulation = DryRun(coordinator, world.clients, executor, record, None)
     reason = simulation.run()
     summary = record.summary(
@@ -225,4 +244,5 @@ def _gone_through(
         staleness, (summary["bytes_up"] + summary["bytes_down"]) / updates,
         None if wanted is None else time_s / updates * wanted, min(tasks), max(tasks),
         note=algorithm.merge.too_stale(staleness), bases=executor.bases,
+        here_s=None if machine is None else executor.here_s,
     )  # fmt: skip

@@ -81,3 +81,16 @@ def test_some_rows_alone(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(BadInput, match=r"none.yaml' cannot be read"):
         read(tmp_path / "none.yaml")
+
+
+def test_a_variant_replaces_fields_and_has_a_name_of_its_own(tmp_path):
+    path = written(tmp_path, variants={"long": {"seeds": [7], "options": "--max_updates 9"}})
+    assert read(path).seeds == (0, 1)
+    found = read(path, "long")
+    assert (found.name, found.seeds, found.options, found.rows) == (
+        "mine-long", (7,), ("--max_updates", "9"), read(path).rows
+    )  # fmt: skip
+    with pytest.raises(BadInput, match=r"variant is 'lang', which the comparison does not have: .*long"):
+        read(path, "lang")
+    with pytest.raises(BadInput, match=r"variants\.long\.sead is unknown"):
+        read(written(tmp_path, variants={"long": {"sead": [1]}}))

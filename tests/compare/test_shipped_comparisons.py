@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from raafl.compare.comparison import read
 from raafl.compare.runs import resolve
 from raafl.compare.search import trials_of
 from tests.habits.source import ROOT
 
-FILES = sorted((ROOT / "configs" / "papers").glob("*.yaml"))
+FILES = sorted(path for path in (ROOT / "configs" / "papers").glob("*.yaml") if path.stem != "index")
+
+
+def variants(path):
+    """The file as it is, and each of its variants."""
+    return [None, *yaml.safe_load(path.read_text()).get("variants", {})]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_comparisons_are_read_and_named_as_their_files(path):
-    assert read(path).name == path.stem
+    for variant in variants(path):
+        assert read(path, variant).name == (path.stem if variant is None else f"{path.stem}-{variant}")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_row_and_trial_resolves(path):
-    comparison = read(path)
+    for variant in variants(path):
+        check_rows(read(path, variant))
+
+
+def check_rows(comparison):
     runs = [
         run
         for label, options in comparison.rows.items()

@@ -1,0 +1,66 @@
+"""Run a table or figure of a paper as a comparison, or list those that raafl knows (`raafl reproduce`)."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+
+from raafl.commands.compare import run, with_common
+from raafl.compare.papers import Paper, catalogue, paper
+
+
+def reproduce(argv: Sequence[str], tell: Callable[[str], None]) -> str:
+    """Run what ``argv`` names and return its table; without a table's name, return the list of what there is.
+
+    Args:
+        argv: the command's arguments.
+        tell: is called with each line of progress.
+
+    Raises:
+        BadInput: a paper, table, scale or option is unknown, or the table cannot be reproduced; says why.
+        RunFailed: some runs failed, or a replay is not equal.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command goes on.
+    """
+    options = _options(argv)
+    if options.table is None:
+        papers = list(catalogue().values()) if options.paper is None else [paper(options.paper)]
+        return json.dumps([_as_json(one) for one in papers]) if options.json else "\n\n".join(map(_listed, papers))
+    return run(paper(options.paper).exhibit(options.table).comparison(options.scale), options, tell)
+
+
+def _options(argv: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(
+        prog="raafl reproduce", exit_on_error=False,
+        description="Run a table or figure of a paper as a comparison: rows, seeds and searches are those of its file in "
+        "configs/papers. Without a table, list what there is.",
+    )  # fmt: skip
+    parser.add_argument("paper", nargs="?", metavar="PAPER", help="such as fed-raa")
+    parser.add_argument("table", nargs="?", metavar="TABLE", help="such as table-2-mnist")
+    parser.add_argument(
+        "--scale", choices=("small", "full"), default="small",
+        help="small: what two cores do; full: the paper's setting (default: small)",
+    )  # fmt: skip
+    return with_common(parser, argv, "PAPER, TABLE, --scale")
+
+
+def _listed(one: Paper) -> str:
+    lines = [f"{one.name}: {one.title}"]
+    width = max(map(len, one.exhibits), default=0)
+    for exhibit in one.exhibits.values():
+        state = f"cannot be reproduced: {exhibit.missing}" if exhibit.missing else f"[{', '.join(exhibit.scales)}]"
+        lines.append(
+            f"  {exhibit.name:<{width}}  {exhibit.shows}  {state}{'  ' + exhibit.note if exhibit.note else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _as_json(one: Paper) -> dict[str, object]:
+    exhibits = [
+        {
+            "name": exhibit.name, "shows": exhibit.shows, "scales": dict(exhibit.scales), "missing": exhibit.missing,
+            "note": exhibit.note,
+        }
+        for exhibit in one.exhibits.values()
+    ]  # fmt: skip
+    return {"paper": one.name, "title": one.title, "tables": exhibits}

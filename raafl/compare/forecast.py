@@ -1,0 +1,123 @@
+"""Predict what a comparison takes on this machine before it is run: each row goes through its tasks without training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from raafl.compare.comparison import Comparison
+from raafl.compare.runs import parsed
+from raafl.compare.search import rungs
+from raafl.compare.tables import Cells
+from raafl.config.experiment import Experiment, seconds
+from raafl.devices.measure import measure_machine
+from raafl.devices.profiles import Profile
+from raafl.devices.times import time_on
+from raafl.plan.dry import Prediction, World, predict
+from raafl.submodel import FULL
+from raafl.units import duration, size
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What one row takes.
+
+    Attributes:
+        row: its label.
+        runs: how many are reported, one for each seed.
+        trials: how many full runs its search amounts to, cut trials counted by the part of the budget that they get.
+        updates: merged updates of one run.
+        time_s: virtual seconds of one run.
+        num_bytes: sent and received by all clients of one run.
+        here_s: seconds in which one process of this machine makes one run: training and evaluations.
+        problem: why nothing can be said; the figures are then 0.
+    """
+
+    row: str
+    runs: int
+    trials: float
+    updates: int = 0
+    time_s: float = 0.0
+    num_bytes: float = 0.0
+    here_s: float = 0.0
+    problem: str | None = None
+
+    @property
+    def total_s(self) -> float:
+        """Return the seconds of one process for all runs of the row."""
+        return self.here_s * (self.runs + self.trials)
+
+
+def forecast(comparison: Comparison) -> list[Forecast]:
+    """Predict each row of a comparison; nothing is trained, and trials count as long as reported runs.
+
+    Raises:
+        BadInput: an option of a row is wrong; names the row.
+    """
+    machine = measure_machine()
+    return [_row(comparison, label, machine) for label in comparison.rows]
+
+
+def shown(rows: Sequence[Forecast]) -> Cells:
+    """Return the forecasts as a table, the head first, and their sum last."""
+    table = [["row", "runs", "trials", "updates", "virtual time", "sent", "a run here", "all here"]]
+    for row in rows:
+        counts = [row.row, str(row.runs), f"{row.trials:g}"]
+        if row.problem:
+            table.append([*counts, f"unknown: {row.problem}", "", "", "", ""])
+            continue
+        table.append([
+            *counts, f"{row.updates:,}", duration(row.time_s), size(row.num_bytes), duration(row.here_s),
+            duration(row.total_s),
+        ])  # fmt: skip
+    return [*table, ["all rows", "", "", "", "", "", "", duration(sum(row.total_s for row in rows))]]
+
+
+def as_json(rows: Sequence[Forecast]) -> list[dict[str, Any]]:
+    """Return the forecasts as plain data."""
+    return [asdict(row) | {"total_s": row.total_s} for row in rows]
+
+
+def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
+    experiment = parsed(
+        comparison.config, label, (*comparison.options, *comparison.rows[label]), comparison.seeds[0]
+    ).experiment
+    search = comparison.search
+    trials = 0.0 if search is None else len(search.settings(label)) * len(search.seeds) * _share(comparison)
+    row = Forecast(label, len(comparison.seeds), trials)
+    world = World(experiment)
+    found = predict(world, experiment.algorithm, machine=machine)
+    if found.problem or not found.updates:
+        return Forecast(label, row.runs, row.trials, problem=found.problem or "no update in time")
+    updates = _updates(experiment, found)
+    factor = updates / found.updates
+    evaluation_s = time_on(
+        machine, world.submodels(experiment.algorithm).cost(FULL, world.batch_size), 0.0, _tested(world)
+    )
+    evaluations = found.versions * factor / (experiment.eval_every or len(world.clients))
+    return Forecast(
+        label, row.runs, row.trials, updates, found.time_s * factor, (found.bytes_per_update or 0.0) * updates,
+        (found.here_s or 0.0) * factor + evaluations * evaluation_s.compute_s,
+    )  # fmt: skip
+
+
+def _updates(experiment: Experiment, found: Prediction) -> int:
+    """Return after how many merged updates a run ends, by its own limits; targets are not expected to be reached."""
+    limit_s, updates = seconds("max_time", experiment.max_time), experiment.max_updates
+    in_time = None if limit_s is None or not found.update_s else int(limit_s / found.update_s)
+    return min((limit for limit in (in_time, updates) if limit is not None), default=found.updates)
+
+
+def _tested(world: World) -> int:
+    return sum(count for _, count in world.data.test_batches(world.batch_size))
+
+
+def _share(comparison: Comparison) -> float:
+    """Return the budget that halving spends on a trial, on average, as a share of running each to its end."""
+    halving = comparison.search.halving if comparison.search else None
+    spent, left = 0.0, 1.0
+    for fraction in rungs(halving):
+        spent += left * fraction  # each part begins anew
+        left *= halving.keep if halving else 1.0
+    return spent

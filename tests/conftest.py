@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from raafl.lean_import import import_lightning, quick_imports
+from raafl.log import console
 from tests.helpers.guards import (  # noqa: F401  fixtures and hooks, which pytest finds by name here
     leaves_nothing_behind,
     pytest_runtest_call,
@@ -50,6 +51,13 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("quick", deadline=None, max_examples=20)
     hypothesis.settings.register_profile("thorough", deadline=None, max_examples=500)
     hypothesis.settings.load_profile(config.option.hypothesis_profile or "quick")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def on_the_console() -> Iterator[None]:
+    """Print what is logged, as the command line does."""
+    with console():
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

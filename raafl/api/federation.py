@@ -40,6 +40,7 @@ from raafl.config.trust import as_before
 from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.local.numerics import numerics_left
+from raafl.log import console
 from raafl.submodel.isolated_run import undisturbed
 
 OnInterrupt = Literal["raise", "return"]
@@ -267,7 +268,7 @@ class Federation:
         if "partition" in self._fields:
             given["partition"] = self._fields["partition"]
         given |= {"module": lambda: spec.make(source), "data": lambda: source, "unwrap": spec.unwrap}
-        with _left_as_it_was(), objects(**given):
+        with console(), _left_as_it_was(), objects(**given):
             return replay(Path(folder), until=until, trust_config=trust_config)
 
     def _run(
@@ -285,7 +286,7 @@ class Federation:
             same_settings(as_before(theirs), yaml.safe_load(to_yaml(config, [])))
         observer = self._observer = CallbackHooks(self.callbacks, spec.given_back)
         try:
-            with _left_as_it_was():
+            with console(), _left_as_it_was():
                 ended = run(experiment, to_yaml(config, self._notes()), observer=observer)
                 result = None if ended is None else _result(ended[0], ended[1], observer)
         finally:

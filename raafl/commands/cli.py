@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -18,12 +18,15 @@ from raafl.config.argv import name_of, options_of, values, without
 from raafl.config.bundled import with_paths
 from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest, one_of, resolves
 from raafl.lean_import import quick_imports
+from raafl.log import console
 from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.schema import Summary
 from raafl.sanitize import sanitize_text
 
 if TYPE_CHECKING:
     from raafl.config.parse import Parsed
+
+_log = logging.getLogger(__name__)
 
 _WIDE, _TABLE_FROM = 160, 120  # columns: taken where no terminal says, and from which a table reads well
 _WAIT_FOR_RANK_0_S = 30.0  # torchrun ends the others soon after the first rank that fails; let that be rank 0
@@ -69,7 +72,11 @@ Exit codes: 0 done, 1 the run failed, 2 bad input, 3 replaced by another client 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 failed, 2 bad input, 3 replaced by the same client, 130 interrupted."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    with console():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(argv: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
         "watch": _watch, "report": _page, "compare": _compare, "reproduce": _reproduce,
@@ -118,13 +125,11 @@ def _place(field: str | None, argv: Sequence[str]) -> str:
 
 
 def _complain(text: str, *, known_to_all: bool = False) -> None:
-    """Print an error on standard error; of errors that every rank finds, only rank 0's is printed, unless it does not come."""
+    """Log an error; of errors that every rank finds, only rank 0's is logged, unless it does not come."""
     rank = os.environ.get("RANK", "0")
     if known_to_all and rank != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(_WAIT_FOR_RANK_0_S)
-    for line in text.splitlines():
-        print(f"raafl: {line}" if rank == "0" else f"raafl, rank {rank}: {line}", file=sys.stderr)
-    sys.stderr.flush()
+    _log.error(text, extra={} if rank == "0" else {"prefix": f"raafl, rank {rank}: "})
 
 
 def _fit(argv: list[str]) -> int:
@@ -135,7 +140,7 @@ def _fit(argv: list[str]) -> int:
 
         if not any(option in argv for option in ("--help", "-h", "--print_config")):
             check_plain("fit", read(argv).options)
-            return fit_local(argv, lambda text: print(textwrap.indent(text, "raafl: "), file=sys.stderr, flush=True))
+            return fit_local(argv)
         argv = without(argv, "--local", "--max_restarts")
     check_plain("fit", argv)
     with quick_imports():
@@ -206,10 +211,7 @@ def _join(argv: list[str]) -> int:
     """Run a client until the server dismisses it."""
     from raafl.commands.join import command
 
-    def tell(text: str) -> None:
-        print(f"raafl, {text}", file=sys.stderr, flush=True)
-
-    return command(argv, tell)
+    return command(argv)
 
 
 def _key(argv: list[str]) -> int:
@@ -288,7 +290,7 @@ def _compare(argv: list[str]) -> int:
     """Run or verify a comparison."""
     with quick_imports():
         from raafl.commands.compare import compare
-    print(compare(argv, lambda line: print(line, file=sys.stderr, flush=True)))
+    print(compare(argv))
     return 0
 
 

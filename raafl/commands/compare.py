@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,11 @@ from raafl.compare.comparison import Comparison, read
 from raafl.config.argv import options_of
 from raafl.errors import BadInput, RunFailed, at_least
 
+_log = logging.getLogger(__name__)
 
-def compare(argv: Sequence[str], tell: Callable[[str], None]) -> str:
+
+def compare(argv: Sequence[str]) -> str:
     """Run the comparison that ``argv`` names and return its table, or with `--verify` replay a share of its runs.
-
-    Args:
-        argv: the command's arguments.
-        tell: is called with each line of progress.
 
     Raises:
         BadInput: an option, the file, or a row's options are wrong; nothing has been run then.
@@ -39,7 +38,7 @@ def run(comparison: Comparison, options: Namespace, tell: Callable[[str], None])
     if options.plan:
         return _forecast(comparison, as_json=options.json)
     if options.verify is not None:
-        return _verify(folder, options.verify, tell, as_json=options.json)
+        return _verify(folder, options.verify, as_json=options.json)
     from raafl.compare import report
     from raafl.compare.runs import Runner, resolve
     from raafl.compare.search import run_trials, trials_of
@@ -48,7 +47,7 @@ def run(comparison: Comparison, options: Namespace, tell: Callable[[str], None])
         report.check_drawing()
     search = comparison.search
     trials = {} if search is None else trials_of(comparison, search)  # an option that is wrong ends it here
-    runner = Runner(folder / "runs", options.jobs, options.any_code, tell)
+    runner = Runner(folder / "runs", options.jobs, options.any_code, _tell)
     best = {} if search is None else run_trials(trials, comparison, search, runner)
     runs = {
         label: resolve(
@@ -63,9 +62,13 @@ def run(comparison: Comparison, options: Namespace, tell: Callable[[str], None])
     paths = report.write(found, folder, draws=not options.no_page)
     failed = [run for row in found["rows"] for run in row["runs"] if "error" in run]
     if failed:
-        tell(_shown(found, comparison, paths))
+        _tell(_shown(found, comparison, paths))
         raise RunFailed(f"{len(failed)} of {len(outcomes)} runs failed; the first: {failed[0]['error']}")
     return json.dumps(found) if options.json else _shown(found, comparison, paths)
+
+
+def _tell(line: str) -> None:
+    _log.info(line, extra={"prefix": ""})
 
 
 def _options(argv: Sequence[str]) -> Namespace:
@@ -121,7 +124,7 @@ def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Pat
     return "\n".join([*lines, *(f"wrote {path}" for path in paths)])
 
 
-def _verify(folder: Path, share: float, tell: Callable[[str], None], *, as_json: bool) -> str:
+def _verify(folder: Path, share: float, *, as_json: bool) -> str:
     from raafl.compare.report import load
     from raafl.compare.verify import chosen, verify
 
@@ -130,7 +133,7 @@ def _verify(folder: Path, share: float, tell: Callable[[str], None], *, as_json:
         verdicts.append(verify(run, folder))
         last = verdicts[-1]
         outcome = "equal, to the last bit" if last["equal"] else f"NOT equal: {last['why']}"
-        tell(f"{last['row']}, seed {last['seed']}: {outcome}")
+        _tell(f"{last['row']}, seed {last['seed']}: {outcome}")
     differing = [one for one in verdicts if not one["equal"]]
     if differing:
         raise RunFailed(f"{len(differing)} of {len(verdicts)} replays are not equal to what the result says")

@@ -7,12 +7,13 @@ It starts `raafl serve` on a loopback socket and N times `raafl join`, with a se
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAS
 _TAKEN: Final = ("address", "client", "secret_file")  # options of serve and join that are decided here
 _SERVER_ONLY: Final = ("--output", "--resume", "--progress", "--name")
 _RAAFL: Final = (sys.executable, "-m", "raafl")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,8 @@ class LocalOptions:
     options: tuple[str, ...]
 
 
-def fit_local(argv: Sequence[str], say: Callable[[str], None]) -> int:
+def fit_local(argv: Sequence[str]) -> int:
     """Run ``raafl fit ARGV`` with `--local N` in it; return its exit code.
-
-    Args:
-        argv: the options.
-        say: is called with messages beside the server's own.
 
     Raises:
         BadInput: `--local`, `--max_restarts` or `--clients` is wrong, or this process was started by torchrun.
@@ -73,7 +71,7 @@ def fit_local(argv: Sequence[str], say: Callable[[str], None]) -> int:
                 for number in range(1, asked.clients + 1)
             },
             asked.policy,
-            say,
+            _log.warning,
             begun=note.is_file,
             listener=listener,
         )

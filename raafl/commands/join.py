@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from raafl.config.argv import name_of, names_section
@@ -11,8 +12,10 @@ from raafl.errors import resolves
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import REASONS
 
+_log = logging.getLogger(__name__)
 
-def command(argv: list[str], tell: Callable[[str], None]) -> int:
+
+def command(argv: list[str]) -> int:
     """Run a client until the server dismisses it; return 0 then.
 
     Raises:
@@ -45,7 +48,7 @@ def command(argv: list[str], tell: Callable[[str], None]) -> int:
     alone_s = parsed.experiment.waits.alone_s if parsed is not None else None
 
     def say(text: str) -> None:
-        tell(f"client {own.client}: {text}")
+        _log.info(f"client {own.client}: {text}", extra={"prefix": "raafl, "})
 
     def work(make: Callable[[str | None], ClientSetup]) -> int:
         reason = join(

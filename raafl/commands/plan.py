@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +19,8 @@ from raafl.local.malloc import keep_freed
 
 if TYPE_CHECKING:
     from raafl.devices.profiles import Profile
+
+_log = logging.getLogger(__name__)
 
 HELP = """\
 usage: raafl plan --config FILE [--FIELD VALUE ...] [--json]
@@ -97,17 +99,11 @@ def _split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     return own, rest
 
 
-def _say(text: str) -> None:
-    from raafl.watch.progress import Progress
-
-    Progress("plain", sys.stderr).note(f"raafl: {text}")
-
-
 def _answer(address: str) -> str:
     from raafl.devices.link import Answerer
 
     answerer = Answerer(address)
-    _say(f"answering on {parse_address(address)[0]}:{answerer.port}, until interrupted")
+    _log.info(f"answering on {parse_address(address)[0]}:{answerer.port}, until interrupted")
     try:
         answerer.serve()
     finally:
@@ -125,7 +121,7 @@ def _measure(own: Namespace, rest: Sequence[str]) -> Profile:
     if own.device != "cpu" and not (own.device.startswith("cuda") and torch.cuda.is_available()):
         raise BadInput(f"device is '{own.device}': give cpu, or cuda where torch sees a GPU")
     file = Path(own.measure)
-    _say(f"measuring {own.device}, {threads} threads" + (f", link to {own.address}" if own.address else ""))
+    _log.info(f"measuring {own.device}, {threads} threads" + (f", link to {own.address}" if own.address else ""))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

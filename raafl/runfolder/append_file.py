@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,13 +25,7 @@ DELETED = "it was deleted under the run"
 
 Item = TypeVar("Item")
 _unfinished: set[Path] = set()
-
-
-def say(text: str) -> None:
-    """Print a warning on standard error, if there is one."""
-    with suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(f"raafl: {text}\n")
-        sys.stderr.flush()
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -81,7 +75,7 @@ class AppendFile(Generic[Item]):
     """
 
     def __init__(
-        self, path: Path, encode: Callable[[Item], bytes], warn: Callable[[str], None] = say, *,
+        self, path: Path, encode: Callable[[Item], bytes], warn: Callable[[str], None] = _log.warning, *,
         new: bool = True, remake: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Open the file.

@@ -7,9 +7,9 @@ it is executed.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,10 +21,12 @@ import torch
 from torch import nn
 
 from raafl.errors import BadInput
+from raafl.log import warn_once
 from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.schema import CHECKPOINTS
 
 _FORMAT: Final = 1
+_log = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"version-(\d{6,})\.ckpt")
 _PLAIN: Final = (str, int, float, bool, type(None), torch.Tensor, nn.Parameter)
 
@@ -156,10 +158,10 @@ def _hyper_parameters(module: nn.Module | None) -> dict[str, Any]:
         if not problems:
             kept[name] = value
             continue
-        warnings.warn(
+        warn_once(
+            _log,
             f"hyper-parameter {problems[0][0]} is a {type(problems[0][1]).__name__} and is left out of the checkpoint; "
             f"pass it to load_from_checkpoint({name}=...), or call save_hyperparameters(ignore=[{name!r}])",
-            stacklevel=3,
         )
     name = getattr(module, "_hparams_name", None)
     return {"hyper_parameters": kept} | ({"hparams_name": name} if isinstance(name, str) else {})

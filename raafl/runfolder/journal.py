@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import logging
 import math
 import os
 import time
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from raafl.errors import BadInput
-from raafl.runfolder.append_file import AppendFile, atomic_file, read_table, remove_leftovers, say, write_table
+from raafl.runfolder.append_file import AppendFile, atomic_file, read_table, remove_leftovers, write_table
 from raafl.runfolder.schema import (
     CHECKPOINTS,
     CLIENT_COLUMNS,
@@ -49,6 +50,7 @@ from raafl.runfolder.schema import (
 from raafl.runfolder.tail import Reader
 
 _READ_BYTES = 2**16  # at a time, of a file's end
+_log = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -60,7 +62,7 @@ class RunFolder:
     Args:
         path: The folder; made if it is not there.
         config_yaml: The text of `config.yaml`.
-        warn: Told what cannot be written, once for each file; standard error unless given.
+        warn: Told what cannot be written, once for each file; the logger unless given.
 
     Raises:
         BadInput: The folder holds something already, or `path` is not a folder.
@@ -69,7 +71,9 @@ class RunFolder:
 
     reader: Reader | None = None
 
-    def __init__(self, path: str | os.PathLike[str], config_yaml: str, warn: Callable[[str], None] = say) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], config_yaml: str, warn: Callable[[str], None] = _log.warning
+    ) -> None:
         self.path = Path(path)
         was_there = self.path.exists()
         if was_there and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -85,7 +89,7 @@ class RunFolder:
             raise
 
     @classmethod
-    def reopen(cls, path: str | os.PathLike[str], warn: Callable[[str], None] = say) -> Self:
+    def reopen(cls, path: str | os.PathLike[str], warn: Callable[[str], None] = _log.warning) -> Self:
         """Open the folder of an interrupted run to write on; a torn last line is cut off.
 
         Raises:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from raafl.runtime.executors import work
 from raafl.runtime.run import simulate
 from raafl.runtime.setup import MAX_BUILT, client_parts, load_data, within_process
 from raafl.transport import TRANSPORTS, ConnectOptions, PeerLost, PeerTimeout, Refused, Transport
-from raafl.watch.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 
 def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[dict[str, Any], Path] | None:
@@ -49,6 +50,6 @@ def train(experiment: Experiment, transport: Transport) -> None:
             inner = within_process(experiment, trainer, data.client)
             work(pair, trainer, inner, lambda: Evaluator(submodels, data.test_batches, device))
     except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
-        Progress("plain", sys.stderr).note(f"raafl: {lost}; the others go on")
+        _log.warning(f"{lost}; the others go on")
     except (PeerLost, PeerTimeout, Refused) as error:
         raise RunFailed(f"rank 0 is gone: {error}") from None

@@ -6,12 +6,12 @@ test NCCL before the first payload, so that a failure is found while Gloo still 
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
@@ -37,6 +37,7 @@ MIN_BYTES_PER_S = 1e8
 """A slower link is none of NCCL's: by it the time for a payload is longer than for a word."""
 
 _POLL_S = 0.0005
+_log = logging.getLogger(__name__)
 
 WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error, or a transfer past its time, is its session's: here it is waited for
@@ -109,7 +110,7 @@ def connect(
         return NcclConnection(pair, group, device)
     if group is not None:
         group.abort()
-    warnings.warn(f"NCCL is not used, tensors are staged: {problem}", stacklevel=1)
+    _log.warning(f"NCCL is not used, tensors are staged: {problem}")
     return pair
 
 

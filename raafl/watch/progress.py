@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from raafl.config.options import Mode
+from raafl.log import is_printed
 from raafl.watch.show import WIDTH, evaluation, sentence, table, wrapped
 from raafl.watch.snapshot import ProgressState
 
@@ -21,6 +24,7 @@ _EVALUATION_PERIOD_S = {"live": 0.0, "plain": 1.0, "quiet": float("inf")}
 _UNCHANGED_S = 60.0  # between two lines that would say the same
 _LONGEST_S = 10.0  # without a line on how the run proceeds, though one evaluation follows the other
 _MAX_WARNINGS = 100
+_log = logging.getLogger(__name__)
 
 
 class Progress:
@@ -32,6 +36,9 @@ class Progress:
     always shown, at the latest by `stop`. A file that can no longer be written (a closed pipe) makes the rest quiet: no
     run fails because nobody watches it.
 
+    All of it goes through `logging`, but for the live table: whoever gives the logger "raafl" a handler gets the lines of `plain`
+    there, and nothing is printed.
+
     Args:
         mode: One of the five.
         file: Where to; standard output when None. Give standard error where standard output carries something else.
@@ -39,7 +46,7 @@ class Progress:
 
     Attributes:
         stamped: Whether each line of `plain` begins with the date and time: for a log that is kept.
-        warnings: What was said by `warn`, in order.
+        warnings: What was logged by `warn`, in order.
         verbose: Whether a line for each task is wanted: whoever knows of tasks gives them to `note`.
         source: Where the snapshots of a run come from, unless `update` is given one.
     """
@@ -53,7 +60,7 @@ class Progress:
         self._file = sys.stdout if file is None else file
         self.verbose = mode == "verbose"
         if mode in ("auto", "verbose"):
-            watched = self._file.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+            watched = is_printed() and self._file.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
             mode = "live" if watched else "plain"
         self.mode: Mode = mode
         self._clock = clock
@@ -74,7 +81,7 @@ class Progress:
         if self.mode == "live":
             self._live = _make_live(self._file)
             self._live.start()
-        self._line(title, wrap=True)
+        self._say(title, partial(self._line, title, wrap=True))
 
     def update(
         self, snapshot: ProgressState | Callable[[], ProgressState] | None = None, evaluated: bool = False
@@ -112,9 +119,9 @@ class Progress:
             self._guard(lambda live: live.update(table(state, self._title), refresh=True), self._live)
             return
         if not only_metrics:
-            self._line(sentence(state, self._width))
+            self._say(line := sentence(state, self._width), partial(self._line, line))
         if evaluated and state.metrics:
-            self._line(evaluation(state, self._width))
+            self._say(line := evaluation(state, self._width), partial(self._line, line))
 
     def _is_news(self, state: ProgressState, now: float) -> bool:
         """Check whether the run has begun and a line would differ from the last, or the last was long ago."""
@@ -124,27 +131,37 @@ class Progress:
         return bool(begun) and (said != self._said or now - self._status_at >= _UNCHANGED_S)
 
     def note(self, text: str) -> None:
-        """Print a line once, above the table or by itself."""
+        """Log a line; the console prints it once, above the table or by itself."""
+        self._say(text, partial(self._print, text))
+
+    def _print(self, text: str) -> None:
         if self._live is not None:
             self._guard(lambda live: live.console.print(text, markup=False, highlight=False), self._live)
         else:
             self._line(text, wrap=not text.startswith("warning: "))  # one line, for those who search for it
 
     def warn(self, text: str) -> None:
-        """Print a warning in the view and on standard error, once, and store it in `warnings`; callable from any thread.
+        """Log a warning once, and store it in `warnings`; callable from any thread.
 
-        A terminal that shows both gets it once.
+        The console prints it in the view and on standard error. A terminal that shows both gets it once.
         """
         if text in self.warnings or len(self.warnings) >= _MAX_WARNINGS:
             return
         self.warnings.append(text)
+        self._say(text, partial(self._print_warning, text), logging.WARNING)
+
+    def _print_warning(self, text: str) -> None:
         alike = self._file is sys.stderr or (_is_terminal(self._file) and _is_terminal(sys.stderr))
         if self.mode != "quiet":
-            self.note(f"warning: {text}")
+            self._print(f"warning: {text}")
         if self.mode == "quiet" or not alike:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(f"raafl: warning: {text}\n")
                 sys.stderr.flush()
+
+    def _say(self, text: str, show: Callable[[], None], level: int = logging.INFO) -> None:
+        """Log ``text``, which the console prints by calling ``show``."""
+        _log.log(level, text, extra={"show": show})
 
     def abandon(self) -> None:
         """Restore the terminal's cursor without waiting; for a process that ends at once."""

@@ -12,7 +12,7 @@ import time
 import pytest
 import yaml
 
-from raafl.commands import compare as command
+from raafl.commands.compare import compare
 from raafl.compare import runs
 from raafl.compare.report import _searched
 from raafl.compare.search import Trial
@@ -31,11 +31,6 @@ SMALL = {
     "targets": [0.01, 2.0],
     "search": {"grid": {"--model.lr": [0.05, 0.1]}, "seeds": [10], "halving": {"rungs": 2}},
 }
-
-
-def compare(argv):
-    """Run the command in this process; its progress goes to standard error."""
-    return command.compare(argv, lambda line: print(line, file=sys.stderr))
 
 
 def simulated(command, folder):

@@ -25,6 +25,7 @@ ORDER = (
         "_version",
         "errors",
         "lean_import",
+        "log",
         "module_hooks",
         "optimizers",
         "sanitize",

@@ -7,6 +7,7 @@ counts the client as lost.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import queue
@@ -14,7 +15,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -50,6 +50,7 @@ MakeSite = Callable[[str | None], "ClientSetup"]
 _TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MEET_S = 600.0  # for all processes to be there, and to have loaded their data
 _FOR_EVER_S = 1e9
+_log = logging.getLogger(__name__)
 _WORD_S = 2.0  # for the thread that knows who died to say so
 
 
@@ -326,9 +327,7 @@ class _Group:
             return group
         if group is not None:
             group.abort()
-        warnings.warn(
-            f"NCCL is not used, gradients are summed over Gloo: {problem or 'another process has none'}", stacklevel=1
-        )
+        _log.warning(f"NCCL is not used, gradients are summed over Gloo: {problem or 'another process has none'}")
         return None
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:

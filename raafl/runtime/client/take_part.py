@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 
 from raafl.config.experiment import Experiment
 from raafl.devices.gpus import Place
@@ -14,7 +14,8 @@ from raafl.transport import (
     Refused,
     Transport,
 )
-from raafl.watch.progress import Progress
+
+_log = logging.getLogger(__name__)
 
 
 def take_part(experiment: Experiment, transport: Transport) -> None:
@@ -27,12 +28,12 @@ def take_part(experiment: Experiment, transport: Transport) -> None:
     setup = ClientSetup.make(experiment, transport.client, place)
     client = setup.info.id
     for note in setup.notes:
-        Progress("plain", sys.stderr).note(f"raafl, client {client}: {note}")
+        _log.info(f"client {client}: {note}", extra={"prefix": "raafl, "})
     try:
         with transport.connect(setup.trainer.fabric.device) as pair:
             reason = setup.client(pair).run()
     except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
-        Progress("plain", sys.stderr).note(f"raafl: {lost}; the others go on")
+        _log.warning(f"{lost}; the others go on")
         return
     except (PeerLost, PeerTimeout, Refused) as error:
         reason = transport.let_go() or f"failed: the server is gone: {error}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,12 +21,15 @@ from raafl.local.evaluation.metrics import PEAK, peak_bytes
 from raafl.local.failure import attempt
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
+from raafl.log import warn_once
 from raafl.runtime.exchange import ClientSide
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Reason, Welcome
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
 from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Refused
+
+_log = logging.getLogger(__name__)
 
 
 class Client:
@@ -128,7 +131,7 @@ class Client:
                     self._up.forget()
                 if message.kind is Kind.REFUSED and self._is_out(message.assignment):
                     reason = Reason.from_meta(message.meta).reason
-                    warnings.warn(f"client {self._info.id}: the server refuses a task: {reason}", stacklevel=1)
+                    warn_once(_log, f"client {self._info.id}: the server refuses a task: {reason}")
                     self._assignment = None  # given up in the middle; the next may come
                     self._side.hear(None)
         except Exception as error:
@@ -194,7 +197,7 @@ class Client:
                 self._received.get(timeout=self._waits.stop_s)
             raise
         if update.refusal == OUT_OF_MEMORY:
-            warnings.warn(f"client {self._info.id}: memory is too small for {assignment.spec}", stacklevel=1)
+            warn_once(_log, f"client {self._info.id}: memory is too small for {assignment.spec}")
             self._give_up(assignment, Failed(OUT_OF_MEMORY))
             return
         packed = self._up.pack(assignment, update.tensors, received)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,12 +14,12 @@ from raafl.config.options import lower_is_better
 from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runfolder.append_file import say
 from raafl.runfolder.schema import CHECKPOINTS
 from raafl.runtime.lifecycle.checkpointer import cause, with_ties
 from raafl.submodel import FlatTensors
 
 NAME: Final = "best.ckpt"
+_log = logging.getLogger(__name__)
 
 
 class BestCheckpoint(RunHooks):
@@ -28,7 +29,9 @@ class BestCheckpoint(RunHooks):
         best: version, metric and value of the kept checkpoint, for the summary; None = none yet.
     """
 
-    def __init__(self, folder: Path, module: nn.Module, metric: str | None, warn: Callable[[str], None] = say) -> None:
+    def __init__(
+        self, folder: Path, module: nn.Module, metric: str | None, warn: Callable[[str], None] = _log.warning
+    ) -> None:
         """Continue from the checkpoint in the folder, if a run is resumed.
 
         Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -17,10 +18,11 @@ from raafl.core.coordinator import Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runfolder.append_file import say
 from raafl.runfolder.record import RunRecord
 from raafl.submodel import FlatTensors
 from raafl.units import size
+
+_log = logging.getLogger(__name__)
 
 
 class Checkpointer(RunHooks):
@@ -34,7 +36,7 @@ class Checkpointer(RunHooks):
 
     def __init__(
         self, folder: Path, module: nn.Module, keep: int, runtime: str, record: RunRecord, *,
-        every_s: float | None = None, warn: Callable[[str], None] = say, clock: Callable[[], float] = time.monotonic,
+        every_s: float | None = None, warn: Callable[[str], None] = _log.warning, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Write to ``folder``/checkpoints.
 

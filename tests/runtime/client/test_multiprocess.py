@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -80,18 +80,16 @@ def sums(made):
     return [tensor.tolist() for tensor in tensors]
 
 
-def test_on_emulated_gpus_of_their_own_the_processes_add_over_nccl(groups):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = groups()
+def test_on_emulated_gpus_of_their_own_the_processes_add_over_nccl(groups, caplog):
+    made = groups()
+    assert not caplog.records
     assert sums(made) == [[3.0] * 3] * 2
     assert [one._nccl.num_sums for one in made] == [2, 2]  # the first one joined them
 
 
-def test_on_emulated_gpus_where_nccl_fails_in_one_process_all_add_over_gloo(groups):
+def test_on_emulated_gpus_where_nccl_fails_in_one_process_all_add_over_gloo(groups, caplog):
     Sums.fails = True
-    with pytest.warns(UserWarning, match="NCCL is not used, gradients are summed over Gloo: ") as told:
-        made = groups()
+    made = groups()
     assert [one._nccl for one in made] == [None, None]
-    assert any("no GPUs found" in str(warning.message) for warning in told)
+    assert re.search("NCCL is not used, gradients are summed over Gloo: .*no GPUs found", caplog.text)
     assert sums(made) == [[3.0] * 3] * 2

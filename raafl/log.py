@@ -1,0 +1,63 @@
+"""Print the records of the logger "raafl" on the console, as long as nobody has given that logger a handler of their own.
+
+Modules of raafl log through `logging.getLogger(__name__)`, so that whoever embeds raafl can route or silence its words with the
+tools of `logging`. Two attributes of a record, given as `extra`, say how the console shows it:
+
+- `show`: a function without arguments that prints the record itself, such as a line above a live table.
+- `prefix`: begins each line on standard error; "raafl: " where it is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+
+
+class Console(logging.Handler):
+    """Handler that prints records on standard error, or calls a record's own `show`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record; do nothing where standard error is closed."""
+        show = getattr(record, "show", None)
+        if show is not None:
+            show()
+            return
+        prefix = getattr(record, "prefix", "raafl: ")
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write("".join(f"{prefix}{line}\n" for line in self.format(record).splitlines()))
+            sys.stderr.flush()
+
+
+@contextmanager
+def console() -> Iterator[None]:
+    """Install a `Console` on the logger "raafl" for the block, unless that logger has a handler.
+
+    Records of level INFO and above are printed, unless a level was set. They still reach the handlers of the root logger.
+    """
+    logger = logging.getLogger("raafl")
+    if logger.handlers:
+        yield
+        return
+    handler, level = Console(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level or logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@lru_cache(1000)
+def warn_once(logger: logging.Logger, text: str) -> None:
+    """Log a warning, unless this process has logged the same one before."""
+    logger.warning(text)
+
+
+def is_printed() -> bool:
+    """Check whether progress is printed on the console, rather than routed elsewhere or silenced."""
+    logger = logging.getLogger("raafl")
+    return logger.isEnabledFor(logging.INFO) and any(isinstance(handler, Console) for handler in logger.handlers)

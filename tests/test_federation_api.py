@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import threading
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -19,12 +18,9 @@ from torch.utils.data import DataLoader, Subset, SubsetRandomSampler, TensorData
 
 import raafl
 from raafl.api.python_objects import digest
-from raafl.api.settings import same_settings
 from raafl.commands.cli import main
-from raafl.core.training import Training
 from raafl.data import Dirichlet
 from raafl.errors import BadInput
-from raafl.parts.protect.options import Rounds
 from raafl.runtime.run import simulate
 from tests.habits.source import ROOT
 from tests.helpers.small_federations import federation, small_net
@@ -305,15 +301,6 @@ def test_a_run_goes_on_only_with_the_settings_it_had(tmp_path):
         federation(seed=1, num_steps=4).simulate(small_mlp, digits(), resume=tmp_path / "run")
     with pytest.raises(BadInput, match="is not a run folder"):
         federation().simulate(small_mlp, digits(), resume=tmp_path / "nothing")
-
-
-def test_a_field_that_a_run_folder_lacks_was_added_since_and_had_its_default():
-    then, train = {"seed": 1, "train": {"num_steps": 4}}, asdict(Training(num_steps=4))
-    mine = {"seed": 1, "rounds": asdict(Rounds()), "train": train}
-    same_settings(then, mine)
-    for name, other in {"train": {**train, "lr_final": 0.5}, "rounds": asdict(Rounds(close_at=0.5))}.items():
-        with pytest.raises(BadInput, match=f"resume: {name} not as in the run"):
-            same_settings(then, {**mine, name: other})
 
 
 def test_a_run_goes_on_only_with_the_weights_it_began_with_and_says_how_to_have_them(tmp_path):

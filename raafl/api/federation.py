@@ -36,7 +36,6 @@ from raafl.api.settings import (
     without_addresses,
 )
 from raafl.config.experiment import Experiment
-from raafl.config.trust import as_before
 from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.local.numerics import numerics_left
@@ -278,12 +277,9 @@ class Federation:
             model=lambda: spec.make(source), data=lambda: source, algorithm=copy.deepcopy(self.algorithm),
             clients=num_clients, devices=devices, resume=None if resume is None else str(resume), **self._fields,
         )  # fmt: skip
-        theirs = {} if resume is None else _settings_in(Path(resume))
-        if theirs and "max_norm_ratio" not in (theirs.get("guard") or {}):  # a run from before there was such a bound
-            experiment.guard = dataclasses.replace(experiment.guard, max_norm_ratio=None)
         config = config_of(experiment, spec, source)
         if resume is not None:
-            same_settings(as_before(theirs), yaml.safe_load(to_yaml(config, [])))
+            same_settings(_settings_in(Path(resume)), yaml.safe_load(to_yaml(config, [])))
         observer = self._observer = CallbackHooks(self.callbacks, spec.given_back)
         try:
             with console(), _left_as_it_was():

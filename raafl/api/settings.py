@@ -169,29 +169,14 @@ def count_of(devices: Any) -> int | None:
 
 
 def same_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Raise `BadInput` unless a resumed run has the settings that it is resumed with.
-
-    A field that ``theirs`` lacks was added later and had its default.
-    """
-    then = _completed(theirs)
-    other = [name for name in mine if name not in marked("may_change") and then.get(name) != mine[name]]
+    """Raise `BadInput` unless a resumed run has the settings that it is resumed with."""
+    other = [name for name in mine if name not in marked("may_change") and theirs.get(name) != mine[name]]
     if other:
         seeded = " (of the model the values that it began with, too: torch.manual_seed before it is made)"
         raise BadInput(
             f"resume: {', '.join(other)} not as in the run's config.yaml: give the same as then"
             + (seeded if "model" in other else "")
         )
-
-
-def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the default of each field that it lacks, sections included."""
-    found = dict(config)
-    for one in dataclasses.fields(Experiment):
-        if one.name in SECTIONS and isinstance(found.get(one.name), dict | None):
-            found[one.name] = {**_plain(SECTIONS[one.name]()), **(found.get(one.name) or {})}
-        elif one.default is not dataclasses.MISSING:
-            found.setdefault(one.name, _plain(one.default))
-    return found
 
 
 def config_of(experiment: Experiment, module: ModuleSpec, data: object) -> dict[str, Any]:

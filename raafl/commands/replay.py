@@ -81,9 +81,9 @@ def replay(
 
 def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
     """Read from the journal the number of clients that the run waited for, and whether lost clients counted."""
-    start = begun.get("start", {})
-    least, counts = start.get("min_clients"), start.get("count_lost", True)
-    if not isinstance(least, int | None) or not isinstance(counts, bool):
+    start = begun.get("start")
+    least, counts = (start.get("min_clients"), start.get("count_lost")) if isinstance(start, dict) else (None, None)
+    if not isinstance(least, int) or not isinstance(counts, bool):
         raise BadInput(
             f"the journal of '{folder}' says of the start {start!r:.80}: it was changed, and cannot be replayed"
         )

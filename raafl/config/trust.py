@@ -79,10 +79,6 @@ class UntrustedValue(ValueError):
     """Something in a config that is neither a name of raafl's nor a plain value where it stands."""
 
 
-BEFORE: Final[Mapping[str, Mapping[str, Any]]] = {"guard": {"max_norm_ratio": None}}
-"""Fields whose default changes what a run does, by section, with what was done before there were such fields."""
-
-
 def from_server(text: str) -> str:
     """Check a config that came over the wire; give back, as YAML, those of its sections that a client uses.
 
@@ -124,20 +120,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{file} cannot be read: {error}") from None
-    return yaml.safe_dump(as_before(tree), sort_keys=False)
-
-
-def as_before(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run folder's config with the fields that it lacks since they were added later, so that the run is as it was."""
-    filled = dict(tree)
-    for section, values in BEFORE.items():
-        given = filled.get(section)
-        if isinstance(given, dict | None):
-            filled[section] = {
-                **(given or {}),
-                **{name: old for name, old in values.items() if name not in (given or {})},
-            }
-    return filled
+    return yaml.safe_dump(tree, sort_keys=False)
 
 
 def is_trusted(folder: Path, *, asked: bool) -> bool:

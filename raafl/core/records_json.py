@@ -29,7 +29,7 @@ def client_to_json(client: ClientInfo) -> dict[str, Any]:
 def _profile_to_json(profile: Profile) -> dict[str, Any]:
     """Describe a device, of which a large fleet has few kinds, once; the answer is shared, and not to be changed."""
     values = {one.name: getattr(profile, one.name) for one in fields(profile)}
-    if not profile.launch_s:  # so that journals stay as they were before there was such a price
+    if not profile.launch_s:  # most devices have no such price: their rows stay short
         del values["launch_s"]
     if profile.availability is not None and profile.availability[-1][1] == math.inf:
         values["availability"] = (*profile.availability[:-1], (profile.availability[-1][0], None))
@@ -43,7 +43,7 @@ def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
     if (windows := profile.get("availability")) and windows[-1][1] is None:
         profile["availability"] = [*windows[:-1], (windows[-1][0], math.inf)]
     return ClientInfo(
-        data["client"], data["num_samples"], Profile(**profile), data["incarnation"], data.get("own_data") is True
+        data["client"], data["num_samples"], Profile(**profile), data["incarnation"], data["own_data"] is True
     )
 
 
@@ -59,7 +59,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
                 "refusal": update.refusal, "fingerprint": update.fingerprint,
             }  # fmt: skip
         case Lost(client, reason, incarnation):
-            counts = {"counts": True} if event.counts else {}  # absent in older journals
+            counts = {"counts": True} if event.counts else {}
             return {"event": "lost", "client": client, "reason": reason, "incarnation": incarnation, **counts}
         case Timer(id):
             return {"event": "timer", "id": id}

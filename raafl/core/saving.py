@@ -112,14 +112,13 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     for name, owner in _counters(coordinator).items():
         setattr(owner, name, data[name])
     for name, book in _books(coordinator).items():
-        book.update(dict(data.get(name, [])))
+        book.update(dict(data[name]))
     device = state.values.device
     state.memory.update(from_plain(data["memory"], device))
-    if "client_state" in data:
-        state.clients.kept.update(from_plain(data["client_state"], device))
+    state.clients.kept.update(from_plain(data["client_state"], device))
     for name, clients in (("clients", roster.clients), ("kept_out", roster.suspended)):
-        clients.update({client.id: client for client in map(client_from_json, data.get(name, []))})
-    for number, num_bytes in data.get("said_bytes", []):
+        clients.update({client.id: client for client in map(client_from_json, data[name])})
+    for number, num_bytes in data["said_bytes"]:
         roster.said_bytes[number] = math.inf if num_bytes is None else num_bytes
     assignments = [assignment_from_json(item) for item in data["active"]]
     roster.active.update({assignment.id: assignment for assignment in assignments})
@@ -130,7 +129,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     roster.drawn.update(dict.fromkeys(data["drawn"]))
     coordinator.waiting[:] = [_waiting_from_plain(item) for item in data["waiting"]]
     coordinator.arrived_s[:] = data["arrived_s"]
-    coordinator.absent.update(data.get("absent", []))
+    coordinator.absent.update(data["absent"])
     coordinator.wake = (data["wake"][0], data["wake"][1])
     version, internal, gauss = data["rng"]
     coordinator.rng.setstate((version, tuple(internal), gauss))

@@ -233,14 +233,12 @@ class RunRecord:
         self.time_to.update({name: at_s for name, at_s in data["time_to"].items() if name in self.time_to})
         self.metrics, self.evaluated_version = dict(data["metrics"]), data["evaluated_version"]
         self.num_events, self.num_rows = data["num_events"], data["num_rows"]
-        busy_s = data["busy_s"]
-        self._busy_s = busy_s if isinstance(busy_s, float) else sum(busy_s.values())  # by client in earlier versions
+        self._busy_s = data["busy_s"]
         self._staleness_sum, self._staleness_max = data["staleness"]
         self._turned_away.update(data["turned_away"])
-        self._kept_out.update(data.get("kept_out", {}))
-        if "figures" in data:
-            self.figures.restore(data["figures"])
-            self.row = dict(data["row"])
+        self._kept_out.update(data["kept_out"])
+        self.figures.restore(data["figures"])
+        self.row = dict(data["row"])
 
     def lose(self, num: int) -> None:
         """Count assignments that were marked lost when the run was resumed."""

@@ -109,11 +109,9 @@ class Replay:
     def _go_on(self, row: JournalRow) -> None:
         """Count assignments from where the resumed run did, and hold it to the limits that it was given."""
         self.coordinator.roster.last_id = row["last_id"]
-        if row.get("restarted"):
+        if row["restarted"]:
             self.coordinator.restart()
-        limits = dict(row.get("start", {}))
-        if (goals := row.get("goals")) is not None:
-            limits |= {name: goals[name] for name in ("max_updates", "max_time_s")}
+        limits = {**row["start"], **{name: row["goals"][name] for name in ("max_updates", "max_time_s")}}
         self.coordinator.limits = replace(self.coordinator.limits, **limits)
 
     def _do(self, action: Action, order: dict[int, int]) -> None:
@@ -166,7 +164,7 @@ class Replay:
             return Arrived(update)
         update.incarnation, update.num_samples = row["incarnation"], row["num_samples"]
         fingerprint = update.tensors.fingerprint()
-        if self.parting is None and row.get("fingerprint") not in ("", None, fingerprint):
+        if self.parting is None and row["fingerprint"] not in ("", None, fingerprint):
             what = f"update of client {row['client']} for assignment {number}"
             self.parting = Parting(self.num_events + 1, what, row["fingerprint"], fingerprint)
         return Arrived(update)

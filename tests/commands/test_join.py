@@ -190,5 +190,5 @@ def test_a_client_that_is_replaced_ends_with_a_code_of_its_own(monkeypatch, caps
     assert capsys.readouterr().err == "raafl: client 1: replaced: client 1 has joined from elsewhere\n"
 
 
-def replaced(argv, tell):
+def replaced(argv):
     raise Replaced("client 1: replaced: client 1 has joined from elsewhere")

@@ -145,8 +145,6 @@ class Remembered(Merge):
                 "since": 0,
                 "log": {},
             }
-        if "latest" in memory:  # of a checkpoint from before there was one store for all
-            state.clients.kept[LATEST] = memory.pop("latest")
         return memory
 
     def _latest(self, state: GlobalState) -> dict[int, FlatTensors]:

@@ -127,7 +127,7 @@ def _check(section: dict[str, Any]) -> None:
         section["coordinator"][name]
     coordinator, clock = section["coordinator"], section["clock"]
     counts = {name: section[part][name] for part, names in _COUNTS.items() for name in names}
-    counts |= {name: [number for _, number in coordinator.get(name, [])] for name in _BOOKS}
+    counts |= {name: [number for _, number in coordinator[name]] for name in _BOOKS}
     times = {name: section[part][name] for part, names in _TIMES.items() for name in names}
     times["timers"] = [entry[0] for entry in clock.get("timers", clock.get("heap", []))]
     for name, value in (counts | times).items():

@@ -43,7 +43,7 @@ def host(
     with transport:
         saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
         if transport.comes_and_goes:
-            before = None if saved is None else saved.section["coordinator"].get("min_clients")
+            before = None if saved is None else saved.section["coordinator"]["min_clients"]
             min_clients = min_clients or before or experiment.clients
         parts = build(
             experiment, pace=experiment.emulate and experiment.devices is not None, min_clients=min_clients,

@@ -25,7 +25,7 @@ API = {
     "Interfaces of parts": ["raafl.core.algorithm", "raafl.core.local"],
     "Parts": [
         "raafl.core.sample",
-        *(f"raafl.parts.{n}" for n in ("select", "select.rated", "select.windows", "trigger")),
+        *(f"raafl.parts.{n}" for n in ("select", "select.rate_select", "select.windows", "trigger")),
         *(f"raafl.parts.merge.{n}" for n in ("mean", "staleness")),
     ],
     "Records": ["raafl.core.types", "raafl.core.state"],

@@ -1,6 +1,7 @@
-"""Published methods, a file or a package each. A line of imports registers one: all else is derived from it.
+"""Published methods, one file or package each; importing a factory here registers it.
 
-That is `ALGORITHMS`, `raafl.NAME`, `raafl algorithms`, what a shell completes, and the pages of the docs' site.
+Everything else derives from these imports: `ALGORITHMS`, `raafl.NAME`, `raafl algorithms`, shell completion and the pages of
+the documentation.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from raafl.algorithms.timely_fl import timely_fl as timely_fl
 from raafl.core.algorithm import Algorithm as Algorithm
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
-    name: made for name, made in sorted(globals().items()) if getattr(made, "__module__", "") == f"{__name__}.{name}"
+    name: factory
+    for name, factory in sorted(globals().items())
+    if getattr(factory, "__module__", "") == f"{__name__}.{name}"
 }
 """The factory of each method, by its name."""

@@ -1,8 +1,8 @@
 """FedAsync (Xie, Koyejo, Gupta, "Asynchronous Federated Optimization", 2019); called FedSync in Fed-RAA's tables.
 
-Every update of the full model is mixed in as it arrives: ``theta_t = (1 - alpha_t) theta_{t-1} + alpha_t theta_new``
-with ``alpha_t = alpha * s(t - tau)`` (Algorithm 1, section 5.2). Clients may pull towards what they received
-(the regularised objective of Algorithm 1, rho); 0 by default.
+Each update of the full model is mixed into the global one as it arrives:
+``theta_t = (1 - alpha_t) theta_{t-1} + alpha_t theta_new`` with ``alpha_t = alpha * s(t - tau)`` (Algorithm 1, section 5.2).
+Clients may add a proximal term of weight rho to their loss (the regularised objective of Algorithm 1); by default it is 0.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ def fed_async(
     submodel: Select | None = None,
     lora: LoRAMerge | None = None,
 ) -> Algorithm:
-    """Make FedAsync.
+    """Return FedAsync, which mixes each update into the model as it arrives.
 
     Args:
         alpha: mixing weight (alpha), in (0, 1].
-        staleness: s(.): constant, polynomial or hinge.
+        staleness: kind of the staleness factor s(.): constant, polynomial or hinge.
         staleness_a: a of polynomial and hinge.
         staleness_b: b of hinge.
-        prox: weight of the pull towards the received values (rho).
-        cohort: clients kept at work, drawn uniformly; None = all.
-        concurrency: cap on clients at work; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
-        lora: how adapters are merged (docs/submodels.md); None = A and B apart, each rank over those who have it.
+        prox: weight of the proximal term, which pulls towards the received values (rho).
+        cohort: number of clients that train asynchronously, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
+        lora: way to merge LoRA adapters (docs/submodels.md); None = average A and B separately, each rank over
+            clients that have it.
     """
     algorithm = Algorithm(
         name="fed_async",

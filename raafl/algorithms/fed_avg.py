@@ -1,7 +1,8 @@
 """FedAvg (McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017).
 
-Each round a cohort trains the full model; when all have reported, ``theta = sum_n |D_n| theta_n / sum_n |D_n|``
-(Algorithm 1). With a cohort smaller than the fleet this is the papers' SyncFL.
+In each round a cohort trains the full model; once all have reported, the model becomes their weighted mean
+``theta = sum_n |D_n| theta_n / sum_n |D_n|`` (Algorithm 1). With a cohort smaller than the fleet this is what later papers
+call SyncFL.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ def fed_avg(
     submodel: Select | None = None,
     lora: LoRAMerge | None = None,
 ) -> Algorithm:
-    """Make FedAvg.
+    """Return FedAvg, which averages the models of a round's clients.
 
     Args:
-        cohort: clients in a round, drawn uniformly (C*K in Algorithm 1); None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        by_samples: weigh by |D_n| (n_k in Algorithm 1); False = every client alike.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
-        lora: how adapters are merged (docs/submodels.md); None = A and B apart, each rank over those who have it.
+        cohort: number of clients in a round, drawn uniformly (C*K in Algorithm 1); None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        by_samples: weight clients by |D_n| (n_k in Algorithm 1); False = equally.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
+        lora: way to merge LoRA adapters (docs/submodels.md); None = average A and B separately, each rank over
+            clients that have it.
     """
     algorithm = Algorithm(
         name="fed_avg",

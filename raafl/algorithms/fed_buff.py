@@ -1,11 +1,11 @@
 """FedBuff (Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", AISTATS 2022).
 
 Clients train the full model without waiting for each other and send ``Delta_i``, their trained values minus the values
-*they* received. Once K have arrived: ``theta <- theta + eta_g / K * sum_i s(staleness_i) Delta_i`` with
-``s = 1/sqrt(1 + staleness)`` (Algorithm 1, section 5). What is in the buffer when the run ends is folded in as well,
-divided by its number. With K = 1 every delta is applied at once.
+*they* received. Once K updates have arrived: ``theta <- theta + eta_g / K * sum_i s(staleness_i) Delta_i`` with
+``s = 1/sqrt(1 + staleness)`` (Algorithm 1, section 5). Updates still in the buffer when the run ends are merged as well,
+divided by their number. With K = 1 every delta is applied at once.
 
-With `server_optimizer` that mean, without eta_g, is the pseudo-gradient of a step of FedOpt (Reddi et al. 2021, Algorithm 2): the
+With `server_optimizer` the mean without eta_g is the pseudo-gradient of a FedOpt step (Reddi et al. 2021, Algorithm 2): the
 "FedBuff with FedOpt" that TimelyFL compares with (its Table 1).
 """
 
@@ -32,19 +32,21 @@ def fed_buff(
     submodel: Select | None = None,
     lora: LoRAMerge | None = None,
 ) -> Algorithm:
-    """Make FedBuff.
+    """Return FedBuff, which merges every K updates as the mean of their deltas.
 
     Args:
-        buffer_size: updates in one merge (K).
-        server_lr: server learning rate (eta_g, or eta of the server optimizer); None = 1, or 0.01 with one.
-        staleness: s(.); polynomial with a = 0.5 is the paper's 1/sqrt(1 + staleness).
+        buffer_size: number of updates in a merge (K).
+        server_lr: server learning rate (eta_g, or eta of the server optimizer); None = 1, or 0.01 with a server optimizer.
+        staleness: kind of the staleness factor s(.); polynomial with a = 0.5 is the paper's 1/sqrt(1 + staleness).
         staleness_a: a of polynomial and hinge.
         staleness_b: b of hinge.
-        server_optimizer: adam, yogi or adagrad (FedOpt); None = the mean of the buffer as it is.
-        cohort: clients kept at work, drawn uniformly (the paper's concurrency M_c); None = all.
-        concurrency: cap on clients at work; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
-        lora: how adapters are merged (docs/submodels.md); None = A and B apart, each rank over those who have it.
+        server_optimizer: adam, yogi or adagrad (FedOpt); None = add the mean of the buffer.
+        cohort: number of clients that train asynchronously, drawn uniformly (the paper's concurrency M_c); None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
+        lora: way to merge LoRA adapters (docs/submodels.md); None = average A and B separately, each rank over
+            clients that have it.
     """
     stale = Staleness(staleness, staleness_a, staleness_b)
     merge: Merge

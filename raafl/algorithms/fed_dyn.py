@@ -1,21 +1,22 @@
 """FedDyn (Acar et al., "Federated Learning Based on Dynamic Regularization", ICLR 2021).
 
-Each client minimises its loss with a linear and a quadratic term, whose optimum is the whole problem's (Algorithm 1)::
+Each client adds a linear and a quadratic term to its loss, so that the clients' optima agree with the optimum of the whole
+problem (Algorithm 1)::
 
     theta_k = argmin L_k(theta) - <g_k, theta> + alpha/2 ||theta - theta^{t-1}||^2
     g_k <- g_k - alpha (theta_k - theta^{t-1})                       the client's gradient at its optimum, 0 at first
     h <- h - alpha 1/m sum_{k in P_t} (theta_k - theta^{t-1})        m clients in all; h is the mean of all g_k
     theta^t = 1/|P_t| sum_{k in P_t} theta_k - h / alpha
 
-So a step goes along ``grad L_k - g_k + alpha (theta - theta^{t-1})``. The server keeps g_k and works it out of what it receives:
-down go the submodel and g_k, up the submodel alone.
+A local step therefore follows ``grad L_k - g_k + alpha (theta - theta^{t-1})``. The server stores g_k and computes it from the
+updates: clients receive the submodel and g_k, and send the submodel alone.
 
-The paper leaves open, and this does:
+Choices that the paper leaves open:
 - The argmin is the run's local epochs of the model's own optimizer, as in the paper's experiments.
 - alpha 0 is unweighted FedAvg, bit for bit; the limit of the equations would divide 0 by 0.
-- Submodels: means and h are over the clients that have an element (`raafl.parts.merge.variates`), -h / alpha moves what the round
-  covers. Running statistics are averaged.
-- It works in rounds alone: g_k and h are differences from the one theta^{t-1} that all clients of a round begin at.
+- Submodels: means and h are over the clients that have an element (`raafl.parts.merge.variates`), and -h / alpha moves only
+  elements that the round covers. Running statistics are averaged.
+- It works in rounds alone: g_k and h are differences from the one theta^{t-1} from which all clients of a round start.
 """
 
 from __future__ import annotations
@@ -37,18 +38,20 @@ from raafl.parts.trigger import AllReported
 from raafl.submodel import FlatTensors, Spec
 
 GRADIENT = "g_k"
+"""Bundle, and store of variates by client, of the gradients g_k."""
 
 
 def fed_dyn(
     alpha: float = 0.01, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None
 ) -> Algorithm:
-    """Make FedDyn.
+    """Return FedDyn, which corrects each client's loss by a gradient that the server stores for it.
 
     Args:
         alpha: weight of the regularisation (alpha), 0 or more; the paper tries 0.001, 0.01 and 0.1.
-        cohort: clients in a round, drawn uniformly (P_t); None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
+        cohort: number of clients in a round, drawn uniformly (P_t); None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
     """
     at_least("alpha", alpha, 0)
     mean = Mean(by_samples=False)
@@ -65,13 +68,13 @@ def fed_dyn(
 
 @dataclass(frozen=True)
 class Regularised(Local):
-    """Local training with a proximal and a linear term."""
+    """Local training on the loss plus a linear and a proximal term."""
 
     down: ClassVar[tuple[str, ...]] = (GRADIENT,)
     uses_gradients: ClassVar[bool] = True
 
     def hook(self, task: Task) -> Hook:
-        """Return the steps with the linear term."""
+        """Return the hook that adds the linear term to the gradients."""
         return _Steps(task)
 
     def __str__(self) -> str:
@@ -82,7 +85,7 @@ class _Steps(Hook):
     """Hook that subtracts g_k from each gradient; the trainer adds the proximal term."""
 
     def update(self) -> None:
-        """Make a step."""
+        """Subtract g_k from the gradients, then make the optimizer's step."""
         linear = self.task.down[GRADIENT]
         for name, parameter in self.task.module.named_parameters():
             if parameter.grad is not None and name in linear:
@@ -92,15 +95,20 @@ class _Steps(Hook):
 
 @dataclass(frozen=True)
 class Corrected(WithVariates):
-    """Merge that moves the mean by -h / alpha and updates g_k and h from the clients' differences."""
+    """Merge that moves the mean by -h / alpha and updates g_k and h from the clients' differences.
+
+    Attributes:
+        alpha: weight of the regularisation.
+    """
 
     alpha: float
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Update the client's gradient g_k, and pass its values to the mean."""
-        change, now = update.tensors.clone(), state.submodels.plan(spec).gather(state.values)
+        """Update the client's gradient g_k, and pass its values to the inner mean."""
+        # in a round the global values are still theta^{t-1}, which all its clients received
+        change, received = update.tensors.clone(), state.submodels.plan(spec).gather(state.values)
         for dtype, buffer in change.buffers.items():
-            buffer.sub_(now.buffers[dtype])
+            buffer.sub_(received.buffers[dtype])
         for name, tensor in change.items():
             if name not in state.submodels.parameter_names:
                 tensor.zero_()
@@ -112,12 +120,13 @@ class Corrected(WithVariates):
         """Apply the mean, then move the elements that it covers by -h / alpha."""
         super().apply(state)
         whole = state.submodels.layout(part="trained")
-        on, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))
+        covered, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))
         for spec in state.memory.pop("fed_dyn"):
-            plan_of(state, spec).cover_(on)
+            plan_of(state, spec).cover_(covered)
+        # after super().apply, which folds this round's g_k into their mean h, as Algorithm 1 orders it
         self.variates.mean_(state, Spec(), h)
-        for name in on.layout.by_name:
-            state.values[name].sub_(torch.where(on[name] > 0, h[name], 0.0), alpha=1 / self.alpha)
+        for name in covered.layout.by_name:
+            state.values[name].sub_(torch.where(covered[name] > 0, h[name], 0.0), alpha=1 / self.alpha)
 
     def __str__(self) -> str:
         return f"{self.inner}, less the mean gradient / {self.alpha:g}"

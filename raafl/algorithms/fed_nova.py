@@ -1,24 +1,24 @@
 """FedNova (Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization", NeurIPS 2020).
 
-Clients that make more steps would count for more. So what each has done is divided by how much it has done, ||a_i||_1, and the
-model moves by the mean of that, as far as all together have moved (eq. 10 with eq. 4; section 4)::
+In FedAvg a client that makes more local steps moves the model further. FedNova divides each client's change by its amount of
+local work ||a_i||_1, averages, and multiplies by the mean amount of work tau_eff (eq. 10 with eq. 4; section 4)::
 
     d_i = (x_i - x) / ||a_i||_1,   tau_eff = sum_i p_i ||a_i||_1,   x <- x + tau_eff sum_i p_i d_i,   p_i = n_i / n
 
-a_i weighs the gradients of a client's tau_i steps (section 3.1): of SGD ``||a_i||_1 = tau_i``; with momentum rho
+a_i holds the weights of the gradients of a client's tau_i steps (section 3.1). For SGD ``||a_i||_1 = tau_i``; with momentum rho
 ``(tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho)``; with a proximal term mu ``(1 - (1 - eta mu)^tau) / (eta mu)``.
 
-The paper leaves open, and this does:
-- Every client makes the steps that `train` and its data give it, or that `submodel` asks of it.
-- ||a_i||_1 is what the model's own optimizer makes of gradients that are all 1, as the client finds by making its steps on one
-  number, per unit of learning rate at the first step: for SGD, momentum and the proximal term the paper's sums, and it holds for
-  schedules, too. Adaptive optimizers are taken for SGD: tau_i.
+Choices that the paper leaves open:
+- Every client makes the steps that `train` and its data, or `submodel`, give it.
+- The client measures ||a_i||_1: it runs its optimizer on one scalar whose gradient is always 1, and divides the distance by the
+  learning rate of the first step. For SGD, momentum and the proximal term this gives the paper's sums, and it covers learning
+  rate schedules too. Adaptive optimizers are treated as SGD: tau_i.
 - Submodels: p_i and tau_eff of an element are over the clients that have it. Running statistics are averaged.
-- tau_eff moves everybody's updates by what each client says of itself, so of a merge's ||a_i||_1 none counts as more than
-  `LIMIT` times their lower median.
-- n is of the clients in the round. With equal steps it is FedAvg but for rounding.
-- With a `buffer_size` it is asynchronous: K differences make a merge, each against the model that its client was sent, and each
-  weighs p_i s(staleness), s = 1/sqrt(1 + staleness).
+- A client reports its own ||a_i||_1, and tau_eff multiplies everybody's updates; so a value counts as at most `LIMIT` times the
+  lower median of its merge.
+- n sums over the clients of the round. With equal numbers of steps it equals FedAvg up to rounding.
+- With a `buffer_size` it is asynchronous: K differences make a merge, each against the model that its client received, with
+  weights p_i s(staleness), s = 1/sqrt(1 + staleness).
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ from raafl.parts.trigger import AllReported, Buffered
 from raafl.submodel import Spec
 
 DONE = "done"
-"""Key in `Update.extra` of ||a_i||_1."""
+"""Key of ||a_i||_1, the amount of local work, in `Update.extra`."""
 
 LIMIT = 100.0
-"""Times the lower median of a merge that one client is believed to have done."""
+"""Largest amount of work that one client may claim, as a multiple of the lower median of its merge."""
 
 
 def fed_nova(
     prox: float = 0.0, by_samples: bool = True, cohort: int | None = None, concurrency: int | None = None,
     buffer_size: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Make FedNova.
+    """Return FedNova, which normalises each client's change by its amount of local work.
 
     Args:
         prox: weight of a proximal term (mu), 0 or more.
-        by_samples: p_i by |D_i|; False = every client alike.
-        cohort: clients in a round, drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        buffer_size: updates in a merge, asynchronously; None = rounds.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
+        by_samples: weight clients by |D_i| (p_i); False = equally.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        buffer_size: number of updates in an asynchronous merge; None = synchronous rounds.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
     """
     return Algorithm(
         name="fed_nova",
@@ -73,15 +74,15 @@ def fed_nova(
 
 @dataclass(frozen=True)
 class Counted(Local):
-    """Plain local training that reports its amount of work tau_i."""
+    """Plain local training that reports its amount of work ||a_i||_1."""
 
     def hook(self, task: Task) -> Hook:
-        """Return the steps."""
+        """Return the hook that measures the amount of work."""
         return _Steps(task, self.prox)
 
 
 class _Steps(Hook):
-    """Hook that runs the optimizer in parallel on a constant gradient of 1."""
+    """Hook that also runs the optimizer's rule on one scalar, whose gradient is always 1."""
 
     def __init__(self, task: Task, prox: float) -> None:
         super().__init__(task)
@@ -89,7 +90,9 @@ class _Steps(Hook):
         self._num = 0
 
     def update(self) -> None:
-        """Make a step, and the same step on one number."""
+        """Make a step of the model, and the same step of the scalar."""
+        # The first group stands for all: the scalar has one learning rate and one momentum. Options are read at each step, since
+        # schedules change them.
         options = self.task.optimizer.param_groups[0]
         lr, rho = float(options["lr"]), float(options.get("momentum", 0.0))
         gradient = 1.0 - self._prox * self._moved
@@ -101,7 +104,7 @@ class _Steps(Hook):
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Return tau_i, the way of a gradient of 1; at a learning rate of 0, where nothing moves, the number of steps."""
+        """Return ||a_i||_1: the scalar's distance per unit of learning rate, or the number of steps if that rate is 0."""
         return {DONE: self._moved / self._first if self._first else float(self._num)}
 
 
@@ -110,8 +113,8 @@ class Normalised(Merge):
     """``theta <- theta + tau_eff sum_i p_i d_i`` over the clients that have an element.
 
     Attributes:
-        by_samples: weigh by |D_i|.
-        staleness: s.
+        by_samples: weight clients by |D_i|; False = equally.
+        staleness: staleness factor s; each update weighs p_i s.
     """
 
     by_samples: bool = True
@@ -120,12 +123,12 @@ class Normalised(Merge):
     by_client: ClassVar[bool] = True
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return a reason if the reported work is not a positive number."""
+        """Return "bad-extra" unless the reported amount of work is a plausible positive number."""
         done = update.extra.get(DONE)
         return None if isinstance(done, float) and 1e-6 < done < 1e9 else "bad-extra"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Divide an update by its tau_i, in place, and add it to the sum."""
+        """Divide the update by its amount of work ||a_i||_1, in place, and add it to the sum."""
         memory, done = state.memory.setdefault("fed_nova", {"done": []}), float(update.extra[DONE])
         weight = (float(update.num_samples) if self.by_samples else 1.0) * self.staleness(staleness)
         for name, tensor in update.tensors.items():
@@ -135,14 +138,16 @@ class Normalised(Merge):
         memory["done"].append(done)
 
     def apply(self, state: GlobalState) -> None:
-        """Move each element by the mean normalised update times tau_eff."""
+        """Move each element by tau_eff times the mean normalised update."""
         memory = state.memory["fed_nova"]
         sums = Accumulator(state, memory)
+        # tau_eff multiplies everybody's updates by amounts that clients claim; without the limit one client could set the step
         most = LIMIT * median_low(memory["done"])
-        on, done = sums.cover(), sums.cover([min(one, most) for one in memory["done"]], "mixed")
+        covered, work = sums.cover(), sums.cover([min(done, most) for done in memory["done"]], "mixed")
         for name, theta in trained_values(state).items():
-            far = done[name] / on[name] if name in state.submodels.parameter_names else 1.0
-            theta.copy_(torch.where(on[name] > 0, theta + sums.total[name] / on[name] * far, theta))
+            # running statistics are plain means: they are not a sum of steps
+            tau_eff = work[name] / covered[name] if name in state.submodels.parameter_names else 1.0
+            theta.copy_(torch.where(covered[name] > 0, theta + sums.total[name] / covered[name] * tau_eff, theta))
         sums.clear()
         memory["done"].clear()
 

@@ -1,6 +1,6 @@
 """FedOpt: FedAdam, FedYogi, FedAdagrad (Reddi et al., "Adaptive Federated Optimization", ICLR 2021).
 
-FedAvg's rounds, but the mean of the clients' deltas is the pseudo-gradient of an adaptive server optimiser
+Rounds are those of FedAvg, but the mean of the clients' deltas is the pseudo-gradient of an adaptive server optimizer
 (Algorithm 2).
 """
 
@@ -24,17 +24,18 @@ def fed_opt(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Make FedOpt.
+    """Return FedOpt, which takes an adaptive server step along the mean of a round's deltas.
 
     Args:
         optimizer: adam, yogi or adagrad.
         server_lr: server learning rate (eta).
         beta1: decay of the first moment (beta_1).
-        beta2: decay of the second moment (beta_2); to be left out for adagrad, which has none.
-        tau: adaptivity (tau).
-        cohort: clients in a round, drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
+        beta2: decay of the second moment (beta_2); leave it out for adagrad, which has none.
+        tau: constant added to the square root in the denominator (tau, the degree of adaptivity).
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
     """
     if optimizer == "adagrad" and beta2 != 0.99:
         raise BadInput(f"beta2 is {beta2}, but adagrad has no second decay: leave it out, or use adam or yogi")

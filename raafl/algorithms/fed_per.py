@@ -1,17 +1,16 @@
 """FedPer (Arivazhagan et al., "Federated Learning with Personalization Layers", 2019), and LG-FedAvg.
 
-Each client has layers of its own, which no other client's training touches; the others are averaged as in FedAvg
-(Algorithm 1): ``theta_B = sum_j gamma_j theta_B,j``, gamma_j = n_j / n, and theta_P,j stays client j's. FedPer's own layers are the
-last ones, ``local: head``; LG-FedAvg (Liang et al., "Think Locally, Act Globally", 2020) is its mirror, ``local: body``.
+Each client has some layers of its own, which no other client's training changes; the others are averaged as in FedAvg
+(Algorithm 1): ``theta_B = sum_j gamma_j theta_B,j``, gamma_j = n_j / n, and theta_P,j stays client j's. In FedPer the own layers
+are the last ones, ``local: head``; LG-FedAvg (Liang et al., "Think Locally, Act Globally", 2020) is its mirror, ``local: body``.
 
-The paper leaves open, and this does:
-- A client's layers are kept by the server, for this client alone, so that it may come back anywhere and a run replays: they
-  travel with its tasks, as state of its own. They are merged with nobody's and sent to nobody else. Where the server may not see
-  them either, this is not the method.
-- The head is the last linear layer; `layers` names others. Personal are parameters; running statistics are averaged.
-- The global model has the layers that it began with, and so have clients that are new: what it scores says little. Each client
-  measures its own model on its own test part (`partition.test_share`).
-- Submodels: own layers are cut as the submodel is. Empty `layers` are FedAvg, bit for bit.
+Choices that the paper leaves open:
+- The server stores a client's own layers and sends them with the client's tasks, so that the client may rejoin from anywhere and
+  a run replays. They are merged with nobody's and sent to nobody else. If the server may not see them, do not use this method.
+- The head is the last linear layer; `layers` names others. Only parameters are personal; running statistics are averaged.
+- The global model, and a new client, has the own layers' initial values, so the global model's score says little. Each
+  client evaluates its own model on its own test part (`partition.test_share`).
+- Submodels: own layers are cut as the submodel is. Empty `layers` give FedAvg, bit for bit.
 - With `alpha` it is asynchronous: the shared layers of each arrival are mixed in as in FedAsync.
 """
 
@@ -36,6 +35,7 @@ from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.declared import within
 
 OWN = "own layers"
+"""Store of each client's own layers in `GlobalState.clients`."""
 Place = Literal["head", "body"]
 
 
@@ -43,16 +43,17 @@ def fed_per(
     local: Place = "head", layers: Sequence[str] | None = None, by_samples: bool = True, alpha: float | None = None,
     cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Make FedPer.
+    """Return FedPer, which averages all layers except each client's own.
 
     Args:
-        local: a client's own layers: head (FedPer) or body, all but the head (LG-FedAvg).
-        layers: paths of the modules or parameters that are the head; None = the last linear layer.
-        by_samples: weigh by |D_j| (gamma_j); False = every client alike.
-        alpha: mixing weight of each arrival, asynchronously; None = rounds.
-        cohort: clients in a round, drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
+        local: which layers are a client's own: head (FedPer), or body, all but the head (LG-FedAvg).
+        layers: paths of the modules or parameters that form the head; None = the last linear layer.
+        by_samples: weight clients by |D_j| (gamma_j); False = equally.
+        alpha: mixing weight of each arrival, for asynchronous runs; None = synchronous rounds.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
     """
     one_of("local", local, Place)
     trigger, mean = averaging(alpha, by_samples)
@@ -69,14 +70,19 @@ def fed_per(
 
 @dataclass(frozen=True)
 class Personal(Wrapped):
-    """Merge of the shared layers; each client's own layers are stored for it."""
+    """Merge of the shared layers, which also stores each client's own layers.
+
+    Attributes:
+        local: which side is a client's own, head or body.
+        layers: paths of the modules or parameters that form the head; None = the last linear layer.
+    """
 
     local: Place = "head"
     layers: tuple[str, ...] | None = None
     by_client: ClassVar[bool] = True
 
     def own(self, submodels: Submodels) -> frozenset[str]:
-        """Return the parameters of a client's own layers."""
+        """Return the names of the parameters in a client's own layers."""
         return submodels.cached("own layers", (self.local, self.layers), lambda: self._own(submodels))
 
     def _own(self, submodels: Submodels) -> frozenset[str]:
@@ -85,37 +91,39 @@ class Personal(Wrapped):
         return frozenset(name for name in names if within(name, head) == (self.local == "head"))
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return a problem for each path that the model does not have."""
+        """Return a problem for each path in `layers` that the model does not have."""
         names = state.submodels.parameter_names
-        wrong = [path for path in self.layers or () if not any(within(name, (path,)) for name in names)]
-        problems = [f"layers has '{path}', where the model has no parameters: {nearest(path, names)}" for path in wrong]
+        missing = [path for path in self.layers or () if not any(within(name, (path,)) for name in names)]
+        problems = [
+            f"layers has '{path}', where the model has no parameters: {nearest(path, names)}" for path in missing
+        ]
         return super().check(state) + problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return a note if no layer is shared."""
+        """Return the inner merge's notes, and a warning if no layer is shared."""
         trained = state.submodels.parameter_names & state.submodels.layout(part="trained").by_name.keys()
         alone = [] if trained - self.own(state.submodels) else [Warn("nothing is shared: each client trains alone")]
         return super().notes(state, num_clients) + alone
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Insert the client's own layers."""
+        """Write the client's own layers into the values it is sent."""
         load_(state, OWN, client, spec, values, self.own(state.submodels))
         super().personalize(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store the client's own layers, and pass the update on."""
+        """Store the client's own layers, and pass the update to the inner merge."""
         store_(state, OWN, update.client, spec, update.tensors, self.own(state.submodels))
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge the shared layers; leave the others unchanged."""
+        """Merge the shared layers; leave the own layers of the global model unchanged."""
         before = {name: state.values[name].clone() for name in self.own(state.submodels)}
         super().apply(state)
         for name, values in before.items():
             state.values[name].copy_(values)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return under "own_parameters" how many of a client's parameters are its own."""
+        """Return the number of a client's own parameters, as "own_parameters"."""
         layout = state.submodels.layout().by_name
         return {**super().report(state), "own_parameters": sum(layout[n].numel for n in self.own(state.submodels))}
 

@@ -1,6 +1,6 @@
 """FedProx (Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020).
 
-FedAvg whose clients minimise ``F_n(theta) + mu/2 ||theta - theta_t||^2`` (eq. 2). mu = 0 is FedAvg.
+FedAvg whose clients minimise ``F_n(theta) + mu/2 ||theta - theta_t||^2`` (eq. 2). With mu = 0 it is FedAvg.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ def fed_prox(
     by_samples: bool = True,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Make FedProx.
+    """Return FedProx: FedAvg with a proximal term in the clients' loss.
 
     Args:
         prox: weight of the proximal term (mu), 0 or more.
-        cohort: clients in a round, drawn uniformly (K in Algorithm 2); None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        by_samples: weigh by |D_n|; False = every client alike.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
+        cohort: number of clients in a round, drawn uniformly (K in Algorithm 2); None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        by_samples: weight clients by |D_n|; False = equally.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
     """
     return Algorithm(
         name="fed_prox",

@@ -1,24 +1,24 @@
 """Fed-RAA (Zhang et al., "A Resource-Adaptive Approach for Federated Learning under Resource-Constrained Environments").
 
-The model's neurons are split into M disjoint fragments (Table 4). An idle client gets one fragment by Gre-RAA
+The model's neurons are split into M disjoint fragments (Table 4). An idle client gets one fragment from Gre-RAA
 (Algorithm 2), trains it alone as a physically smaller model, minimising
-``f_n(theta_j) + rho/2 ||theta_j - theta_j_received||^2`` (eq. 2), and pushes it back. The server merges at every
+``f_n(theta_j) + rho/2 ||theta_j - theta_j_received||^2`` (eq. 2), and sends it back. The server merges at every
 arrival: ``q(j) += 1; theta_j <- (1 - alpha_t) theta_j + alpha_t theta_j_new``, ``alpha_t = alpha * s(t - tau)``
 (Algorithm 1).
 
-The paper leaves open, and this does:
-- alpha, s, rho and the fragments' scale: see docs/methods/fed-raa.md for the search behind the defaults. With a constant s an
+Choices that the paper leaves open:
+- alpha, s, rho and the fragments' scale: docs/methods/fed-raa.md has the search behind the defaults. With a constant s an
   alpha near 1 does not learn once many clients work at a time (`raafl.parts.merge.mean.Mean.too_stale`).
-- Parameters of no fragment (output bias, norms over an uncut width) go with every fragment and are mixed in like the
-  rest, with the same alpha_t.
+- Parameters that lie in no fragment (output bias, norms over an uncut width) are sent with every fragment and mixed in like
+  the rest, with the same alpha_t.
 - A fragment is trained alone, yet the full network sums all M: `rescale` multiplies a cut layer's activation by
-  1/keep-fraction while training, so that the sum has the scale each fragment was trained for. It makes a fragment's
-  gradients larger too, like a higher learning rate (docs/methods/fed-raa.md has both, measured).
-- trigger "all" (Table 3's Sync): the updates of a round are mixed in at once, each element with the mean of the
-  updates that cover it, every client alike.
-- An axis with fewer units than fragments (two heads, three fragments): each fragment has one unit, and some have the same.
-  A model without axes is one fragment, whatever M; the run says so.
-- K for clients left over by floor(N/M), and for N < M: see `raafl.parts.select.ranking.Ranking.bound`.
+  1/keep-fraction while training, so that the sum has the scale each fragment was trained for. It also makes a fragment's
+  gradients larger, like a higher learning rate (docs/methods/fed-raa.md has measurements of both).
+- trigger "all" (Table 3's Sync): the updates of a round are mixed in at once, each element with the unweighted mean of the
+  updates that cover it.
+- On an axis with fewer units than fragments (two heads, three fragments) each fragment has one unit, and some share it.
+  A model without axes is one fragment, whatever M is; the run logs a warning.
+- K for the clients that floor(N/M) leaves over, and for N < M: see `raafl.parts.select.ranking.Ranking.bound`.
 
 Table 3's rows: Gre-RAA (the default); Random ``select="random"``; MP ``select="fewest_updates"``; Sync ``trigger="all"``.
 """
@@ -51,23 +51,23 @@ def fed_raa(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Make Fed-RAA.
+    """Return Fed-RAA, which trains disjoint fragments of the model on clients matched by speed.
 
     Args:
-        fragments: M, a row of Table 4 (1 to 5), or the ratios themselves.
+        fragments: M, a row of Table 4 (1 to 5), or the ratios of the fragments.
         select: gre_raa, random or fewest_updates (MP).
         trigger: each (asynchronous) or all (Sync Fed-RAA).
         alpha: mixing weight (alpha), in (0, 1].
-        staleness: s(.): constant, polynomial or hinge.
+        staleness: kind of the staleness factor s(.): constant, polynomial or hinge.
         staleness_a: a of polynomial and hinge.
         staleness_b: b of hinge.
-        prox: weight of the pull towards the received fragment (rho).
-        rescale: scale a cut layer's activation by 1/keep-fraction while training.
+        prox: weight of the proximal term, which pulls towards the received fragment (rho).
+        rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
         K: bound on a task's time, in seconds (K); None = that of the offline assignment.
-        cohort: clients kept at work (or in a round), drawn uniformly; None = all.
-        concurrency: cap on clients at work; None = no cap.
-        submodel: what each client trains instead of a fragment, such as `raafl.parts.RateSelect`; fragments, select and K must
-            be left as they are then. None = fragments.
+        cohort: number of clients that train asynchronously, or in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that replaces the fragments, such as `raafl.parts.RateSelect`; leave fragments, select and K at
+            their defaults then. None = fragments.
     """
     if submodel is not None:
         refuse_unused(

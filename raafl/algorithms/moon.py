@@ -1,18 +1,20 @@
 """MOON (Li et al., "Model-Contrastive Federated Learning", CVPR 2021).
 
-FedAvg whose clients keep what they see of a batch near what the model that they received sees, and away from what their own last
-model saw (eq. 3, 4; Algorithm 1), with z the representation that enters the last linear layer::
+FedAvg with a contrastive term in the clients' loss. It pulls the representation z of a batch, the input of the last linear
+layer, towards that of the received model and away from that of the client's own previous model (eq. 3, 4; Algorithm 1)::
 
     l_con = -log( exp(sim(z, z_glob) / tau) / (exp(sim(z, z_glob) / tau) + exp(sim(z, z_prev) / tau)) ),   sim: cosine
     l = l_sup + mu l_con
 
-The server keeps each client's last model, which is what it has received; down go the submodel and that, up the submodel alone.
+The server stores each client's previous model, which is its last update. Clients receive the submodel and their previous model,
+and send the submodel alone.
 
-The paper leaves open, and this does:
-- A client's first last model is the one that it receives: z_prev = z_glob, and the term has no gradient.
-- The other two models look at a batch in training mode, draw (dropout) as the first does, and leave no trace in statistics or logs.
-- Submodels: the last model is cut as the submodel is; what the client has never trained of it is as received.
-- With `alpha` it is asynchronous: each arrival is mixed in as in FedAsync; z_glob is of the model that the client was sent.
+Choices that the paper leaves open:
+- In a client's first task the previous model is the received one: z_prev = z_glob, and the term has no gradient.
+- The other two models run in training mode, with their own random draws (dropout). They change neither running statistics nor
+  logs.
+- Submodels: the previous model is cut as the submodel is; elements that the client has never trained are as received.
+- With `alpha` it is asynchronous: each arrival is mixed in as in FedAsync, and z_glob comes from the model the client received.
 """
 
 from __future__ import annotations
@@ -40,23 +42,25 @@ from raafl.submodel import Cost, FlatTensors, Spec, Submodels
 from raafl.submodel.flat import reals
 
 LAST = "last"
+"""Bundle, and store of values by client, of each client's previous model."""
 
 
 def moon(
     mu: float = 1.0, temperature: float = 0.5, layer: str | None = None, by_samples: bool = True,
     alpha: float | None = None, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Make MOON.
+    """Return MOON: FedAvg with a contrastive term in the clients' loss.
 
     Args:
         mu: weight of the contrastive term (mu), 0 or more; the paper tries 0.1, 1, 5 and 10.
         temperature: temperature of the contrastive term (tau).
         layer: path of the linear layer whose input is the representation; None = the last one.
-        by_samples: weigh by |D_i|; False = every client alike.
-        alpha: mixing weight of each arrival, asynchronously; None = rounds.
-        cohort: clients in a round, drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
+        by_samples: weight clients by |D_i|; False = equally.
+        alpha: mixing weight of each arrival, for asynchronous runs; None = synchronous rounds.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
     """
     at_least("mu", mu, 0)
     positive("temperature", temperature)
@@ -74,7 +78,13 @@ def moon(
 
 @dataclass(frozen=True)
 class Contrastive(Local):
-    """SGD on the loss and the contrastive term."""
+    """Local training on the loss plus the contrastive term.
+
+    Attributes:
+        mu: weight of the contrastive term.
+        temperature: temperature of the contrastive term (tau).
+        layer: path of the linear layer whose input is the representation; None = the last one.
+    """
 
     down: ClassVar[tuple[str, ...]] = (LAST,)
     mu: float = 1.0
@@ -82,16 +92,16 @@ class Contrastive(Local):
     layer: str | None = None
 
     def prepare(self, module: Any) -> Any:
-        """Return the model as it is; raises `BadInput` where it has no such layer."""
+        """Return the model unchanged; raises `BadInput` if it has no such layer."""
         linear_in(module, self.layer)
         return module
 
     def hook(self, task: Task) -> Hook:
-        """Return the steps."""
+        """Return the hook that adds the contrastive term."""
         return _Steps(task, self)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
-        """Return the cost of a plain step, of which forward is a third, and of two more forward passes."""
+        """Return the cost of a plain step plus two forward passes: 5/3 of its FLOPs, since forward is a third of a step."""
         cost = submodels.cost(spec, batch_size)
         return replace(cost, flops_per_sample=cost.flops_per_sample * 5 / 3)
 
@@ -100,43 +110,45 @@ class Contrastive(Local):
 
 
 class _Steps(Hook):
-    """Compares what enters the last linear layer in three models."""
+    """Hook that compares the inputs of the last linear layer in three models: the client's, the received and the previous one."""
 
     def __init__(self, task: Task, local: Contrastive) -> None:
         super().__init__(task)
-        self._local, self._entering = local, InputCapture(task.module, local.layer)
+        self._local, self._capture = local, InputCapture(task.module, local.layer)
 
-    def _seen_at(self, values: FlatTensors, batch: object, index: int) -> Tensor:
+    def _representation(self, values: FlatTensors, batch: object, index: int) -> Tensor:
+        # a target, not a path for gradients: only z of the trained model has any
         with at(self.task.module, values), torch.no_grad():
             self.task.loss(batch, index)
-        return self._entering.seen
+        return self._capture.seen
 
     def loss(self, batch: object, index: int) -> Tensor:
         """Return l_sup + mu l_con."""
-        others = [self._seen_at(flat, batch, index) for flat in (self.task.received, self.task.down[LAST])]
-        loss, z = super().loss(batch, index), self._entering.seen
-        z, *others = (reals(seen).flatten(1) for seen in (z, *others))
+        others = [self._representation(flat, batch, index) for flat in (self.task.received, self.task.down[LAST])]
+        loss, z = super().loss(batch, index), self._capture.seen
+        z, *others = (reals(inputs).flatten(1) for inputs in (z, *others))
         sims = torch.stack([F.cosine_similarity(z, other, dim=1) for other in others], dim=1)
-        first = torch.zeros(len(z), dtype=torch.long, device=z.device)
-        return loss + self._local.mu * F.cross_entropy(sims / self._local.temperature, first)
+        # l_con is a cross entropy over two classes, of which the received model, class 0, is the right one
+        target = torch.zeros(len(z), dtype=torch.long, device=z.device)
+        return loss + self._local.mu * F.cross_entropy(sims / self._local.temperature, target)
 
     def close(self) -> None:
-        """Take the hook off the layer."""
-        self._entering.close()
+        """Remove the hook from the layer."""
+        self._capture.close()
 
 
 @dataclass(frozen=True)
 class WithLastModels(Wrapped):
-    """Keeps the values that each client has sent last."""
+    """Merge that stores the values of each client's last update, to send them back as its previous model."""
 
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Fill in the client's last model."""
+        """Write the client's previous model into its bundle; elements that it has never trained are those it is sent now."""
         bundles[LAST].copy_(values.prefix(bundles[LAST].layout))
         load_(state, LAST, client, spec, bundles[LAST])
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Keep the values, and pass them on."""
+        """Store the client's values, and pass them to the inner merge."""
         store_(state, LAST, update.client, spec, update.tensors)
         super().receive(state, update, spec, staleness)

@@ -1,17 +1,17 @@
 """OAP (Zhou et al., "Convergence of Heterogeneous Federated Learning with Arbitrary Adaptive Online Model Pruning", 2022).
 
-In round q client n prunes the global model for itself, ``theta_{q,n,0} = theta_q * m_{q,n}`` with the mask
-``m_{q,n} = P(theta_q, n)`` decided anew from what the model is now (online), and trains what is left for T steps. An element
-i becomes the mean of the clients that kept it (Algorithm 1):
-``theta_{q+1}^(i) = 1/|N_q^(i)| sum_{n in N_q^(i)} theta_{q,n,T}^(i)``; what none kept stays.
+In round q client n prunes the global model for itself, ``theta_{q,n,0} = theta_q * m_{q,n}``, with a mask
+``m_{q,n} = P(theta_q, n)`` that is chosen anew from the current model (online), and trains the rest for T steps. An element
+i becomes the mean over the clients that kept it (Algorithm 1):
+``theta_{q+1}^(i) = 1/|N_q^(i)| sum_{n in N_q^(i)} theta_{q,n,T}^(i)``; an element that no client kept stays unchanged.
 
-Here, structured: P keeps the units (neurons, channels, heads) of the largest L2 norm of each axis, so that the submodel
-is small and dense; the paper masks single weights or neurons.
+Here pruning is structured: P keeps the units (neurons, channels, heads) with the largest L2 norm on each axis, so that the
+submodel is small and dense; the paper masks single weights or neurons.
 
-The paper leaves open, and this does:
-- The clients' pruning levels, with 1, 3/4, 1/2 and 1/4 of the width in turn. Convergence needs every weight trained by
-  somebody (Gamma_min >= 1): with all rates below 1 the units of small norm are never trained again.
-- All clients count alike.
+Choices that the paper leaves open:
+- The clients' pruning levels: 1, 3/4, 1/2 and 1/4 of the width in turn. Convergence needs every weight trained by
+  some client (Gamma_min >= 1): with all rates below 1 the units of small norm are never trained again.
+- All clients have equal weights.
 
 At rate 1 this is unweighted FedAvg, bit for bit.
 """
@@ -34,15 +34,15 @@ def oap(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Make OAP.
+    """Return OAP, whose clients train the units with the largest weights.
 
     Args:
-        rates: share of the width at each client: one for all; a list dealt to clients 1, 2, ... and again from its beginning;
-            or by name of device. None = 1, 3/4, 1/2, 1/4 in turn.
-        by_samples: weigh by |D_n|; False = every client alike, as in the paper.
-        cohort: clients in a round, drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead (P), such as `raafl.parts.RateSelect`; rates must be left out then.
+        rates: share of the width for each client: one number for all; a list that clients 1, 2, ... take in turn,
+            repeating; or a mapping from device name. None = 1, 3/4, 1/2, 1/4 in turn.
+        by_samples: weight clients by |D_n|; False = equally, as in the paper.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that replaces the pruning (P), such as `raafl.parts.RateSelect`; leave out rates then.
     """
     return Algorithm(
         name="oap",

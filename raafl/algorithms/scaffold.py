@@ -1,22 +1,25 @@
 """SCAFFOLD (Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020).
 
-The server has a control variate c, each client one of its own, c_i, all 0 at first. A client steps from x along (Algorithm 1)::
+The server has a control variate c, and each client i one of its own, c_i; all start at 0. A client starts from x and follows
+(Algorithm 1)::
 
     y <- y - eta_l (g_i(y) - c_i + c)                                                              (eq. 3)
-    c_i^+ = g_i(x)                        option I:  the gradient at what it received
+    c_i^+ = g_i(x)                        option I:  the gradient at the received values
           = c_i - c + (x - y) / (K eta_l) option II: K steps of eta_l                              (eq. 4)
     x <- x + eta_g / |S| sum_S (y_i - x),   c <- c + 1/N sum_S (c_i^+ - c_i)                       (eq. 5)
 
-Down go the submodel, c and c_i, up the differences of the submodel and of c_i, all cut alike. The server keeps c_i.
+Clients receive the submodel, c and c_i, and send the differences of the submodel and of c_i, all cut alike. The server stores
+c_i.
 
-The paper leaves open, and this does:
-- Option II is the mean of the gradients g_i(y) that the steps were made of; for SGD with one learning rate that is eq. 4, and it
-  holds for schedules, momentum and clipping, too, of which eq. 4 would make part of the variate. The correction is added to the
-  gradients, before whatever the model's own optimizer does with them.
-- Option I takes the gradient at x over the task's batches, which doubles the computing.
-- Of submodels c is a mean without clients that do not train an element (`raafl.parts.merge.variates`); of whole models over N.
-- With a `buffer_size` it is asynchronous: K differences make a merge, each against the model and the c that its client was sent,
-  weighed by s(staleness) = 1/sqrt(1 + staleness) as in FedBuff; c_i^+ is kept when it arrives, and c moves at the merge.
+Choices that the paper leaves open:
+- Option II computes the mean of the gradients g_i(y) of all steps. For SGD with one learning rate that equals eq. 4. It also holds
+  for schedules, momentum and clipping, which eq. 4 would count as part of the variate. The correction is added to the
+  gradients before the model's own optimizer uses them.
+- Option I computes the gradient at x over the task's batches, which doubles the computation.
+- Submodels: c is a mean that leaves out clients that do not train an element (`raafl.parts.merge.variates`); for whole models
+  it is over N.
+- With a `buffer_size` it is asynchronous: K differences make a merge, each against the model and the c that its client received,
+  weighted by s(staleness) = 1/sqrt(1 + staleness) as in FedBuff; c_i^+ is stored when it arrives, and c changes at the merge.
 """
 
 from __future__ import annotations
@@ -38,21 +41,23 @@ from raafl.parts.trigger import AllReported, Buffered
 from raafl.submodel import Cost, Spec, Submodels
 
 SERVER, CLIENT = "c", "c_i"
+"""Bundles of the control variates."""
 
 
 def scaffold(
     option: Literal[1, 2] = 2, server_lr: float = 1.0, cohort: int | None = None, concurrency: int | None = None,
     buffer_size: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Make SCAFFOLD.
+    """Return SCAFFOLD, which corrects local steps by control variates.
 
     Args:
-        option: how a client's variate is renewed: 1 (gradient at x) or 2 (mean gradient of its steps).
+        option: way to compute a client's new variate: 1 (gradient at x) or 2 (mean gradient of its steps).
         server_lr: global step size (eta_g).
-        cohort: clients in a round, drawn uniformly (S); None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        buffer_size: updates in a merge, asynchronously; None = rounds.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
+        cohort: number of clients in a round, drawn uniformly (S); None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        buffer_size: number of updates in an asynchronous merge; None = synchronous rounds.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
     """
     if option not in (1, 2):
         raise BadInput(f"option is {option}: give 1 or 2")
@@ -69,7 +74,11 @@ def scaffold(
 
 @dataclass(frozen=True)
 class Controlled(Local):
-    """Steps corrected by control variates (eq. 3), and the new variate (eq. 4)."""
+    """Local training with steps corrected by control variates (eq. 3), which also computes the new variate (eq. 4).
+
+    Attributes:
+        option: way to compute the new variate, 1 or 2.
+    """
 
     down: ClassVar[tuple[str, ...]] = (SERVER, CLIENT)
     up: ClassVar[tuple[str, ...]] = (CLIENT,)
@@ -77,18 +86,18 @@ class Controlled(Local):
     option: int = 2
 
     def hook(self, task: Task) -> Hook:
-        """Return the corrected steps."""
+        """Return the hook that corrects the steps."""
         return _Steps(task, self.option)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
-        """Return the cost of a plain step, twice for option I; sums of half-precision gradients take single precision."""
+        """Return the cost of a plain step, with twice the FLOPs for option I, and memory for single-precision sums of gradients."""
         cost = submodels.cost(spec, batch_size)
         cost = replace(cost, peak_bytes=cost.peak_bytes + submodels.layout(spec, "trained").single_copy_bytes)
         return cost if self.option == 2 else replace(cost, flops_per_sample=2 * cost.flops_per_sample)
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Return False for option I, whose gradients at x no process averages."""
+        """Return False for option I, since no process group averages the gradients that it takes at x."""
         return self.option == 2
 
     def __str__(self) -> str:
@@ -100,23 +109,24 @@ class _Steps(Hook):
 
     def __init__(self, task: Task, option: int) -> None:
         super().__init__(task)
-        self._option, self._num, up = option, 0, task.up[CLIENT]
-        c, self._own = (task.down[name].to(up.device) for name in (SERVER, CLIENT))
+        self._option, self._num_gradients, up = option, 0, task.up[CLIENT]
+        c, self._variate = (task.down[name].to(up.device) for name in (SERVER, CLIENT))
         self._named = [(n, p) for n, p in task.module.named_parameters() if n in up and p.requires_grad]
-        # sums of many gradients: in what goes up, or in single precision where that is half
+        # gradients are summed in the bundle that is sent; in float32 if that is half precision, where a long sum would stall
         self._mean = {n: up[n] if up[n].dtype.itemsize > 2 else up[n].float() for n, _ in self._named}
-        self._correction = {name: c[name] - self._own[name] for name, _ in self._named}
+        self._correction = {name: c[name] - self._variate[name] for name, _ in self._named}
 
     def loss(self, batch: object, index: int) -> torch.Tensor:
-        """Return the loss of a batch; for option I record the gradient at x first."""
+        """Return the loss of a batch; for option I first add the gradient at x to the sum."""
         if self._option == 1:
             with at(self.task.module, self.task.received):
                 loss = self.task.loss(batch, index)
-                self._take(torch.autograd.grad(loss, [p for _, p in self._named], allow_unused=True))
+                self._add(torch.autograd.grad(loss, [p for _, p in self._named], allow_unused=True))
         return super().loss(batch, index)
 
-    def _take(self, gradients: Any) -> None:
-        self._num += 1
+    def _add(self, gradients: Any) -> None:
+        """Add one gradient of each parameter to the sums; None counts as 0."""
+        self._num_gradients += 1
         for (name, _), gradient in zip(self._named, gradients, strict=True):
             if gradient is not None:
                 self._mean[name].add_(gradient)
@@ -124,14 +134,17 @@ class _Steps(Hook):
     def update(self) -> None:
         """Make a step along g - c_i + c."""
         if self._option == 2:
-            self._take([p.grad for _, p in self._named])
+            # before the correction, which is not part of the gradient g_i(y)
+            self._add([p.grad for _, p in self._named])
         for name, parameter in self._named:
             correction = self._correction[name]
             parameter.grad = correction.clone() if parameter.grad is None else parameter.grad.add_(correction)
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Send the difference of the variate."""
+        """Write the difference c_i^+ - c_i to the bundle that the client sends."""
         for name, _ in self._named:
-            self.task.up[CLIENT][name].copy_(self._mean[name].div_(max(self._num, 1)).sub_(self._own[name]))
+            self.task.up[CLIENT][name].copy_(
+                self._mean[name].div_(max(self._num_gradients, 1)).sub_(self._variate[name])
+            )
         return {}

@@ -1,14 +1,14 @@
 """IST (Yuan et al., "Distributed Learning of Fully Connected Neural Networks using Independent Subnet Training", VLDB 2022).
 
-In each round the hidden neurons are dealt out at random, every one to exactly one of S sites (section 3.1); inputs and outputs
-are everybody's. A weight between two hidden neurons of one site is trained by that site alone, for T local steps; one between
-neurons of two sites by nobody in this round. Then trained weights are copied back, and the neurons are dealt anew.
+In each round every hidden neuron is assigned at random to exactly one of S sites (section 3.1); all sites share inputs and
+outputs. A weight between two hidden neurons of one site is trained by that site alone, for T local steps; a weight between
+neurons of two sites is not trained in this round. Then trained weights are copied back, and the neurons are assigned anew.
 
-The paper leaves open, or this does otherwise:
-- Parameters that several sites have (the output bias, norms over an uncut width) become their mean, all sites alike.
-- S is the number of clients in the round, unless `subnets` says so.
-- Any axis is dealt out: channels, heads. Of one with fewer units than sites, each site has one unit, some the same.
-- Neurons are shared out evenly, whatever the clients' devices can do (Zhang et al. call it "uniformly assigned").
+Choices that the paper leaves open, and deviations from it:
+- Parameters that several sites have (the output bias, norms over an uncut width) become their unweighted mean.
+- S is the number of clients in the round, unless `subnets` says otherwise.
+- Any axis is partitioned: channels and heads, too. If it has fewer units than sites, each site has one unit, and some share it.
+- Sites get equal numbers of neurons, whatever the clients' devices can do (Zhang et al. call it "uniformly assigned").
 
 With one subnet this is unweighted FedAvg, bit for bit.
 """
@@ -30,15 +30,15 @@ def ist(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Make IST.
+    """Return IST, whose clients train disjoint random subnets in each round.
 
     Args:
-        subnets: number of disjoint subnets in a round (S); with fewer than clients, several train the same one. None = one for
-            each client of the round.
-        rescale: scale a cut layer's activation by 1/keep-fraction while training.
-        cohort: clients in a round, drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead, such as `raafl.parts.RateSelect`; subnets must be left out then.
+        subnets: number of disjoint subnets in a round (S); if it is below the number of clients, several train the same one.
+            None = one for each client of the round.
+        rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that replaces the subnets, such as `raafl.parts.RateSelect`; leave out subnets then.
     """
     if submodel is not None:
         refuse_unused("submodel says what each client trains", subnets=(subnets, None))

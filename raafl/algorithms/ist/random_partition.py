@@ -1,4 +1,4 @@
-"""Disjoint submodels, dealt out at random anew in each round."""
+"""Partition the units of a model among clients, at random and anew in each round."""
 
 from __future__ import annotations
 
@@ -14,40 +14,51 @@ from raafl.parts.select.submodels import uncut
 from raafl.submodel import Axis, Spec
 
 MEMORY = "dealt"
-"""Key of `GlobalState.memory` under which it is kept how far a round's shares are dealt, so that a checkpoint has it."""
+"""Key in `GlobalState.memory` of the round's version, number of shares and next share, which a checkpoint must contain."""
 
 
 def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
-    """Deal the units of every axis out at random, alike in number, each to one of ``shares`` specs.
+    """Partition the units of every axis at random into ``shares`` specs of equal size.
 
-    Of an axis with fewer units than shares, each spec has one unit, some the same.
+    On an axis with fewer units than shares, each spec has one unit, and some share it.
+
+    Args:
+        axes: axes to partition, by name; stacks of blocks stay whole.
+        shares: number of specs.
+        seed: seed of the run's partitions.
+        round: number of the round; each has its own partition.
     """
     parts: list[dict[str, Sequence[int]]] = [{} for _ in range(shares)]
     for name, axis in axes.items():
         if not isinstance(axis, Axis):
             continue
+        # one generator for each axis, so that an axis is partitioned alike whatever other axes the model has
         order = random.Random(derive_seed(seed, round, name)).sample(range(axis.size), axis.size)
-        for part, places in zip(parts, shared_fragments({name: axis}, [1.0] * shares), strict=True):
-            part[name] = [order[i] for i in places.indices(name) or range(axis.size)]
+        for part, positions in zip(parts, shared_fragments({name: axis}, [1.0] * shares), strict=True):
+            part[name] = [order[i] for i in positions.indices(name) or range(axis.size)]
     return tuple(spec_of(axes, part) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class DisjointUnits(Select):
-    """All units of the model, dealt out among the clients of a round (IST, Yuan et al. 2022, section 3.1).
+    """Select that assigns disjoint random units to the clients of a round (IST, Yuan et al. 2022, section 3.1).
 
-    Clients that start from one version of the model get one share after the other, and from the first again.
+    Clients that start from the same version of the model get the first share, the second, and so on, then the first again.
 
     Attributes:
-        shares: in how many parts; None = one for each client that is there.
-        cohort: clients in a round, where that is less.
+        shares: number of shares; None = one for each client present, at most ``cohort``.
+        cohort: number of clients in a round; None = all.
     """
 
     shares: int | None = None
     cohort: int | None = None
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the next share, as region ``client.id``; raises `BadInput` where the client's memory is too small for it."""
+        """Return the next share, as region ``client.id``.
+
+        Raises:
+            BadInput: the share exceeds the client's memory.
+        """
         version, round = fleet.state.version, fleet.state.memory.setdefault(MEMORY, {"version": -1})
         if round["version"] != version:
             round.update(version=version, shares=self._num_shares(fleet), next=0)
@@ -71,16 +82,16 @@ class DisjointUnits(Select):
         return self.shares or min(present, self.cohort or present)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Change nothing: the round's shares stay as they were dealt, and nobody else trains the client's."""
+        """Do nothing: the round's partition stays, and no other client trains the lost client's share."""
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Name each client whose memory the largest share exceeds."""
+        """Return a problem for each client whose memory the largest share exceeds."""
         specs = deal(fleet.state.submodels.axes, self._num_shares(fleet), 0, 0)
         largest = max({specs[0], specs[-1]}, key=lambda spec: fleet.cost(spec).peak_bytes)
         return [self._problem(c, fleet, largest) for c in fleet.clients.values() if not fleet.fits(c, largest)]
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Say where there is nothing to deal out."""
+        """Return a warning if the model has no axis to partition."""
         return uncut(fleet.state.submodels, "deal out")
 
     def _problem(self, client: ClientInfo, fleet: SelectContext, spec: Spec) -> str:

@@ -1,29 +1,29 @@
 """AdaViT (Meng et al., "AdaViT: Adaptive Vision Transformers for Efficient Image Recognition", CVPR 2022).
 
-Co-S2P's comparison trains with it on each client, under FedAvg. Each block has a decision head, a linear layer on the class
-token of its input, ``m = W Z``, that says for each image which heads and which of its two sublayers (attention, feed-forward
-part) are used. Decisions are drawn by Gumbel-softmax while training, hard forward and soft backward, and are ``m > 0``
-afterwards. The heads are trained with the model, by the task's loss and
+Co-S2P compares with AdaViT trained on each client under FedAvg. Each block has a decision head, a linear layer on the class
+token of its input, ``m = W Z``, which decides for each image which heads and which of the two sublayers (attention, feed-forward
+part) to use. During training decisions are drawn by Gumbel-softmax, hard in the forward pass and soft in the backward pass; in
+evaluation a part is used if ``m > 0``. The decision heads are trained with the model, by the task's loss and
 
     L_usage = (1/D_h sum M^h - gamma_h)^2 + (1/D_b sum M^b - gamma_b)^2,
 
-the usage of all heads (D_h) and sublayers (D_b) in a batch against the targets ``heads`` and ``blocks``. What is decided
-against adds nothing: a head's output is 0 before the layer that joins heads, a sublayer's 0 before it is added.
+which compares the usage of all heads (D_h) and sublayers (D_b) in a batch with the targets ``heads`` and ``blocks``. A part that
+is not used adds nothing: a head's output is 0 before the layer that joins heads, a sublayer's 0 before the residual addition.
 
-Here the decision heads are parameters of the model that travel and are averaged like the rest.
+Here the decision heads are parameters of the model that are sent and averaged like the rest.
 
-The paper leaves open, or this does otherwise:
-- Its third policy, over patches, is left out: layers would have to run on other patches for each image.
-- Its pretrained start, distillation from it, and its code's terms of entropy and diversity are left out.
-- Gates are open at the start as often as the targets say.
-- Nothing is saved: all is computed and multiplied by 0 or 1, in training as when the model is measured. A client's cost is
+Choices that the paper leaves open, and deviations from it:
+- The paper's third policy, over patches, is left out: layers would have to run on different patches for each image.
+- The pretrained start, distillation from it, and the code's entropy and diversity terms are left out.
+- At the start gates are open as often as the targets say.
+- No computation is saved: everything is computed and multiplied by 0 or 1, in training and in evaluation. A client's cost is
   that of the whole model and the decision heads.
-- torch's own attention (`nn.MultiheadAttention`) shows no heads to a hook: there the sublayers alone are decided on.
-- In a model of another kind the first position of the input stands for the class token. Without blocks, heads are groups of
-  units (or channels) of each hidden layer that one other layer reads, decided on by the layer's input, of images its mean over
-  pixels. A model with neither is trained plainly, and so is one with LoRA adapters, whose other layers have no axes; a note
-  says so.
-- The loss that is reported while training has the usage loss in it.
+- torch's own attention (`nn.MultiheadAttention`) exposes no heads to a hook: in it only sublayers are decided on.
+- In other models the first position of the input takes the place of the class token. Without blocks, heads are groups of
+  units (or channels) of each hidden layer that exactly one other layer reads, decided on by the layer's input, averaged over
+  pixels for images. A model with neither is trained plainly, and so is one with LoRA adapters, whose only axes are ranks; a
+  warning says so.
+- The loss reported during training includes the usage loss.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def ada_vit(
     cohort: int | None = None,
     concurrency: int | None = None,
 ) -> Algorithm:
-    """Make AdaViT under FedAvg.
+    """Return AdaViT under FedAvg, whose model decides for each image which heads and sublayers to use.
 
     Args:
-        heads: share of the heads that is to be used (gamma_h), in (0, 1].
-        blocks: share of the sublayers that is to be used (gamma_b), in (0, 1].
-        weight: of the usage loss.
-        temperature: of Gumbel-softmax.
-        units: the most groups of units of a hidden layer, in a model without blocks.
-        by_samples: weigh by |D_n|; False = every client alike.
-        cohort: clients in a round, drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
+        heads: target share of the heads that are used (gamma_h), in (0, 1].
+        blocks: target share of the sublayers that are used (gamma_b), in (0, 1].
+        weight: weight of the usage loss.
+        temperature: temperature of Gumbel-softmax.
+        units: largest number of unit groups in a hidden layer, for a model without blocks.
+        by_samples: weight clients by |D_n|; False = equally.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
     """
     return Algorithm(
         name="ada_vit",

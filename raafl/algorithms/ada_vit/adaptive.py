@@ -1,7 +1,8 @@
 """Decide for each input which heads, sublayers and units to use (AdaViT, Meng et al. 2022).
 
-`Adaptive.prepare` gives a model small decision heads, which are parameters like any other. A policy lies in the module whose
-input it reads, as ``usage_policy``, and acts by forward hooks: what is decided against is computed, and multiplied by 0.
+`Adaptive.prepare` adds small decision heads to a model, which are parameters like any other. A policy is a submodule, named
+``usage_policy``, of the module whose input it reads. It acts through forward hooks: outputs that it switches off are computed, and
+multiplied by 0.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from raafl.submodel import Axis, Member, Submodels
 from raafl.submodel.lora import is_lora
 
 NAME = "usage_policy"
-_SURE = 0.99  # the most that a gate is open at the start, so that it can learn to close
+_SURE = 0.99
+"""Largest initial probability of an open gate: at 1 its logit would be infinite."""
+
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class UsagePolicy(nn.Module):
-    """Policy network: a linear layer with a gate for each of its logits decides which units and sublayers a sample uses.
+    """Policy network: a linear layer whose logits gate the units and sublayers that a sample uses.
 
-    While training, gates are drawn by Gumbel-softmax over open and closed, hard forward, and backward as the soft ones
-    (straight-through); else a gate is open where its logit is above 0.
+    During training, gates are drawn by Gumbel-softmax over open and closed: hard in the forward pass, with the gradient of the soft
+    ones (straight-through). In evaluation a gate is open if its logit is above 0.
 
     Attributes:
-        gates: of the last input, shape (batch, units + sublayers), 0 or 1.
-        used: gates of every input since `clear`, while training.
+        gates: gates of the last input, shape (batch, units + sublayers), 0 or 1; None before the first.
+        used: gates of every training input since `clear`.
     """
 
     is_beside_axes = True
@@ -42,9 +45,15 @@ class UsagePolicy(nn.Module):
         self, width: int, units: int, sublayers: int, targets: tuple[float, float], temperature: float,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """Initialise the gates at the target usage.
+        """Initialise the gates to the target usage.
 
-        ``targets`` is the usage that is aimed at, of units and of sublayers, whose gates come last; ``dtype`` that of features.
+        Args:
+            width: features of the input.
+            units: number of gates for heads or groups of units; these come first.
+            sublayers: number of gates for sublayers.
+            targets: target usage of units and of sublayers, each in (0, 1].
+            temperature: temperature of Gumbel-softmax.
+            dtype: dtype of the layer; None = torch's default.
         """
         super().__init__()
         self.units, self.sublayers, self.temperature = units, sublayers, temperature
@@ -58,12 +67,14 @@ class UsagePolicy(nn.Module):
         self.used: list[Tensor] = []
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the gates of ``features``, shape (batch, width), in their type."""
+        """Return the gates for ``features`` of shape (batch, width), in the same dtype."""
+        # float32: noise and sigmoid would lose a gate's gradient in half precision
         logits = self.linear(features).float()
         if self.training:
             uniform = torch.rand_like(logits).clamp_(1e-7, 1 - 1e-7)
-            noise = uniform.log() - (-uniform).log1p()  # the difference of two Gumbel variables
+            noise = uniform.log() - (-uniform).log1p()  # logistic: the difference of two Gumbel variables
             soft = torch.sigmoid((logits + noise) / self.temperature)
+            # the value of the hard gate, the gradient of the soft one
             gates = (soft > 0.5).float() + (soft - soft.detach())
             self.used.append(gates)
         else:
@@ -72,23 +83,35 @@ class UsagePolicy(nn.Module):
         return self.gates
 
     def clear(self) -> None:
-        """Discard the recorded decisions."""
+        """Delete the recorded gates."""
         self.gates, self.used = None, []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude the recorded decisions from copies."""
+        """Exclude the recorded gates from copies, since their graph cannot be copied."""
         return {**self.__dict__, "gates": None, "used": []}
 
     def of(self, place: int, x: Tensor, batch_dim: int) -> Tensor:
-        """Return gate ``place``, shaped to multiply ``x``, whose batch is dimension ``batch_dim``."""
+        """Return one gate, shaped to multiply ``x``.
+
+        Args:
+            place: index of the gate.
+            x: output of the gated layer.
+            batch_dim: dimension of the batch in ``x``.
+        """
         gates = self._known(x, batch_dim)[:, place]
         return gates.to(x.dtype).view([len(gates) if dim == batch_dim else 1 for dim in range(x.dim())])
 
     def of_units(self, x: Tensor, batch_dim: int, dim: int) -> Tensor:
-        """Return the gates of all units, shaped to multiply ``x``, whose dimension ``dim`` consists of the units."""
+        """Return the gates of all units, repeated and shaped to multiply ``x``.
+
+        Args:
+            x: input of the layer that reads the units.
+            batch_dim: dimension of the batch in ``x``.
+            dim: dimension of the units in ``x``; each unit has as many consecutive places as the others.
+        """
         gates, dim = self._known(x, batch_dim)[:, : self.units], dim % x.dim()
         gates = gates.repeat_interleave(x.shape[dim] // self.units, 1).to(x.dtype)
-        return gates.view([x.shape[place] if place in (batch_dim, dim) else 1 for place in range(x.dim())])
+        return gates.view([x.shape[i] if i in (batch_dim, dim) else 1 for i in range(x.dim())])
 
     def _known(self, x: Tensor, batch_dim: int) -> Tensor:
         if self.gates is None or x.shape[batch_dim] != len(self.gates):
@@ -99,7 +122,7 @@ class UsagePolicy(nn.Module):
         return self.gates
 
 
-# Hooks are objects, so that a copy of the model has its own policy in them.
+# Hooks are objects, not closures: deepcopy then gives a copied model hooks that refer to its own policy.
 
 
 @dataclass
@@ -154,17 +177,17 @@ def _mean_pixel(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Adaptive(Local):
-    """Training with decision heads and a loss on their usage.
+    """Local training with decision heads and a loss on their usage.
 
     The loss is the module's own plus ``weight * sum_k (usage_k - target_k)^2`` with k in heads (or units) and blocks, where
     usage_k is the mean of the gates of that kind over samples and blocks.
 
     Attributes:
-        heads: target of the heads; where the model has no attention, of the groups of units.
-        blocks: target of the sublayers (attention, feed-forward part) of blocks.
-        weight: of the usage loss.
-        temperature: of Gumbel-softmax.
-        units: the most groups of units of a layer outside blocks.
+        heads: target usage of heads or, in a model without attention, of groups of units.
+        blocks: target usage of the sublayers (attention, feed-forward part) of blocks.
+        weight: weight of the usage loss.
+        temperature: temperature of Gumbel-softmax.
+        units: largest number of unit groups in a layer outside blocks.
     """
 
     heads: float = 0.7
@@ -180,8 +203,11 @@ class Adaptive(Local):
             positive(name, getattr(self, name))
 
     def prepare(self, module: Any) -> Any:
-        """Give each block its policy; without blocks, each layer whose units only one other layer reads; none beside LoRA."""
-        if _has_lora(module):  # the only axes are ranks then: what reads them is neither a head nor a sublayer
+        """Add a policy to each block; without blocks, to each layer whose units exactly one other layer reads.
+
+        A model with LoRA adapters is returned unchanged.
+        """
+        if _has_lora(module):  # the only axes are then ranks, which are neither heads nor hidden units
             return module
         axes = list(Submodels(module).axes.values())
         blocks = [(path, part) for path, part in module.named_modules() if any(a.name == f"{path}.heads" for a in axes)]
@@ -197,29 +223,29 @@ class Adaptive(Local):
         ffn = [axis for axis in axes if axis.name == f"{path}.ffn"]
         attentions = [axis for axis in axes if axis not in ffn]
         readers = [(axis, *_reader(block, path, axis)) for axis in (*attentions, *ffn)]
-        found = [(axis, layer, member) for axis, layer, member in readers if layer is not None and member is not None]
-        if not found:
+        gated = [(axis, layer, member) for axis, layer, member in readers if layer is not None and member is not None]
+        if not gated:
             return
-        # heads of the first attention that lets them be seen; a block with another one decides on that as a whole
-        seen = next((axis for axis, layer, _ in found if axis not in ffn and isinstance(layer, nn.Linear)), None)
-        heads = 0 if seen is None else seen.size
-        inner = [layer for _, layer, _ in found if isinstance(layer, nn.MultiheadAttention)]
+        # gates for heads of the first attention that exposes them to hooks; any other attention is gated as a whole
+        exposed = next((axis for axis, layer, _ in gated if axis not in ffn and isinstance(layer, nn.Linear)), None)
+        heads = 0 if exposed is None else exposed.size
+        inner = [layer for _, layer, _ in gated if isinstance(layer, nn.MultiheadAttention)]
         batch_dim = 0 if all(layer.batch_first for layer in inner) else 1
-        policy = self._policy(block, _width(found[-1][1]), heads, len(found))
+        policy = self._policy(block, _width(gated[-1][1]), heads, len(gated))
         features = _first_position if batch_dim == 0 else _first_position_last
         block.register_forward_pre_hook(_Decide(policy, features), with_kwargs=True)
-        for place, (axis, layer, _) in enumerate(found):
-            layer.register_forward_hook(_GateSublayer(policy, heads + place, batch_dim))
-            if axis is seen:
+        for number, (axis, layer, _) in enumerate(gated):
+            layer.register_forward_hook(_GateSublayer(policy, heads + number, batch_dim))
+            if axis is exposed:
                 layer.register_forward_pre_hook(_GateUnits(policy, batch_dim, -1))
 
     def _gate_units(self, module: nn.Module, axis: Axis) -> None:
-        made: list[Any] = [module.get_submodule(m.name.rpartition(".")[0]) for m in _weights(axis, 0)]
-        made = [layer for layer in made if isinstance(layer, (nn.Linear, *_CONVOLUTIONS))]
-        read = [(module.get_submodule(m.name.rpartition(".")[0]), m) for m in _weights(axis, 1)]
-        if len(made) != 1 or len(read) != 1 or axis.size < 2 or NAME in made[0]._modules:
+        makers: list[Any] = [module.get_submodule(m.name.rpartition(".")[0]) for m in _weights(axis, 0)]
+        makers = [layer for layer in makers if isinstance(layer, (nn.Linear, *_CONVOLUTIONS))]
+        readers = [(module.get_submodule(m.name.rpartition(".")[0]), m) for m in _weights(axis, 1)]
+        if len(makers) != 1 or len(readers) != 1 or axis.size < 2 or NAME in makers[0]._modules:
             return
-        (maker,), ((reader, _),) = made, read
+        (maker,), ((reader, _),) = makers, readers
         if not isinstance(reader, (nn.Linear, *_CONVOLUTIONS)) or getattr(maker, "groups", 1) != 1:
             return
         number = max(n for n in range(1, min(axis.size, self.units) + 1) if axis.size % n == 0)
@@ -247,7 +273,7 @@ class Adaptive(Local):
         return UsageLoss(task, self)
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note on which layers are gated, if any."""
+        """Return a note on the gated layers, or a warning that there are none."""
         policies = list(_policies(submodels.module))
         if _has_lora(submodels.module):
             return [Warn("ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these")]
@@ -276,11 +302,15 @@ def _weights(axis: Axis, dim: int) -> list[Member]:
 
 
 def _reader(block: nn.Module, path: str, axis: Axis) -> tuple[Any, Member | None]:
-    """Return the layer in ``block`` that reads all units of the axis: a linear one, or an attention that hides it."""
+    """Return the layer in ``block`` that reads all units of the axis, and its weight; (None, None) if there is none.
+
+    The layer is linear, or an `nn.MultiheadAttention` whose output projection reads the units.
+    """
     for member in _weights(axis, 1):
         where = member.name.removeprefix(f"{path}.").rpartition(".")[0]
         around = block.get_submodule(where.rpartition(".")[0])
-        if isinstance(around, nn.MultiheadAttention):  # it uses its layers' tensors and does not call them
+        # it reads the weight of its output layer without calling the layer, so a hook on that would never run
+        if isinstance(around, nn.MultiheadAttention):
             return around, member
         layer = block.get_submodule(where)
         if isinstance(layer, nn.Linear):
@@ -301,13 +331,19 @@ def _policies(module: nn.Module) -> Iterator[UsagePolicy]:
 
 
 def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tensor | None:
-    """Return ``sum_k (usage_k - target_k)^2`` of what was decided since `UsagePolicy.clear`; None where nothing was."""
+    """Return ``sum_k (usage_k - target_k)^2`` over the gates recorded since `UsagePolicy.clear`; None if nothing was recorded.
+
+    Args:
+        policies: all policies of the model.
+        heads: target usage of heads or groups of units.
+        blocks: target usage of sublayers.
+    """
     units = [gates[:, : policy.units].flatten() for policy in policies for gates in policy.used if policy.units]
     layers = [gates[:, policy.units :].flatten() for policy in policies for gates in policy.used if policy.sublayers]
-    kinds = [(found, target) for found, target in ((units, heads), (layers, blocks)) if found]
+    kinds = [(gates, target) for gates, target in ((units, heads), (layers, blocks)) if gates]
     if not kinds:
         return None
-    losses = [(torch.cat(found).mean() - target).square() for found, target in kinds]
+    losses = [(torch.cat(gates).mean() - target).square() for gates, target in kinds]
     return torch.stack(losses).sum()
 
 
@@ -320,7 +356,7 @@ class UsageLoss(Hook):
         must_train(task, [policy.linear.weight for policy in self.policies], "ada_vit", NAME)
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the module's loss plus the usage loss."""
+        """Return the module's loss plus the weighted usage loss of this batch."""
         for policy in self.policies:
             policy.clear()
         loss = super().loss(batch, index)
@@ -328,15 +364,25 @@ class UsageLoss(Hook):
         return loss if usage is None else loss + self.local.weight * usage
 
     def close(self) -> None:
-        """Discard the recorded decisions."""
+        """Delete the recorded gates."""
         for policy in self.policies:
             policy.clear()
 
 
 def must_train(task: Task, parameters: Iterable[Tensor], who: str, name: str) -> None:
-    """Raise `BadInput` unless the task's optimiser has all of ``parameters`` that are to be trained."""
-    known = {id(parameter) for group in task.optimizer.param_groups for parameter in group["params"]}
-    if any(parameter.requires_grad and id(parameter) not in known for parameter in parameters):
+    """Check that the task's optimizer has all trainable ``parameters``.
+
+    Args:
+        task: in progress.
+        parameters: parameters that the method added to the model.
+        who: name of the method, for the message.
+        name: name of the added part, for the message.
+
+    Raises:
+        BadInput: ``configure_optimizers`` leaves one of them out.
+    """
+    optimized = {id(parameter) for group in task.optimizer.param_groups for parameter in group["params"]}
+    if any(parameter.requires_grad and id(parameter) not in optimized for parameter in parameters):
         raise BadInput(
             f"{who} adds '{name}' to the model, but {type(task.module).__name__}.configure_optimizers leaves it out: give "
             "the optimizer all of self.parameters()"

@@ -1,49 +1,51 @@
 """Co-S2P (Li et al., "Unity is Power: Semi-Asynchronous Collaborative Training of Large-Scale Models with Structured Pruning").
 
-"... in Resource-Limited Clients". Client n keeps a share ``r_n = r_w r_d`` of the model (section IV-A):
+The title ends "... in Resource-Limited Clients". Client n trains a share ``r_n = r_w r_d`` of the model (section IV-A):
 
-- depth: ``ceil(r_d L)`` consecutive blocks train; those below are frozen, those above absent; the window moves up from
-  task to task, so that all blocks train as evenly as windows allow, and no client need hold the whole model;
-- width: each linear layer is cut in segments, each attention in heads. A segment has a score s, kept with probability
-  ``sigmoid(s)``; masks m are drawn from Bernoulli(sigmoid(s)) for each batch, and the gradient goes straight through:
+- depth: ``ceil(r_d L)`` consecutive blocks train; blocks below are frozen, blocks above absent; the window moves up from
+  task to task, so that all blocks train as evenly as windows allow, and no client needs to hold the whole model;
+- width: each linear layer is cut into segments, each attention into heads. A segment has a score s and is kept with probability
+  ``sigmoid(s)``; masks m are drawn from Bernoulli(sigmoid(s)) for each batch, with straight-through gradients
   ``d m / d s = sigmoid(s) (1 - sigmoid(s))``. With the weights frozen the client trains the scores on
 
       L_mask = CE + lambda sum_l |rho_l - r_w|^2,   rho_l = the share of mask l that is 1              (Eq. 2)
 
-  and then trains the small dense model that is left when the mask is applied for good.
+  and then trains the small dense model that remains when the mask is applied permanently.
 
-Classifiers at several depths c = 1 .. C of a submodel, the deepest as the teacher (section IV-B), in Eq. 3::
+Self-distillation between classifiers at several depths c = 1 .. C of a submodel, with the deepest as the teacher (section IV-B),
+in Eq. 3::
 
     L = sum_c [ (1 - w) CE(z_c, y) + w T^2 KL( softmax(z_C / T) || softmax(z_c / T) ) ]
 
-Once the share `min_ratio` of the clients has reported, the server waits `wait_s` seconds more and merges what is there
+Once the share `min_ratio` of the clients has reported, the server waits another `wait_s` seconds and merges all waiting updates
 (Algorithm 2). For segment i and the clients N_i that trained it (Eqs. 4, 5)::
 
     score_n^i = ||Delta_n^i|| / (1 + ||theta_t^i - theta_{t - tau_n}^i|| / ||theta_t^i||)
     theta_{t+1}^i = theta_t^i - eta sum_{n in N_i} score_n^i Delta_n^i / sum_{n in N_i} score_n^i
 
-Where the paper leaves it open (symbols are lost from its equations; they are read off their legends):
+Choices that the paper leaves open (some symbols are missing from its equations; they are taken from the text around them):
 
-- Mask training: scores of a block train in a client's first `mask_rounds` visits of that block, in a task of their own before the
+- Mask training: the scores of a block train in a client's first `mask_rounds` visits of that block, in a separate task before the
   one that trains the window, so that no block keeps a random mask; the paper has 20 rounds of masks among 120 of training.
-  Scores are each client's own, kept on the server between its tasks, and begin at ``sigmoid^-1(r_w)``. Their optimiser is Adam.
-- Windows begin staggered over the clients (`raafl.parts.select.windows.first_window`), so that all blocks train from the first
+  Each client has scores of its own, stored on the server between its tasks, starting at ``sigmoid^-1(r_w)``. Their optimizer is
+  Adam.
+- Clients start with different windows (`raafl.parts.select.windows.first_window`), so that all blocks train from the first
   round on.
-- A mask made physical: of each axis the ``ceil(r_w S)`` segments with the largest scores, the likeliest mask within the
-  budget; a draw would exceed the budget every other time.
-- A segment of a linear layer is a range of the hidden units of a feed-forward part, on both of its sides: what a single layer
-  drops its neighbour cannot use. Frozen blocks below the window are as narrow as the client's mask.
-- In a task that trains scores the blocks of the window are whole in width; a client that has no memory for that gets masks at
-  random. Random masks are drawn anew for each task.
-- Each block but the last gets an exit, a copy of the model's own last layers, where the model's type is known
-  (`raafl.submodel.add_exits`). The window's top exit is the teacher, those inside are students; the global model is
-  measured with its own last layers. A submodel without students trains on the plain loss.
-- width:depth (Table VIII) says how r is shared: ``log r_w = ratio * log r_d``, so that 0 cuts depth alone, as the table has it.
-- Parameters on no axis (norms, embeddings, exits) are a segment for each tensor. Deltas are parameters' differences, so
-  eta is 1 where the paper writes the clients' learning rate.
-- Without a stack of blocks (MLP, CNN) only the width is cut, and nothing is distilled; a model without exits ends each
-  window with its own last layers.
-- Adan, the clients' optimiser, is the model's own: ``optimizer: adan`` of the zoo's transformers.
+- The permanent mask keeps, on each axis, the ``ceil(r_w S)`` segments with the largest scores: the most likely mask within the
+  budget. A random draw would exceed the budget about every other time.
+- A segment of a linear layer is a range of the hidden units of a feed-forward part, on both of its sides: the layer after it
+  cannot use units that it drops. Frozen blocks below the window are as narrow as the client's mask.
+- In a task that trains scores the blocks of the window have their whole width; a client without memory for that gets random
+  masks. Random masks are drawn anew for each task.
+- Each block except the last gets an exit, a copy of the model's own last layers, if the model's type is known
+  (`raafl.submodel.add_exits`). The exit at the top of the window is the teacher, exits inside it are students; the global model is
+  evaluated with its own last layers. A submodel without students trains on the plain loss.
+- width:depth (Table VIII) sets how width and depth share r: ``log r_w = ratio * log r_d``, so that 0 cuts depth alone.
+- Each tensor on no axis (norms, embeddings, exits) is one segment. Deltas are differences of parameters, so eta is 1 where the
+  paper writes the clients' learning rate.
+- Without a stack of blocks (MLP, CNN) only the width is cut, and nothing is distilled; in a model without exits its own last
+  layers end each window.
+- Adan, the clients' optimizer, is set in the model: ``optimizer: adan`` of the zoo's transformers.
 
 At rate 1 with `merge` mean and trigger sync this is unweighted FedAvg of the model with its exits.
 """
@@ -76,33 +78,33 @@ def co_s2p(
     min_ratio: float = 0.5, wait_s: float = 0.0, merge: Literal["importance", "mean"] = "importance", server_lr: float = 1.0,
     cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Make Co-S2P.
+    """Return Co-S2P, whose clients train windows of blocks, narrowed by masks that they learn.
 
     Args:
-        rates: share r of the model at each client: one for all; a list dealt to clients 1, 2, ... and again from its
-            beginning; or by name of device. None = 1, 0.5625, 0.25, 0.0625 in turn.
-        width_depth: how r is shared between width and depth (Table VIII): 1 alike, 0 depth alone is cut, inf width alone.
-        linear_masks: trained, or random (Table VII), for segments of linear layers.
-        attention_masks: trained, or random, for heads.
-        segments: segments of each linear layer.
-        mask_rounds: a client's visits of each block before which the block's scores train; the paper's 20 rounds (E1) are as many
-            as 5 visits for a client that trains a quarter of the blocks at a time.
+        rates: share r of the model for each client: one number for all; a list that clients 1, 2, ... take in turn,
+            repeating; or a mapping from device name. None = 1, 0.5625, 0.25, 0.0625 in turn.
+        width_depth: ratio by which width and depth share r (Table VIII): 1 equally, 0 cuts depth alone, inf width alone.
+        linear_masks: trained or random (Table VII) masks of the segments of linear layers.
+        attention_masks: trained or random masks of heads.
+        segments: number of segments of each linear layer.
+        mask_rounds: number of a client's visits of each block that begin with training the block's scores; the paper's 20 rounds
+            (E1) equal 5 visits for a client that trains a quarter of the blocks at a time.
         mask_epochs: local epochs of a task that trains scores.
-        mask_steps: local steps of such a task instead of epochs; mask_epochs must be null then.
+        mask_steps: local steps of such a task, instead of epochs; set mask_epochs to null then.
         mask_lr: learning rate of scores (gamma_m).
-        mask_strength: lambda, how strongly masks are held to r_w; 1 to 1.5 in the paper.
+        mask_strength: weight of the masks' distance from r_w (lambda); 1 to 1.5 in the paper.
         distil: train with self-distillation between exits.
-        distil_weight: w, 0.2 or 0.3 in the paper.
-        temperature: T of the distillation.
-        trigger: semi (Algorithm 2), sync (all report) or async (each arrival).
+        distil_weight: weight of the distillation (w), 0.2 or 0.3 in the paper.
+        temperature: temperature of the distillation (T).
+        trigger: semi (Algorithm 2), sync (all have reported) or async (each arrival).
         min_ratio: share of the clients that must have reported before the wait begins (semi).
         wait_s: seconds of that wait (semi), 60 to 150 in the paper.
-        merge: importance (Eqs. 4, 5), or mean, every client alike.
-        server_lr: eta, factor of the merged delta.
-        cohort: clients drawn when work starts, uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead of masked windows, such as `raafl.parts.RateSelect`; rates to mask_steps must be
-            left out then.
+        merge: importance (Eqs. 4, 5), or mean with equal weights.
+        server_lr: factor of the merged delta (eta).
+        cohort: number of clients drawn when work starts, uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that replaces the masked windows, such as `raafl.parts.RateSelect`; leave out rates to mask_steps
+            then.
     """
     if mask_steps is not None:
         refuse_unused(f"mask_steps is {mask_steps}", mask_epochs=(mask_epochs or 5, 5))
@@ -124,7 +126,7 @@ def co_s2p(
 
 
 def _instead(asked: RollingWindows, submodel: Select | None) -> Select:
-    """Return ``submodel`` if it is given; then no setting of masked windows may be given."""
+    """Return ``submodel`` if it is given, else the masked windows; raises `BadInput` if settings of both are given."""
     if submodel is None:
         return asked
     usual = RollingWindows(list(RATES), segments=asked.segments, distils=asked.distils)

@@ -1,4 +1,4 @@
-"""Train a client of Co-S2P: the scores of its mask, or its submodel with self-distillation."""
+"""Train a client of Co-S2P: either the scores of its mask, or its submodel with self-distillation."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ from raafl.submodel.isolated_run import loss_of, settle
 from raafl.submodel.nested_batch import batch_tensors, meta_batch
 
 _More = tuple[float, int, float, float]
+"""Costs that a hook adds: FLOPs per sample, bytes at the peak, moved bytes per sample, FLOPs on padding per sample."""
 
 
 @dataclass(frozen=True)
 class MaskedAndDistilled(Local):
-    """Masks where the assignment asks for them (Eq. 2), else training with self-distillation (Eq. 3).
+    """Local training of mask scores if the assignment asks for it (Eq. 2), else with self-distillation (Eq. 3).
 
     Attributes:
-        distils: False = the plain loss; an exit only ends a submodel.
-        weight: w, of the distillation.
-        temperature: T.
-        strength: lambda, of the masks' distance from their budget.
+        distils: train with self-distillation; False = the plain loss, and exits only end submodels.
+        weight: weight of the distillation (w).
+        temperature: temperature of the distillation (T).
+        strength: weight of the masks' distance from their budget (lambda).
         mask_lr: learning rate of scores.
-        segments: ranges that an axis without heads is cut into.
+        segments: number of ranges into which an axis without heads is cut.
     """
 
     down: ClassVar[tuple[str, ...]] = (SCORES,)
     up: ClassVar[tuple[str, ...]] = (SCORES,)
-    uses_gradients: ClassVar[bool] = True  # scores have an optimiser of their own
+    uses_gradients: ClassVar[bool] = True  # scores have an optimizer of their own, whose gradients no loss scaler unscales
     leaves_out: ClassVar[frozenset[str]] = frozenset(OPTIMIZER_HOOKS)  # for the same reason
 
     distils: bool = True
@@ -57,11 +58,11 @@ class MaskedAndDistilled(Local):
             positive("mask_strength", self.strength)
 
     def prepare(self, module: Any) -> Any:
-        """Return the model with an exit after each block, where its type is known and it has none."""
+        """Return the model with an exit after each block, if its type is known and it has no exits."""
         return with_every_exit(module)
 
     def hook(self, task: Task) -> Hook:
-        """Return the training of scores, the distilled one, or the plain one."""
+        """Return the hook that trains scores, distils, or trains plainly."""
         if "masks" in task.assignment.extra:
             return MaskTraining(task, cuts_of(task.submodels, self.segments), self.mask_lr, self.strength)
         if self.distils:
@@ -73,11 +74,11 @@ class MaskedAndDistilled(Local):
         return "masks" not in extra
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout:
-        """Return the layout of the scores: those of all axes in a task that trains some, else none."""
+        """Return the layout of the scores: all axes in a task that trains scores, otherwise empty."""
         return score_layout(submodels, self.segments, spec)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the cost of a plain step, and on top of it what the hook adds to forward and backward pass; cached."""
+        """Return the cost of a plain step plus what the hook adds to the forward and backward pass; cached."""
         cost, axes = submodels.cost(spec, batch_size), tuple(extra.get("masks", ()))
         if not axes and (not self.distils or not exit_depths(submodels)):
             return cost
@@ -93,13 +94,15 @@ class MaskedAndDistilled(Local):
         )
 
     def _more(self, submodels: Submodels, spec: Spec, batch_size: int, axes: Sequence[str]) -> _More:
-        """Predict the costs that the hook adds: FLOPs, bytes at the peak, moved bytes and FLOPs on padding, of a sample."""
+        """Predict what the hook adds for each sample: FLOPs, bytes at the peak, moved bytes, and FLOPs on padding."""
         if submodels.example_batch is None:
             return 0.0, 0, 0.0, 0.0
         extra = {"masks": axes, "rate": 0.5} if axes else {}
         try:
-            plain, own = (_followed(submodels, spec, batch_size, one, extra) for one in (Local(), self))
-        except Exception:  # a step that cannot run without values: the plain cost stands
+            plain, own = (_followed(submodels, spec, batch_size, local, extra) for local in (Local(), self))
+        except (
+            Exception
+        ):  # the user's step needs values and cannot run on meta tensors: the plain cost is the best prediction
             return 0.0, 0, 0.0, 0.0
         samples = max(batch_size, 1)
         return (
@@ -110,7 +113,7 @@ class MaskedAndDistilled(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note for models without exits to distil."""
+        """Return a note if the model has no exits to distil."""
         if not self.distils or exit_depths(submodels):
             return []
         return ["the model has no exits between its blocks: nothing is distilled"]
@@ -123,7 +126,7 @@ class MaskedAndDistilled(Local):
 
 
 def _followed(submodels: Submodels, spec: Spec, batch_size: int, local: Local, extra: Mapping[str, Any]) -> Ledger:
-    """Return the ledger of one forward and backward pass of a task, without values."""
+    """Trace one forward and backward pass of a task on the meta device, and return its ledger."""
     module: Any = submodels.shrink(spec, device="meta").module
     batch = meta_batch(submodels.example_batch, batch_size)
     settle(module)

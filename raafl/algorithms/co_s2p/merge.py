@@ -1,4 +1,4 @@
-"""Merging by the importance of each segment (Co-S2P, Eqs. 4 and 5)."""
+"""Merge updates weighted by the importance of each segment (Co-S2P, Eqs. 4 and 5)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ from raafl.parts.select.segments import cuts_of
 from raafl.submodel import FlatTensors, Spec, Submodels
 
 TINY = torch.finfo(torch.float32).tiny
+"""Smallest divisor, for segments whose norm or weight is 0."""
 
 
 def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
-    """Return the score of segments: ``||Delta|| / (1 + ||theta_now - theta_start|| / ||theta_now||)`` (Eq. 4), from norms."""
+    """Return the importance of segments: ``||Delta|| / (1 + ||theta_now - theta_start|| / ||theta_now||)`` (Eq. 4).
+
+    Args:
+        update: norms ||Delta|| of the update's segments, shape (segments,).
+        drift: norms of the change of the model since the client started.
+        weights: norms of the current model.
+    """
     return update / (1 + drift / weights.clamp_min(TINY))
 
 
@@ -30,19 +37,19 @@ def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
 class ImportanceMerge(Merge):
     """``theta_i <- theta_i + eta sum_{n in N_i} score_n d_n / sum_{n in N_i} score_n`` for each segment i (Eqs. 4, 5).
 
-    d_n is the difference that client n sends, -(learning rate) times the paper's accumulated gradients; their factor goes
-    out of the normalised scores. Segments are those of all axes; a tensor on several belongs to that of its first cut dimension
-    (of a weight, its outputs), and where clients hold different columns of it the sum is over those that hold an element.
-    What is on no axis (norms, embeddings, exits) is a segment for each tensor. Running statistics are their plain mean. What
-    no update covers keeps every bit, as does a segment whose updates are all 0.
+    d_n is the difference that client n sends, which is -(learning rate) times the paper's accumulated gradients; the factor
+    cancels in the normalised scores. Segments are those of all axes. A tensor on several axes is divided along its first cut
+    dimension (its outputs, for a weight); if clients have different columns of it, the sum at an element is over the clients
+    that have it. Each tensor on no axis (norms, embeddings, exits) is one segment. Running statistics become their plain mean.
+    Elements that no update covers, and segments whose updates are all 0, keep every bit.
 
-    theta_start: a client that is still at work when the model changes has the values that it trains from kept, until it
-    reports. So a merge that all are in costs nothing, and memory is at most one copy of the trained part of each submodel
-    at work, exact and part of each checkpoint; the report says how much it was. Two accumulators of the model's size come on top.
+    theta_start: when the model changes, the server stores for each client still at work the values from which it started, until it
+    reports. So a merge that includes all clients stores nothing. Memory is at most one copy of the trained part of each submodel
+    at work, which checkpoints contain and the report counts, plus two accumulators of the model's size.
 
     Attributes:
-        server_lr: eta.
-        segments: ranges that an axis without heads is cut into.
+        server_lr: factor of the merged delta (eta).
+        segments: number of ranges into which an axis without heads is cut.
     """
 
     server_lr: float = 1.0
@@ -74,10 +81,10 @@ class ImportanceMerge(Merge):
             weight[name].copy_(factor.expand_as(tensor))
             weighted[name].copy_(tensor * factor)
         memory = state.memory.setdefault("importance", {})
-        for sums, mine in (("sum", weighted), ("weight", weight)):
+        for sums, values in (("sum", weighted), ("weight", weight)):
             if sums not in memory:
                 memory[sums] = state.scratch.pop(sums, None) or zeros_like(state.values)
-            plan.add_(memory[sums], mine.to(state.values.device))
+            plan.add_(memory[sums], values.to(state.values.device))
 
     def _norms(self, state: GlobalState, client: int, spec: Spec, table: _Table) -> tuple[Tensor, Tensor]:
         """Return ||theta_now - theta_start|| and ||theta_now|| of each segment that the client trains."""
@@ -99,24 +106,24 @@ class ImportanceMerge(Merge):
         theta, total, weight = (flat.prefix(trained) for flat in (state.values, memory["sum"], memory["weight"]))
         for name, values in theta.items():
             rate = self.server_lr if name in state.submodels.parameter_names else 1.0
-            for old, mine, on in chunks(values, total[name], weight[name]):
-                old.add_(torch.where(on > 0, mine / on.clamp_min(TINY), 0.0), alpha=rate)
+            for old, weighted, weights in chunks(values, total[name], weight[name]):
+                old.add_(torch.where(weights > 0, weighted / weights.clamp_min(TINY), 0.0), alpha=rate)
         for sums in ("sum", "weight"):
             for buffer in memory[sums].prefix(trained).buffers.values():
                 buffer.zero_()
             state.scratch[sums] = memory[sums]
 
     def _keep_starts(self, state: GlobalState) -> None:
-        """Copy what clients at work started from, where that is the values that are about to change."""
+        """Copy the values from which each client at work started, before they change."""
         at_work = state.memory.get(AT_WORK, {})
-        for noted in at_work.values():
-            if noted["start"] is None and noted["spec"].trained != ():
-                noted["start"] = state.submodels.plan(noted["spec"]).gather(state.values)
-        held = sum(noted["start"].num_bytes for noted in at_work.values() if noted["start"] is not None)
-        state.memory["most_start_bytes"] = max(held, state.memory.get("most_start_bytes", 0))
+        for task in at_work.values():
+            if task["start"] is None and task["spec"].trained != ():
+                task["start"] = state.submodels.plan(task["spec"]).gather(state.values)
+        start_bytes = sum(task["start"].num_bytes for task in at_work.values() if task["start"] is not None)
+        state.memory["most_start_bytes"] = max(start_bytes, state.memory.get("most_start_bytes", 0))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return under "start_bytes" the most that start values of late clients took."""
+        """Return, as "start_bytes", the largest memory that start values of late clients took."""
         return {"start_bytes": state.memory.get("most_start_bytes", 0)}
 
     def __str__(self) -> str:
@@ -127,15 +134,16 @@ class ImportanceMerge(Merge):
 # ---- which element is in which segment ----
 
 Place = tuple[int | None, Tensor]
-"""Of a tensor: the dimension along which segments change, and the segment at each place of it (one alone where None)."""
+"""Segments of a tensor: the dimension along which they change, and the segment of each index of it; (None, one segment) if all
+elements are in the same."""
 
 
 class _Table:
-    """Table of all trained segments, numbered consecutively.
+    """Numbering of all trained segments, consecutive over axes and tensors.
 
     Attributes:
-        num: of the segments.
-        num_scored: of the segments, those of parameters; after them come running statistics.
+        num: number of segments.
+        num_scored: number of segments that hold parameters; the one after them holds all running statistics.
     """
 
     def __init__(self, submodels: Submodels, number: int) -> None:
@@ -164,25 +172,26 @@ class _Table:
             for i, (start, stop) in enumerate(pairwise(bounds)):
                 ids[member.offset + start * member.unit : member.offset + stop * member.unit] = self._firsts[axis] + i
         if bool((ids < 0).any()):
+            # the rows on no axis, such as other rows of a joint projection, are one more segment
             ids[ids < 0] = self.num
             self.num += 1
         return dim, ids
 
     def places(self, submodels: Submodels, spec: Spec) -> dict[str, Place]:
-        """Return the segments of the tensors that a submodel trains, in the submodel's shapes."""
+        """Return the segments of each tensor that a submodel trains, in the submodel's shapes."""
         spec = submodels.normal(spec)
         return submodels.cached("importance of", (self._number, spec), lambda: self._found(submodels, spec))
 
     def _found(self, submodels: Submodels, spec: Spec) -> dict[str, Place]:
-        selections, found = submodels.selections(spec), {}
+        selections, places = submodels.selections(spec), {}
         for entry in submodels.layout(spec, "trained").entries:
             dim, ids = self._places[entry.name]
             runs = selections.get(entry.name, {}).get(dim) if dim is not None else None
-            found[entry.name] = (dim, ids if runs is None else torch.cat([ids[a:b] for a, b in runs]))
-        return found
+            places[entry.name] = (dim, ids if runs is None else torch.cat([ids[a:b] for a, b in runs]))
+        return places
 
     def norms(self, tensors: FlatTensors, places: dict[str, Place]) -> Tensor:
-        """Return the L2 norm of each segment over what is there, shape (num,), float64, on the CPU."""
+        """Return the L2 norm of each segment over the elements that are present, shape (num,), float64, on the CPU."""
         squares = torch.zeros(self.num, dtype=torch.float64)
         for name, tensor in tensors.items():
             dim, ids = places[name]
@@ -192,10 +201,10 @@ class _Table:
 
 
 def _shaped(scores: Tensor, place: Place, tensor: Tensor) -> Tensor:
-    """Return the score of each element of ``tensor``, of a shape that is broadcast to its own."""
+    """Return the score of each element of ``tensor``, in a shape that broadcasts to its own."""
     dim, ids = place
-    found = scores[ids].to(tensor.device, tensor.dtype)
-    return found.reshape([1] * tensor.dim()) if dim is None else found.view(-1, *[1] * (tensor.dim() - dim - 1))
+    factors = scores[ids].to(tensor.device, tensor.dtype)
+    return factors.reshape([1] * tensor.dim()) if dim is None else factors.view(-1, *[1] * (tensor.dim() - dim - 1))
 
 
 def _table(submodels: Submodels, number: int) -> _Table:

@@ -1,4 +1,4 @@
-"""Zeroth-order local training: forward passes alone, and only scalars go up, from which the server rebuilds what was trained."""
+"""Train with forward passes alone, send one scalar for each step, and rebuild the trained values from these on the server."""
 
 from __future__ import annotations
 
@@ -32,31 +32,41 @@ MEMORY = "zeroth_order"
 """Key in `GlobalState.memory` of the sums."""
 
 ANSWERED = "zeroth_order answered"
-"""Key in `GlobalState.memory` of the task whose update comes next: its seed, and which parameters it trained."""
+"""Key in `GlobalState.memory` of the task whose update is received next: its seed, and the names of its trained parameters."""
 
 EXPECTED = "zeroth_order expected"
-"""Key in `GlobalState.memory` of how many scalars each client's task has."""
+"""Key in `GlobalState.memory` of the number of scalars that each client's task may send."""
 
 SCALARS = "scalars"
-"""Key in `Update.extra` of the scalars g_t, in `Work.extra` of how many there will be."""
+"""Key of the scalars g_t in `Update.extra`, and of their expected number in `Work.extra`."""
 
 PASSES = 3
-"""Times a step goes over the parameters: up, down, and back with its update."""
+"""Passes over the parameters in a step: to theta + epsilon z, to theta - epsilon z, and back with the update."""
 
 
 # ---- perturbations ----
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the seed of a step's perturbation z_t from the assignment's ``seed``."""
+    """Return the seed of the perturbation z_t of one step.
+
+    Args:
+        seed: the assignment's seed.
+        step: t, from 0.
+    """
     return derive_seed(seed, "perturbation", step)
 
 
 def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
-    """Add ``rate * z`` to contiguous tensors, in place, for each rate in turn; z ~ N(0, I) follows from ``seed`` alone.
+    """Add ``rate * z`` to each tensor, in place, for each rate in turn; z ~ N(0, I) follows from ``seed`` alone.
 
-    z is drawn on the CPU, a chunk at a time. Product and sum are two operations, each of which rounds as IEEE 754 says, and
-    not one that may or may not be fused: the bits are the same on every device and with any number of threads.
+    z is drawn on the CPU, a chunk at a time. Product and sum are separate operations, each rounded as IEEE 754 specifies; a fused
+    one may or may not round in between. So the bits are equal on every device and for any number of threads.
+
+    Args:
+        tensors: contiguous; z continues from one to the next.
+        seed: of z.
+        rates: factors of z, added one after the other, each with its own rounding.
     """
     generator = torch.Generator().manual_seed(seed)
     for tensor in tensors:
@@ -67,13 +77,21 @@ def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
 
 
 def replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: float, epsilon: float) -> None:
-    """Repeat on ``tensors``, in place, the perturbations and updates of a task's steps."""
+    """Repeat the perturbations and updates of a task's steps on ``tensors``, in place.
+
+    Args:
+        tensors: the values from which the task started, in the order of `parameters_of`.
+        seed: the assignment's seed.
+        scalars: g_t of each step.
+        lr: learning rate eta.
+        epsilon: scale of the perturbations.
+    """
     for step, scalar in enumerate(scalars):
         move_(tensors, step_seed(seed, step), epsilon, -2 * epsilon, epsilon - lr * scalar)
 
 
 def parameters_of(submodels: Submodels, spec: Spec) -> list[str]:
-    """Return the names of the parameters that a task of ``spec`` perturbs, in the order of their draws."""
+    """Return the names of the parameters that a task of ``spec`` perturbs, in the order in which z is drawn for them."""
     names = submodels.parameter_names
     return [entry.name for entry in submodels.layout(spec, "trained").entries if entry.name in names]
 
@@ -84,7 +102,7 @@ def _num_perturbed(submodels: Submodels, spec: Spec) -> int:
 
 
 def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
-    """Return the spec of the tensors that a task perturbs; ``spec`` itself trains none."""
+    """Return ``spec`` with the tensors that a task perturbs as its trained ones; as assigned it trains none."""
     return replace(spec, trained=None if trained is None else tuple(trained))
 
 
@@ -92,12 +110,12 @@ def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
 
 
 def pack(scalars: Sequence[float]) -> str:
-    """Return the scalars as float32, little-endian, in base64."""
+    """Encode the scalars as little-endian float32, in base64."""
     return base64.b64encode(np.asarray(scalars, "<f4").tobytes()).decode("ascii")
 
 
 def unpack(text: Any) -> list[float] | None:
-    """Return the scalars in a text made by `pack`; None for any other text."""
+    """Decode a text made by `pack`; return None for any other text."""
     if not isinstance(text, str):
         return None
     try:
@@ -108,7 +126,7 @@ def unpack(text: Any) -> list[float] | None:
 
 
 def packed_bytes(num_scalars: int) -> int:
-    """Return the length of `pack`'s text for this many scalars."""
+    """Return the length of the text that `pack` makes of this many scalars."""
     return 4 * -(-4 * num_scalars // 3)
 
 
@@ -116,24 +134,24 @@ def packed_bytes(num_scalars: int) -> int:
 
 
 class Steps(Hook):
-    """Hook that replaces backward pass and optimiser by MeZO's steps (Malladi et al. 2023, Algorithm 1), one per batch."""
+    """Hook that replaces backward pass and optimizer by MeZO's steps (Malladi et al. 2023, Algorithm 1), one for each batch."""
 
     def __init__(self, task: Task, lr: float, epsilon: float) -> None:
         super().__init__(task)
         self.lr, self.epsilon = lr, epsilon
         self.scalars: list[float] = []
         spec = _perturbed(task.assignment.spec, task.assignment.extra.get("trained"))
-        own = [task.module.get_parameter(name).detach() for name in parameters_of(task.submodels, spec)]
-        self._own = [reals(tensor) for tensor in own]
-        # the steps are made in the numbers in which the server makes them again, and the model has them rounded
-        self._tensors = [tensor.to(wide_dtype(tensor.dtype)) for tensor in self._own]
+        parameters = [task.module.get_parameter(name).detach() for name in parameters_of(task.submodels, spec)]
+        self._parameters = [reals(tensor) for tensor in parameters]
+        # steps run in the wide dtype in which the server replays them; half-precision parameters get them rounded
+        self._wide = [tensor.to(wide_dtype(tensor.dtype)) for tensor in self._parameters]
         task.module.eval()
 
     @torch.no_grad()
     def loss(self, batch: object, index: int) -> Tensor:
-        """Make one step; return the mean of the two losses.
+        """Make one step, and return the mean of its two losses.
 
-        ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2 epsilon)``, rounded to what travels; theta -= lr g z.
+        ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2 epsilon)``, rounded to float32 as it is sent; theta -= lr g z.
         """
         seed = step_seed(self.task.assignment.seed, len(self.scalars))
         self._move(seed, self.epsilon)
@@ -143,7 +161,7 @@ class Steps(Hook):
             self._move(seed, -2 * self.epsilon)
             is_above = False
             minus = float(self.task.loss(batch, index))
-        except SkippedBatch:  # at either place; a step by 0, which the server makes again as any other
+        except SkippedBatch:  # in either pass: a step with g = 0, which the server replays like any other
             if is_above:
                 self._move(seed, -2 * self.epsilon)
             self._move(seed, self.epsilon)
@@ -155,33 +173,33 @@ class Steps(Hook):
         return torch.tensor((plus + minus) / 2)
 
     def _move(self, seed: int, rate: float) -> None:
-        move_(self._tensors, seed, rate)
-        for own, moved in zip(self._own, self._tensors, strict=True):
-            if own is not moved:
-                own.copy_(moved)
+        move_(self._wide, seed, rate)
+        for parameter, wide in zip(self._parameters, self._wide, strict=True):
+            if parameter is not wide:
+                parameter.copy_(wide)
 
     def backward(self, loss: Tensor) -> None:
         """Do nothing: there are no gradients."""
 
     def update(self) -> None:
-        """Do nothing: every batch has made its step."""
+        """Do nothing: `loss` has made the batch's step."""
 
     def finish(self) -> dict[str, Any]:
-        """Return the scalars."""
+        """Return the scalars g_t, packed."""
         return {SCALARS: pack(self.scalars)}
 
     def close(self) -> None:
-        """Restore the module's gradients."""
+        """Set the module back to training mode."""
         self.task.module.train()
 
 
 @dataclass(frozen=True)
 class ZerothOrder(Local):
-    """Perturb the parameters in place and go by the difference of two losses.
+    """Local training that perturbs the parameters in place and steps by the difference of two losses.
 
     Attributes:
         lr: learning rate eta.
-        epsilon: size of the perturbations.
+        epsilon: scale of the perturbations.
     """
 
     up_as: ClassVar[UpAs | None] = "scalars"
@@ -197,17 +215,17 @@ class ZerothOrder(Local):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """There are no gradients."""
+        """Return False: there are no gradients to average."""
         return False
 
     def hook(self, task: Task) -> Hook:
-        """Return the steps of ``task``."""
+        """Return the hook that makes MeZO's steps."""
         return Steps(task, self.lr, self.epsilon)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the cost of two forward passes to a step and the passes over the parameters, with no gradient or state.
+        """Return the cost of a step: two forward passes and three passes over the parameters, without gradients or optimizer state.
 
-        Where no forward pass could be followed, two FLOPs count for each parameter and pass.
+        If the model's forward pass could not be traced, it counts as two FLOPs for each parameter.
         """
         cost = submodels.cost(replace(spec, trained=()), batch_size)
         samples = max(batch_size, 1)
@@ -224,7 +242,7 @@ class ZerothOrder(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on what is sent, and on batch norm."""
+        """Return notes on the numbers that are sent, and on batch norm."""
         count = _num_perturbed(submodels, Spec())
         notes = [
             f"zeroth order: {count:,} parameters are perturbed and nothing but a scalar for each batch goes up; accumulated "
@@ -245,10 +263,10 @@ class ZerothOrder(Local):
 
 @dataclass(frozen=True)
 class ForwardOnly(WrappedSelect):
-    """Select wrapper: no tensor of its submodels is sent back; it records each update's seed for the merge."""
+    """Select wrapper that freezes all parameters of a task, so that no tensor is sent back, and records seeds for the merge."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work with all parameters frozen."""
+        """Return the inner select's work with all parameters frozen, and record how many scalars the client may send."""
         work = self.inner(client, fleet)
         expected = _num_batches(client, work, fleet)
         fleet.state.memory.setdefault(EXPECTED, {})[client.id] = expected
@@ -258,18 +276,18 @@ class ForwardOnly(WrappedSelect):
         return replace(work, spec=replace(work.spec, trained=()), extra=extra)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Drop the client's expected scalars, and pass the loss on."""
+        """Delete the record of the client's scalars, and forward the loss to the inner select."""
         fleet.state.memory.get(EXPECTED, {}).pop(client.id, None)
         self.inner.on_loss(client, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Record the seed for the merge, which receives the update next."""
+        """Record the task's seed for the merge, which receives the update next."""
         fleet.state.memory[ANSWERED] = {"seed": assignment.seed, "trained": assignment.extra.get("trained")}
         self.inner.on_update(client, assignment, seconds, fleet)
 
 
 def _num_batches(client: ClientInfo, work: Work, fleet: SelectContext) -> int:
-    """Count the batches of a task."""
+    """Return the number of batches of a task."""
     epochs, steps = work.num_epochs, work.num_steps
     if epochs is None and steps is None:
         epochs, steps = fleet.training.num_epochs, fleet.training.num_steps
@@ -278,22 +296,22 @@ def _num_batches(client: ClientInfo, work: Work, fleet: SelectContext) -> int:
 
 @dataclass(frozen=True)
 class Rebuilt(Merge):
-    """Rebuild each client's trained values from its seed and scalars, and step by the mean of the differences.
+    """Merge that rebuilds each client's trained values from its seed and scalars, and steps along the mean of their differences.
 
     ``Delta_n = theta_n - theta``, ``theta <- theta + server_lr sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the n that
-    cover an element. ``Delta_n = -lr sum_t g_t z_t`` does not depend on the values that the client began with, but for
-    rounding: it is rebuilt from the server's values as they are now. With no merge in between these are the client's, and
+    cover an element. ``Delta_n = -lr sum_t g_t z_t`` does not depend on the values from which the client started, except for
+    rounding, so it is rebuilt from the server's current values. If nothing was merged in between, these are the client's, and
     ``theta_n`` has the client's bits.
 
     Memory: two copies of the model for sums, and one of the submodel while an update is received. Time: one draw of z and
     three passes over the submodel for each step of each client.
 
     Attributes:
-        lr: the client's.
-        epsilon: the client's.
-        server_lr: step of the server.
-        staleness: s.
-        by_samples: weigh by |D_n|; False = every client alike.
+        lr: the clients' learning rate.
+        epsilon: the clients' scale of perturbations.
+        server_lr: factor of the server's step.
+        staleness: staleness factor s.
+        by_samples: weight clients by |D_n|; False = equally.
     """
 
     lr: float = 5e-3
@@ -308,22 +326,23 @@ class Rebuilt(Merge):
         positive("server_lr", self.server_lr)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Check the scalars; return why they are not to be used: none, fewer than the steps, more than asked for, or not finite."""
+        """Return a reason if the scalars are unreadable, missing, more than were asked for, or not finite."""
         scalars = unpack(update.extra.get(SCALARS))
         if scalars is None:
             return "bad-scalars"
         if not scalars or len(scalars) < update.num_steps:
             return "missing-scalars"
-        if len(scalars) > state.memory.get(EXPECTED, {}).get(update.client, math.inf):  # each is a pass over the model
+        # a bound on the server's work: it makes three passes over the submodel for each scalar
+        if len(scalars) > state.memory.get(EXPECTED, {}).get(update.client, math.inf):
             return "surplus-scalars"
         return None if all(map(math.isfinite, scalars)) else "non-finite"
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the scalars, which say how far each step goes along its z."""
+        """Return the scalars, which set the length of each step along its z."""
         return unpack(update.extra.get(SCALARS)) or []
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Rebuild the client's values and add what they changed to the sum."""
+        """Rebuild the client's values, and add their change to the sum."""
         task = state.memory.pop(ANSWERED)
         perturbed = _perturbed(spec, task["trained"])
         plan, memory = state.submodels.plan(perturbed), self._memory(state)
@@ -338,23 +357,31 @@ class Rebuilt(Merge):
     def rebuilt(
         self, submodels: Submodels, perturbed: Spec, before: FlatTensors, seed: int, scalars: Sequence[float]
     ) -> FlatTensors:
-        """Return the values that a client has at the end which began with ``before``, of which ``perturbed`` says what moved."""
+        """Return the values that a client has at the end of a task.
+
+        Args:
+            submodels: of the model.
+            perturbed: spec whose trained tensors the task perturbs.
+            before: values of these tensors when the task starts; not changed.
+            seed: the assignment's seed.
+            scalars: g_t of each step.
+        """
         after = before.clone()
         replay_([after[name] for name in parameters_of(submodels, perturbed)], seed, scalars, self.lr, self.epsilon)
         return after
 
     def apply(self, state: GlobalState) -> None:
-        """Take one step with the mean of what was received."""
+        """Take one step along the mean of the received differences."""
         memory = self._memory(state)
         trained = state.values.prefix(state.submodels.layout(part="trained"))
         for dtype, theta in trained.buffers.items():
             flats = (memory[name].buffers[dtype] for name in ("sum", "weight"))
-            for old, total, on in chunks(theta, *(flat[: len(theta)] for flat in flats)):
-                covered = on > 0
-                new = torch.add(old, total / torch.where(covered, on, 1), alpha=self.server_lr)
+            for old, total, weight in chunks(theta, *(flat[: len(theta)] for flat in flats)):
+                covered = weight > 0
+                new = torch.add(old, total / torch.where(covered, weight, 1), alpha=self.server_lr)
                 old.copy_(torch.where(covered, new, old))
                 total.zero_()
-                on.zero_()
+                weight.zero_()
 
     def _memory(self, state: GlobalState) -> dict[str, FlatTensors]:
         memory: dict[str, FlatTensors] = state.memory.setdefault(MEMORY, {})

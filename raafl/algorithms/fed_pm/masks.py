@@ -1,8 +1,8 @@
-"""Probabilistic masks over frozen random weights: clients learn which weights to keep, and one bit for each goes up.
+"""Train probabilistic masks over frozen random weights: clients learn which weights to keep, and send one bit for each.
 
-Where each weight of the model lies, the state has its expected value ``p w`` under a mask Bernoulli(p): ``w = +sigma`` or
-``-sigma``, one sigma for the tensor. So p is ``|value| / sigma``, the sign of w is the value's, axes and submodels are the
-model's own, and the model as it stands computes with the expected mask.
+The model's state stores each weight as its expected value ``p w`` under a mask Bernoulli(p): ``w = +sigma`` or ``-sigma``, with
+one sigma for each tensor. So p is ``|value| / sigma``, the sign of w is that of the value, axes and submodels are those of
+the model, and running the stored model applies the expected mask.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MEMORY = "probabilistic_masks"
 """Key in `GlobalState.memory` of the counts."""
 
 DIVERGED = "diverged"
-"""Key in `Update.extra` that says that a client's scores were not finite: its masks look like any."""
+"""Key in `Update.extra` with which a client reports that its scores were not finite, which its masks do not show."""
 
 SGD_LR_FACTOR, LR_FACTOR = 1000.0, 100.0
-"""Learning rate of scores, as a multiple of a weight's: the steps of SGD shrink with the gradient, those of Adam do not."""
+"""Learning rate of scores as a multiple of the module's: SGD's steps shrink with the small gradients of scores, Adam's do not."""
 
 WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("weight",),
@@ -43,13 +43,14 @@ WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.EmbeddingBag: ("weight",),
     nn.MultiheadAttention: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
 }
-"""Parameters that are masked, by type of layer; of recurrent layers all matrices are."""
+"""Names of the parameters that are masked, by type of layer; in recurrent layers all matrices are."""
 
 
 def weights_of(layer: nn.Module) -> list[str]:
-    """Return the names of a layer's own parameters that are masked: weights of its type, if they train."""
+    """Return the names of the layer's own parameters that are masked: trainable weights of the kinds in `WEIGHTS`."""
     names = [name for kind, names in WEIGHTS.items() if isinstance(layer, kind) for name in names]
     if isinstance(layer, nn.RNNBase):
+        # torch has no public list of a recurrent layer's weights
         names += [name for name in layer._flat_weights_names if layer._parameters[name].dim() == 2]  # type: ignore[union-attr]
     else:
         convolves = type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
@@ -59,29 +60,42 @@ def weights_of(layer: nn.Module) -> list[str]:
 
 
 def scale(shape: tuple[int, ...]) -> float:
-    """Return sigma of a weight of this shape: the standard deviation of Kaiming's normal initialisation, sqrt(2 / fan_in)."""
+    """Return sigma for a weight of this shape: the standard deviation of Kaiming's normal initialisation, sqrt(2 / fan_in)."""
     return math.sqrt(2.0 / max(math.prod(shape[1:]), 1))
 
 
 def scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
-    """Return sigma of each masked tensor in the trained layout of a submodel; it is that of the whole model."""
+    """Return sigma of each masked tensor of a submodel, by name; it is that of the tensor in the whole model.
+
+    Args:
+        submodels: of the model.
+        layout: trained layout of the submodel.
+    """
     whole, names = submodels.layout().by_name, submodels.parameter_names
     return {entry.name: scale(whole[entry.name].shape) for entry in layout.entries if entry.name in names}
 
 
 class Masked(torch.autograd.Function):
-    """``w * m``, ``m ~ Bernoulli(sigmoid(score))``, with the gradient straight through the draw: dm/dp = 1."""
+    """Autograd function ``w * m`` with ``m ~ Bernoulli(sigmoid(score))`` and a straight-through gradient, dm/dp = 1."""
 
     @staticmethod
     def forward(ctx: Any, score: Tensor, drawn: Tensor, negative: Tensor, sigma: float) -> Tensor:
-        """Return the masked weights; ``drawn`` is uniform in [0, 1), ``negative`` says which weights are -sigma."""
+        """Return the masked weights.
+
+        Args:
+            ctx: of autograd.
+            score: logit of each weight's probability.
+            drawn: uniform in [0, 1), of the same shape.
+            negative: True where the weight is -sigma.
+            sigma: absolute value of every weight.
+        """
         ctx.save_for_backward(score, negative)
         ctx.sigma = sigma
         return (drawn < torch.sigmoid(score)).to(score.dtype).mul_(sigma).mul_(_signs(negative, score.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Return ``gradient * w * p (1 - p)``."""
+        """Return the gradient of the score, ``gradient * w * p (1 - p)``, and None for the other arguments."""
         score, negative = ctx.saved_tensors
         p = torch.sigmoid(score)
         return gradient * _signs(negative, score.dtype) * ctx.sigma * p * (1 - p), None, None, None
@@ -95,11 +109,11 @@ def _signs(negative: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ScoreTraining(Hook):
-    """FedPM's local training (Isik et al. 2023, Algorithm 1): the parameters are scores while it lasts.
+    """Hook for FedPM's local training (Isik et al. 2023, Algorithm 1): during the task, parameters store scores.
 
-    While a loss is computed each layer finds its masked weights where its parameter is. What goes up are masks of zeros and
-    ones, drawn once at the end; the layers keep the weights under them until the next task begins, for whoever measures
-    what this one has trained.
+    While a loss is computed each layer uses its masked weights in place of its parameters. At the end the parameters are
+    overwritten by masks of zeros and ones, drawn once, which the client sends. The layers use the weights under these masks
+    until the next task begins, so that the trained model can be evaluated.
     """
 
     def __init__(self, task: Task, floor: float, lr_factor: float | None) -> None:
@@ -111,7 +125,7 @@ class ScoreTraining(Hook):
         self._generator = torch.Generator().manual_seed(derive_seed(task.assignment.seed, "masks"))
         self._scales = scales_of(task.submodels, task.submodels.layout(task.assignment.spec, "trained"))
         for layer in task.module.modules():
-            _uncover(layer)  # what the last task has left
+            _uncover(layer)  # masked weights that the last task has left for its evaluation
         names = {id(parameter): name for name, parameter in task.module.named_parameters()}
         self._places = [
             (layer, attribute, names[id(parameter)])
@@ -126,7 +140,7 @@ class ScoreTraining(Hook):
                 score.copy_(torch.logit(score.abs().div_(self._scales[name]), floor))
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss under masks drawn anew."""
+        """Return the loss under masks drawn anew for this batch."""
         self._cover({name: self._masked(name, score) for name, score in self._scores.items()})
         return self.task.loss(batch, index)
 
@@ -138,7 +152,7 @@ class ScoreTraining(Hook):
         return torch.rand(like.shape, generator=self._generator).to(like.device)
 
     def update(self) -> None:
-        """Make the optimiser's step on the scores, with a learning rate that is a multiple of its own."""
+        """Make the optimizer's step on the scores, with its learning rate multiplied by the factor."""
         self._uncover()
         groups = self.task.optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -152,7 +166,7 @@ class ScoreTraining(Hook):
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """Put the masks to be sent in the place of the scores, and the weights under them before the layers."""
+        """Draw the masks to send into the parameters, let the layers use the weights under them, and report diverged scores."""
         finite = all(bool(torch.isfinite(score).all()) for score in self._scores.values())
         weights = {}
         for name, score in self._scores.items():
@@ -169,7 +183,9 @@ class ScoreTraining(Hook):
 
     def _cover(self, weights: Mapping[str, Tensor]) -> None:
         for layer, attribute, name in self._places:
-            layer.__dict__[attribute] = weights[name]  # found before the parameter of that name
+            layer.__dict__[attribute] = weights[
+                name
+            ]  # Python finds it before nn.Module looks up the parameter of that name
             if isinstance(layer, nn.RNNBase):
                 flat = [layer.__dict__.get(n, layer._parameters.get(n)) for n in layer._flat_weights_names]
                 layer.__dict__["_flat_weights"] = flat
@@ -188,13 +204,13 @@ def _uncover(layer: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class ProbabilisticMaskTraining(Local):
-    """Train probabilities of masks over frozen weights.
+    """Local training of the probabilities of masks over frozen weights.
 
     Attributes:
         initial: probability of every weight at the start.
         floor: probabilities stay in [floor, 1 - floor].
-        lr_factor: learning rate of the scores, as a multiple of the module's own; None = `SGD_LR_FACTOR` where the module's
-            optimiser is SGD, else `LR_FACTOR`.
+        lr_factor: learning rate of the scores, as a multiple of the module's own; None = `SGD_LR_FACTOR` if the module's
+            optimizer is SGD, else `LR_FACTOR`.
     """
 
     up_as: ClassVar[UpAs | None] = "bits"
@@ -211,10 +227,10 @@ class ProbabilisticMaskTraining(Local):
 
     @torch.no_grad()
     def prepare(self, module: Any) -> Any:
-        """Set every weight to ``+-sigma * initial``, with the sign it has, and freeze all that is not masked, in place.
+        """Set every weight to ``+-sigma * initial``, with its own sign, and freeze all parameters that are not masked, in place.
 
         Raises:
-            BadInput: nothing can be masked.
+            BadInput: no weight can be masked, or a masked weight is complex.
         """
         masked: dict[int, nn.Parameter] = {}
         for layer in module.modules():
@@ -239,13 +255,13 @@ class ProbabilisticMaskTraining(Local):
         return module
 
     def hook(self, task: Task) -> Hook:
-        """Return the training of ``task``."""
+        """Return the hook that trains scores."""
         return ScoreTraining(task, self.floor, self.lr_factor)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the cost of plain training, and of masks: signs and masked weights beside the scores, draws, and their passes.
+        """Return the cost of plain training and of masks: memory for signs, draws and masked weights, and their operations.
 
-        What goes up is counted as floats here; `up_as` makes bits of them.
+        Upload bytes count floats here; `up_as` turns them into bits.
         """
         cost = submodels.cost(spec, batch_size)
         layout, samples = submodels.layout(spec, "trained"), max(batch_size, 1)
@@ -260,7 +276,7 @@ class ProbabilisticMaskTraining(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on which tensors are masked and which are not."""
+        """Return a note on how many weights are masked and what happens to the other parameters."""
         masked = scales_of(submodels, submodels.layout(part="trained"))
         num, total = sum(submodels.parameters[name] for name in masked), sum(submodels.parameters.values())
         rest = (
@@ -279,10 +295,10 @@ class ProbabilisticMaskTraining(Local):
 
 
 FLOPS = 12
-"""Operations on each masked weight in a step: sigmoid, comparison, two products; in the backward pass sigmoid and five more."""
+"""FLOPs for each masked weight in a step: sigmoid, comparison, two products; in the backward pass sigmoid and five more."""
 
 MOVED = 20
-"""Times that each masked weight's bytes are read or written by these operations."""
+"""Number of times that these operations read or write each masked weight."""
 
 
 def check_floor(floor: float) -> None:
@@ -296,15 +312,15 @@ def check_floor(floor: float) -> None:
 
 @dataclass(frozen=True)
 class BayesianMasks(Merge):
-    """Bayesian aggregation (Isik et al. 2023, Algorithm 2): each weight's mask is a coin whose Beta posterior counts masks.
+    """Bayesian merge (Isik et al. 2023, Algorithm 2): counts masks in a Beta posterior for each weight.
 
     ``alpha <- alpha + sum_n m_n``, ``beta <- beta + sum_n (1 - m_n)`` over the clients n that have the weight, and the new
-    probability is the mode ``p = (alpha - 1) / (alpha + beta - 2)``; alpha and beta are ``prior`` again every ``reset``
-    merges. A weight that no client has keeps its p. Running statistics take the mean of the clients that sent them.
+    probability is the mode ``p = (alpha - 1) / (alpha + beta - 2)``; alpha and beta are set to ``prior`` again every ``reset``
+    merges. A weight that no client has keeps its p. Running statistics become the mean over the clients that sent them.
 
     Attributes:
         prior: lambda_0, at least 1 (uniform).
-        reset: merges from one reset to the next; 1 = the plain mean of masks, with prior 1.
+        reset: merges between resets; 1 with prior 1 gives the plain mean of masks.
         floor: probabilities stay in [floor, 1 - floor].
     """
 
@@ -321,7 +337,7 @@ class BayesianMasks(Merge):
         check_floor(self.floor)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return non-finite where scores became so, not-a-mask where weights are anything but 0 and 1."""
+        """Return "non-finite" if the client reports diverged scores, "not-a-mask" if a weight is neither 0 nor 1."""
         if update.extra.get(DIVERGED):
             return "non-finite"
         for name in scales_of(state.submodels, update.tensors.layout):
@@ -331,7 +347,7 @@ class BayesianMasks(Merge):
         return None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Count the masks."""
+        """Add the masks to the counts."""
         memory, plan = self._memory(state), state.submodels.plan(spec)
         plan.add_(memory["ones"], update.tensors)
         plan.cover_(memory["all"])
@@ -348,7 +364,7 @@ class BayesianMasks(Merge):
             else:
                 new = ones[name] / total[name].clamp_min(1)
             values.copy_(torch.where(total[name] > 0, new, values))
-            if name not in scales:
+            if name not in scales:  # running statistics have no prior: their sums are of one merge
                 ones[name].zero_()
                 total[name].zero_()
         memory["merges"] += 1
@@ -364,12 +380,14 @@ class BayesianMasks(Merge):
         return memory
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return under "masks" how many weights there are, and the share that is kept on average."""
+        """Return, as "masks", the number of weights and the mean share of them that is kept."""
         trained: FlatTensors = state.values.prefix(state.submodels.layout(part="trained"))
         scales = scales_of(state.submodels, trained.layout)
         num = sum(trained[name].numel() for name in scales)
-        kept = math.fsum(float(trained[name].abs().sum(dtype=torch.float64)) / sigma for name, sigma in scales.items())
-        return {"masks": {"weights": num, "kept": kept / max(num, 1)}}
+        expected = math.fsum(
+            float(trained[name].abs().sum(dtype=torch.float64)) / sigma for name, sigma in scales.items()
+        )
+        return {"masks": {"weights": num, "kept": expected / max(num, 1)}}
 
     def __str__(self) -> str:
         every = "merge" if self.reset == 1 else f"{self.reset} merges"

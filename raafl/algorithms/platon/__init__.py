@@ -1,28 +1,29 @@
 """PLATON (Zhang et al., "PLATON: Pruning Large Transformer Models with Upper Confidence Bound of Weight Importance", ICML 2022).
 
-Co-S2P's comparison trains with it on each client, under FedAvg (``trigger="all"``) or FedAsync (``trigger="each"``). At each step
+Co-S2P compares with PLATON trained on each client, under FedAvg (``trigger="all"``) or FedAsync (``trigger="each"``). At each step
 
     I = |theta * grad|                                            sensitivity of a weight,
     Ibar <- beta1 Ibar + (1 - beta1) I                            its importance, smoothed,
     U = |I - Ibar|,   Ubar <- beta2 Ubar + (1 - beta2) U          its uncertainty, smoothed,
     S = Ibar Ubar                                                 upper confidence bound,
 
-and of the weights the share r(t) with the highest S stays. From r(0) it falls cubically to r(T):
+and the share r(t) of the weights with the highest S is kept. The share falls cubically from r(0) to r(T):
 ``r(t) = r(T) + (r(0) - r(T)) (1 - (t - t_i) / (T - t_f - t_i))^3`` between the warm-up t_i and the last t_f steps.
 
-Here, structured, as Co-S2P does to compare: I of a unit (neuron, channel, head) is the sum over its parameters, and pruned
-units are absent from the client's model, which is small and dense.
+Here pruning is structured, as in Co-S2P's comparison: I of a unit (neuron, channel, head) is the sum over its parameters, and
+pruned units are absent from the client's model, which is small and dense.
 
-The paper leaves open, or this does otherwise:
+Choices that the paper leaves open, and deviations from it:
 - Every axis keeps the same share, so that a budget holds; the paper has one threshold for all weights.
-- The scores of a unit go on from task to task: a client sends them with its update, the server keeps them for it and tells
-  them again (two numbers for each of at most `groups` groups of units of an axis). They are of its own data only.
-- Pruned weights are 0 in the paper, and so is their sensitivity; here others train them, and their score stays as it was
-  last measured. It falls for those that are kept as the gradients do, so that a pruned unit can come back. A unit never
+- The scores of a unit continue from task to task: a client sends them with its update, the server stores them and sends
+  them back with the client's next task (two numbers for each of at most `groups` groups of units of an axis). They come from the
+  client's own data only.
+- In the paper pruned weights are 0, and so is their sensitivity; here other clients train them, and their score stays as it was
+  last measured. Scores of kept units fall with their gradients, so that a pruned unit can return. A unit that was never
   measured (on a client without memory for the whole model) is tried first.
-- t is the number of a client's tasks: its share is the same within one. r(0) is the largest share that fits its memory,
-  r(T) its rate. The paper's averaging over steps between two prunings is the smoothing's.
-- The dealt rates are HeteroFL's, 1 to 1/16 of the width, where none are given.
+- t is the number of a client's tasks: its share is constant within one. r(0) is the largest share that fits its memory,
+  r(T) its rate. Smoothing takes the place of the paper's averaging over the steps between two prunings.
+- The default rates are HeteroFL's, 1 to 1/16 of the width.
 
 At rate 1 everywhere it is FedAvg, or FedAsync, bit for bit.
 """
@@ -56,23 +57,23 @@ def platon(
     cohort: int | None = None,
     concurrency: int | None = None,
 ) -> Algorithm:
-    """Make PLATON under FedAvg or FedAsync.
+    """Return PLATON under FedAvg or FedAsync, whose clients keep the units with the highest importance and uncertainty.
 
     Args:
-        rates: share of the width that is left at each client in the end (r(T)): one for all; a list dealt to clients 1, 2, ...
-            and again from its beginning; or by name of device. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
-        warm_up: tasks of a client before units are pruned (t_i).
-        rounds: tasks of a client in which the share falls to its rate.
+        rates: final share of the width for each client (r(T)): one number for all; a list that clients 1, 2, ...
+            take in turn, repeating; or a mapping from device name. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
+        warm_up: number of a client's tasks before units are pruned (t_i).
+        rounds: number of a client's tasks in which its share falls to the final one.
         beta1: smoothing of the importance, in [0, 1).
         beta2: smoothing of the uncertainty, in [0, 1).
-        groups: the most scores of an axis; of an axis with more units, neighbours share one.
+        groups: largest number of scores of an axis; on an axis with more units, neighbouring units share one.
         trigger: all (FedAvg) or each (FedAsync).
-        alpha: mixing weight where each arrival is merged, in (0, 1]; None = 0.75.
-        staleness: s(.) where each arrival is merged: constant, polynomial or hinge.
+        alpha: mixing weight for trigger each, in (0, 1]; None = 0.75.
+        staleness: kind of the staleness factor s(.) for trigger each: constant, polynomial or hinge.
         staleness_a: a of polynomial and hinge.
         staleness_b: b of hinge.
-        cohort: clients in a round (or kept at work), drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
+        cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
     """
     when = all_or_each(trigger)
     if trigger == "all":

@@ -1,8 +1,8 @@
-"""PLATON's scores of units: clients measure them, the server keeps them for each client, which gets its best units.
+"""Score units as PLATON does: clients measure scores, the server stores them by client and assigns each its best units.
 
-What a client measures are two numbers for each group of units of each axis: smoothed importance and smoothed uncertainty.
-They go up in `Update.extra` as ``{"importance": {axis: [...]}, "uncertainty": {axis: [...]}}``, one number for each group of
-which the client has a unit, in order, lie in ``GlobalState.memory["platon"]`` and come back in the same form in `Work.extra`.
+For each group of units of each axis a client measures two numbers, smoothed importance and smoothed uncertainty. It sends them
+in `Update.extra` as ``{"importance": {axis: [...]}, "uncertainty": {axis: [...]}}``, in order, one number for each group of
+which it has a unit. ``GlobalState.memory["platon"]`` stores them, and `Work.extra` carries them back in the same form.
 """
 
 from __future__ import annotations
@@ -28,14 +28,22 @@ from raafl.submodel.flat import reals
 KINDS = ("importance", "uncertainty")
 
 Scores = dict[str, dict[str, list[float | None]]]
-"""Kind -> axis -> one number for each group; None = not measured yet."""
+"""Kind -> axis -> one score for each group; None = never measured."""
 
-_MOST = 1e150  # of a score; the product of two is finite
-_BYTES = 12  # of a number of six digits in JSON, with its comma
+_MOST = 1e150  # largest score that is accepted: the product of two stays finite
+_BYTES = 12  # of a number with six digits in JSON, comma included
 
 
 def cubic(t: int, initial: float, final: float, warm_up: int, rounds: int) -> float:
-    """Return r(t), the share of units in use: ``initial``, then, after ``warm_up``, down to ``final`` in ``rounds`` more."""
+    """Return r(t), the share of units in use: ``initial`` during the warm-up, then falling cubically to ``final``.
+
+    Args:
+        t: number of the client's tasks so far.
+        initial: share during the warm-up, r(0).
+        final: share at the end, r(T).
+        warm_up: number of tasks before the share falls.
+        rounds: number of tasks in which it falls.
+    """
     if t < warm_up:
         return initial
     left = max(1.0 - (t - warm_up) / rounds, 0.0)
@@ -43,19 +51,19 @@ def cubic(t: int, initial: float, final: float, warm_up: int, rounds: int) -> fl
 
 
 def group_of(axis: Axis, groups: int) -> list[int]:
-    """Return the group of each unit: consecutive ones of equal size, each unit its own where there are no more than ``groups``."""
+    """Return the group of each unit: ``groups`` consecutive ranges of nearly equal size, or one unit each on a smaller axis."""
     number = min(axis.size, groups)
     return [unit * number // axis.size for unit in range(axis.size)]
 
 
 def _kept_groups(axis: Axis, spec: Spec, groups: int) -> list[int]:
-    """Return the group of each unit that is kept, in order."""
-    kept = spec.indices(axis.name)
-    of_all = group_of(axis, groups)
-    return of_all if kept is None else [of_all[unit] for unit in kept]
+    """Return the group of each kept unit, in order."""
+    units = spec.indices(axis.name)
+    groups_of_units = group_of(axis, groups)
+    return groups_of_units if units is None else [groups_of_units[unit] for unit in units]
 
 
-def _wide(submodels: Submodels) -> Iterator[Axis]:
+def _prunable(submodels: Submodels) -> Iterator[Axis]:
     return (axis for axis in submodels.axes.values() if axis.size > 1)
 
 
@@ -64,15 +72,15 @@ def _wide(submodels: Submodels) -> Iterator[Axis]:
 
 @dataclass(frozen=True)
 class Sensitivity(Local):
-    """Plain training that measures what each unit is worth.
+    """Plain local training that also measures the sensitivity of each unit.
 
-    At each step, ``I_u = sum_{j in u} |theta_j g_j|`` of a unit u, over all parameters that are coupled in it;
+    At each step the sensitivity of a unit u is ``I_u = sum_{j in u} |theta_j g_j|``, over all parameters that are coupled in it;
     ``Ibar <- beta1 Ibar + (1 - beta1) I``, ``Ubar <- beta2 Ubar + (1 - beta2) |I - Ibar|``.
 
     Attributes:
-        beta1: of the importance.
-        beta2: of the uncertainty.
-        groups: the most numbers of an axis that go up; of an axis with more units, neighbours share one.
+        beta1: smoothing of the importance.
+        beta2: smoothing of the uncertainty.
+        groups: largest number of scores that are sent for an axis; on an axis with more units, neighbouring units share one.
     """
 
     uses_gradients: ClassVar[bool] = True
@@ -88,32 +96,32 @@ class Sensitivity(Local):
         positive("groups", self.groups)
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that measures."""
+        """Return the hook that measures scores."""
         return MeasuredSensitivity(task, self)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the cost of training, and of measuring: a product and a sum for each parameter on an axis in each step."""
+        """Return the cost of training and of measuring: a product and a sum for each parameter on an axis in each step."""
         plain, spec = submodels.cost(spec, batch_size), submodels.normal(spec)
         layout, batch_size = submodels.layout(spec, "trained").by_name, max(batch_size, 1)
-        names = {member.name for axis in _wide(submodels) for member in axis.members} & submodels.parameter_names
+        names = {member.name for axis in _prunable(submodels) for member in axis.members} & submodels.parameter_names
         sizes = [(layout[name].numel, layout[name].dtype.itemsize) for name in names if name in layout]
-        kept = [len(spec.indices(axis.name) or range(axis.size)) for axis in _wide(submodels)]
-        told_bytes = 2 * _BYTES * sum(min(number, self.groups) for number in kept)
+        num_units = [len(spec.indices(axis.name) or range(axis.size)) for axis in _prunable(submodels)]
+        score_bytes = 2 * _BYTES * sum(min(number, self.groups) for number in num_units)
         return replace(
             plain,
             flops_per_sample=plain.flops_per_sample + 2 * sum(numel for numel, _ in sizes) / batch_size,
-            peak_bytes=plain.peak_bytes + max((numel * size for numel, size in sizes), default=0) + 8 * sum(kept),
-            down_bytes=plain.down_bytes + told_bytes,
-            up_bytes=plain.up_bytes + told_bytes,
+            peak_bytes=plain.peak_bytes + max((numel * size for numel, size in sizes), default=0) + 8 * sum(num_units),
+            down_bytes=plain.down_bytes + score_bytes,
+            up_bytes=plain.up_bytes + score_bytes,
             moved_bytes_per_sample=plain.moved_bytes_per_sample
             + 4 * sum(numel * size for numel, size in sizes) / batch_size,
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Say which axes are scored by groups, or that there are none."""
-        if not any(_wide(submodels)):
+        """Return a note on axes that are scored by groups, or a warning that nothing is pruned."""
+        if not any(_prunable(submodels)):
             return [Warn(f"platon prunes nothing here, it is plain averaging: {submodels.why_whole()}")]
-        coarse = [axis for axis in _wide(submodels) if axis.size > self.groups]
+        coarse = [axis for axis in _prunable(submodels) if axis.size > self.groups]
         if not coarse:
             return []
         return [f"platon scores {len(coarse)} axes of more than {self.groups} units by groups of neighbours"]
@@ -123,82 +131,95 @@ class Sensitivity(Local):
 
 
 def members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member, int]]:
-    """Yield each axis of more than one unit, each of its members as it lies in the small tensors, and how many units are kept."""
+    """Yield each axis of more than one unit, each of its members, and the number of kept units.
+
+    Members have the offsets that they have in the submodel's tensors: units dropped before them are subtracted.
+
+    Args:
+        submodels: of the model.
+        spec: the submodel.
+    """
     kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
-    gone: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    dropped: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for axis in submodels.axes.values():
-        for one in axis.members:
-            lost = one.unit * (axis.size - kept[axis.name])
-            gone.setdefault((one.name, one.dim), []).append((one.offset, lost))
-    for axis in _wide(submodels):
-        for one in axis.members:
-            before = sum(lost for offset, lost in gone[one.name, one.dim] if offset < one.offset)
-            yield axis, replace(one, offset=one.offset - before), kept[axis.name]
+        for member in axis.members:
+            num_dropped = member.unit * (axis.size - kept[axis.name])
+            dropped.setdefault((member.name, member.dim), []).append((member.offset, num_dropped))
+    for axis in _prunable(submodels):
+        for member in axis.members:
+            before = sum(
+                num_dropped for offset, num_dropped in dropped[member.name, member.dim] if offset < member.offset
+            )
+            yield axis, replace(member, offset=member.offset - before), kept[axis.name]
 
 
 class MeasuredSensitivity(Hook):
-    """Measures importance and uncertainty of the units kept, at each optimiser step, from the gradients before any clipping.
+    """Hook that measures importance and uncertainty of kept units at each optimizer step, from gradients before any clipping.
 
     Attributes:
-        importance: Ibar of each unit kept, by axis.
-        uncertainty: Ubar.
+        importance: Ibar of each kept unit, by axis; shape (units,).
+        uncertainty: Ubar, likewise.
     """
 
     def __init__(self, task: Task, local: Sensitivity) -> None:
-        """Go on from what the server knows, or from 0."""
+        """Start from the scores in the assignment, or from 0."""
         super().__init__(task)
         self.local = local
         self.importance: dict[str, Tensor] = {}
         self.uncertainty: dict[str, Tensor] = {}
         spec = task.submodels.normal(task.assignment.spec)
         parameters = dict(task.module.named_parameters())
-        self._places: dict[str, list[int]] = {}  # of each unit kept, its group's place among those touched
+        # by axis: for each kept unit the position of its group among the groups that the client has
+        self._positions: dict[str, list[int]] = {}
         self._members: dict[str, tuple[nn.Parameter, list[tuple[str, Member, int]]]] = {}
         device = next((p.device for p in parameters.values()), torch.device("cpu"))
-        for axis in _wide(task.submodels):
+        for axis in _prunable(task.submodels):
             groups = _kept_groups(axis, spec, local.groups)
-            place = {group: i for i, group in enumerate(dict.fromkeys(groups))}
-            self._places[axis.name] = [place[group] for group in groups]
+            positions = {group: i for i, group in enumerate(dict.fromkeys(groups))}
+            self._positions[axis.name] = [positions[group] for group in groups]
             for kind in KINDS:
-                known = task.assignment.extra.get(kind, {}).get(axis.name, [0.0] * len(place))
-                start = torch.tensor([known[i] for i in self._places[axis.name]], device=device)
+                received = task.assignment.extra.get(kind, {}).get(axis.name, [0.0] * len(positions))
+                start = torch.tensor([received[i] for i in self._positions[axis.name]], device=device)
                 getattr(self, kind)[axis.name] = start
         for axis, member, size in members_of(task.submodels, spec):
             if member.name in parameters:
-                _, mine = self._members.setdefault(member.name, (parameters[member.name], []))
-                mine.append((axis.name, member, size))
+                _, on_axes = self._members.setdefault(member.name, (parameters[member.name], []))
+                on_axes.append((axis.name, member, size))
 
     def update(self) -> None:
-        """Measure, then step."""
+        """Measure the scores, then make the optimizer's step."""
         self._measure()
         super().update()
 
     @torch.no_grad()
     def _measure(self) -> None:
-        now = {name: torch.zeros_like(known) for name, known in self.importance.items()}
+        sensitivities = {name: torch.zeros_like(smoothed) for name, smoothed in self.importance.items()}
         for parameter, members in self._members.values():
             if parameter.grad is None:
                 continue
             worth = (reals(parameter) * reals(parameter.grad)).abs_()
+            # in half precision a sum over a unit's many weights would stall
             sums = torch.promote_types(worth.dtype, torch.float32)
             for name, member, size in members:
                 part = worth.narrow(member.dim, member.offset, member.unit * size)
-                now[name] += part.movedim(member.dim, 0).reshape(size, -1).sum(1, dtype=sums).to(now[name].dtype)
+                sensitivities[name] += (
+                    part.movedim(member.dim, 0).reshape(size, -1).sum(1, dtype=sums).to(sensitivities[name].dtype)
+                )
         beta1, beta2 = self.local.beta1, self.local.beta2
-        for name, measured in now.items():
+        for name, measured in sensitivities.items():
             smooth = self.importance[name].mul_(beta1).add_(measured, alpha=1 - beta1)
             self.uncertainty[name].mul_(beta2).add_((measured - smooth).abs_(), alpha=1 - beta2)
 
     def finish(self) -> dict[str, Any]:
-        """Return both, the mean of each group, to six digits."""
-        return {kind: {name: self._means(name, kind) for name in self._places} for kind in KINDS if self._places}
+        """Return importance and uncertainty, the mean of each group, rounded to six digits."""
+        return {kind: {name: self._means(name, kind) for name in self._positions} for kind in KINDS if self._positions}
 
     def _means(self, name: str, kind: str) -> list[float]:
-        places, values = self._places[name], getattr(self, kind)[name].tolist()
-        sums, counts = [0.0] * (places[-1] + 1), [0] * (places[-1] + 1)
-        for place, value in zip(places, values, strict=True):
-            sums[place] += value
-            counts[place] += 1
+        positions, values = self._positions[name], getattr(self, kind)[name].tolist()
+        sums, counts = [0.0] * (positions[-1] + 1), [0] * (positions[-1] + 1)
+        for position, value in zip(positions, values, strict=True):
+            sums[position] += value
+            counts[position] += 1
         return [float(f"{total / number:.6g}") for total, number in zip(sums, counts, strict=True)]
 
 
@@ -207,38 +228,42 @@ class MeasuredSensitivity(Hook):
 
 @dataclass(frozen=True)
 class ScoredMean(Mean):
-    """`Mean`, which keeps what each client has measured, for `BestUnits`."""
+    """`Mean` that also stores the scores that each client measured, for `BestUnits`.
+
+    Attributes:
+        groups: largest number of scores of an axis; as on the clients.
+    """
 
     groups: int = 64
     by_client: ClassVar[bool] = True
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Refuse scores that are not one finite number of 0 or more for each group that the client has a unit of."""
+        """Return "bad-scores" unless there is one finite number, 0 or more, for each group of which the client has a unit."""
         spec = state.submodels.normal(spec)
-        wanted = {axis.name: len(set(_kept_groups(axis, spec, self.groups))) for axis in _wide(state.submodels)}
+        wanted = {axis.name: len(set(_kept_groups(axis, spec, self.groups))) for axis in _prunable(state.submodels)}
         if not wanted:
             return None
         for kind in KINDS:
-            told = update.extra.get(kind)
-            if not isinstance(told, Mapping) or told.keys() != wanted.keys():
+            by_axis = update.extra.get(kind)
+            if not isinstance(by_axis, Mapping) or by_axis.keys() != wanted.keys():
                 return "bad-scores"
             for name, number in wanted.items():
-                numbers = told[name]
+                numbers = by_axis[name]
                 if not isinstance(numbers, list) or len(numbers) != number or not all(map(_is_score, numbers)):
                     return "bad-scores"
         return None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Take the update in, and its client's scores."""
+        """Pass the update to the mean, and store the client's scores."""
         super().receive(state, update, spec, staleness)
         spec, of_all = state.submodels.normal(spec), state.memory.setdefault("platon", {})
-        mine: Scores = of_all.setdefault(update.client, {kind: {} for kind in KINDS})
+        own: Scores = of_all.setdefault(update.client, {kind: {} for kind in KINDS})
         for kind in KINDS:
-            for axis in _wide(state.submodels):
-                known = mine[kind].setdefault(axis.name, [None] * min(axis.size, self.groups))
+            for axis in _prunable(state.submodels):
+                scores = own[kind].setdefault(axis.name, [None] * min(axis.size, self.groups))
                 touched = dict.fromkeys(_kept_groups(axis, spec, self.groups))
                 for group, score in zip(touched, update.extra[kind][axis.name], strict=True):
-                    known[group] = float(score)
+                    scores[group] = float(score)
 
 
 def _is_score(value: Any) -> bool:
@@ -247,16 +272,16 @@ def _is_score(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class BestUnits(Select):
-    """On each axis the units of the highest upper confidence bound, ``S = Ibar Ubar``, by the cubic schedule.
+    """Select that keeps, on each axis, the units with the highest upper confidence bound ``S = Ibar Ubar``, by the cubic schedule.
 
-    A unit whose score is not known yet counts as the highest: it is tried first. A client's time t is the number of its
-    own merged updates; its scores are its own.
+    A unit without a score counts as the highest, so it is tried first. A client's time t is the number of its own merged updates;
+    its scores are its own.
 
     Attributes:
         rates: final share of each axis, r(T), by client (see `RateSelect.rates`).
-        warm_up: tasks at the initial share, the largest that fits the client's memory.
-        rounds: tasks in which it falls to the final share.
-        groups: as the clients'.
+        warm_up: number of tasks at the initial share, the largest that fits the client's memory.
+        rounds: number of tasks in which the share falls to the final one.
+        groups: largest number of scores of an axis; as on the clients.
     """
 
     rates: Rates = 1.0
@@ -273,7 +298,7 @@ class BestUnits(Select):
         return RateSelect(rates=self.rates, rate_of="width")
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the work for ``client``, as region ``client.id``; raises `BadInput` where nothing fits its memory."""
+        """Return the work for ``client``, as region ``client.id``; raises `BadInput` if nothing fits its memory."""
         submodels, t = fleet.state.submodels, fleet.state.counts.get(client.id, 0)
         if not submodels.axes:
             return Work(region=client.id)
@@ -285,7 +310,7 @@ class BestUnits(Select):
         for axis in submodels.axes.values():
             kept[axis.name] = self._best(axis, count(axis.size, share), scores)
         spec = submodels.normal(spec_of(submodels.axes, kept))
-        return Work(spec, region=client.id, extra={} if scores is None else self._told(submodels, spec, scores))
+        return Work(spec, region=client.id, extra={} if scores is None else self._sent_scores(submodels, spec, scores))
 
     def _best(self, axis: Axis, number: int, scores: Scores | None) -> list[int] | range:
         if scores is None or axis.size == 1 or number == axis.size:
@@ -298,14 +323,14 @@ class BestUnits(Select):
         ranked = sorted(range(axis.size), key=lambda unit: (-bounds[groups[unit]], unit))
         return ranked[:number]
 
-    def _told(self, submodels: Submodels, spec: Spec, scores: Scores) -> dict[str, dict[str, list[float]]]:
-        told: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
-        for axis in _wide(submodels):
+    def _sent_scores(self, submodels: Submodels, spec: Spec, scores: Scores) -> dict[str, dict[str, list[float]]]:
+        sent: dict[str, dict[str, list[float]]] = {kind: {} for kind in KINDS}
+        for axis in _prunable(submodels):
             touched = list(dict.fromkeys(_kept_groups(axis, spec, self.groups)))
             for kind in KINDS:
-                known = scores[kind][axis.name]
-                told[kind][axis.name] = [known[group] or 0.0 for group in touched]
-        return told
+                of_groups = scores[kind][axis.name]
+                sent[kind][axis.name] = [of_groups[group] or 0.0 for group in touched]
+        return sent
 
     def _fits(self, client: ClientInfo, fleet: SelectContext) -> float:
         """Return the largest share of each axis that fits the client's memory."""
@@ -318,7 +343,7 @@ class BestUnits(Select):
         return share
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Name each client that has no rate, or that nothing fits."""
+        """Return a problem for each client that has no rate, or whose memory no submodel fits."""
 
         def ask(client: ClientInfo) -> None:
             self._limit().rate(client)
@@ -331,7 +356,7 @@ class BestUnits(Select):
         return fleet.problems(ask)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget what was known of the client's memory; its scores stay."""
+        """Delete the cached share that fits the client's memory; its scores stay."""
         fleet.cache.pop(client.id, None)
 
     def __str__(self) -> str:

@@ -40,7 +40,9 @@ class MaskedAndDistilled(Local):
 
     down: ClassVar[tuple[str, ...]] = (SCORES,)
     up: ClassVar[tuple[str, ...]] = (SCORES,)
-    uses_gradients: ClassVar[bool] = True  # scores have an optimizer of their own, whose gradients no loss scaler unscales
+    uses_gradients: ClassVar[bool] = (
+        True  # scores have an optimizer of their own, whose gradients no loss scaler unscales
+    )
     leaves_out: ClassVar[frozenset[str]] = frozenset(OPTIMIZER_HOOKS)  # for the same reason
 
     distils: bool = True

@@ -1,23 +1,23 @@
 """PruneFL (Jiang et al., "Model Pruning Enables Efficient Federated Learning on Edge Devices", IEEE TNNLS 2022).
 
-FedAvg on a pruned model, one for all clients, whose size and parts are chosen again and again (adaptive pruning): those that
-maximise the expected decrease of the loss per second of a round, ``Gamma(M) = sum_{j in M} g_j^2 / (c + sum_{j in M} t_j)``,
-with the squared gradient ``g_j^2`` as the importance of a parameter, ``t_j`` its time and c the round's fixed time. Of what is
-in use, only a share with the smallest weights may be dropped; these and all that was dropped before are candidates, and come in
-by ``g_j^2 / t_j``, descending, as long as that is at least the Gamma of what is in already.
+FedAvg on one pruned model for all clients, whose units are chosen again and again (adaptive pruning): those that maximise the
+expected decrease of the loss per second of a round, ``Gamma(M) = sum_{j in M} g_j^2 / (c + sum_{j in M} t_j)``. The squared
+gradient ``g_j^2`` is the importance of a parameter, ``t_j`` its time, and c the round's fixed time. Of the parameters in use only
+a share with the smallest weights may be dropped. These, and all that were dropped before, are candidates, added in descending
+order of ``g_j^2 / t_j`` as long as that is at least the Gamma of those already chosen.
 
-Here, structured: j is a unit (neuron, channel, head), ``g_j^2`` the sum over its parameters, so that the pruned model is
-small and dense.
+Here pruning is structured: j is a unit (neuron, channel, head) and ``g_j^2`` the sum over its parameters, so that the pruned model
+is small and dense.
 
-The paper leaves open, or this does otherwise:
-- Gradients come from the rounds 0, ``every``, 2 ``every``, ...: in these all clients train the whole model (the paper's
-  clients then send gradients of pruned parameters, too), and g is the change of the merged model. The first of them stands
-  for the paper's pruning at one chosen client before the start.
-- t_j is a unit's share of the training FLOPs, c the FLOPs of a model with one unit on each axis: the same for all
+Choices that the paper leaves open, and deviations from it:
+- Gradients come from the rounds 0, ``every``, 2 ``every``, ..., in which all clients train the whole model; g is the change of the
+  merged model. (In the paper clients send gradients of pruned parameters in these rounds.) The first of them replaces the
+  paper's pruning at one chosen client before the start.
+- t_j is a unit's share of the training FLOPs, and c the FLOPs of a model with one unit on each axis: equal for all
   devices, since one model is chosen for all.
-- Dropped units keep their values, and the measured model has them: a unit at zero would never get a gradient again.
-- The share that may be dropped is the same throughout; the authors' code halves theirs every 10,000 rounds.
-- `rates` bounds each client's part, as Zhang et al. do to compare (L-Arb: 0.5): of the chosen units the best within it.
+- Dropped units keep their values, and evaluation of the model includes them: a unit of zeros would never get a gradient again.
+- The share that may be dropped is constant; the authors' code halves theirs every 10,000 rounds.
+- `rates` bounds each client's part, as in Zhang et al.'s comparison (L-Arb: 0.5): it gets the best of the chosen units within it.
 - A client whose memory is too small gets the best units that fit, and in the rounds of the whole model the largest leading
   part.
 
@@ -43,18 +43,18 @@ def prune_fl(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Make PruneFL.
+    """Return PruneFL, whose clients train the units with the largest squared gradient per unit of time.
 
     Args:
-        every: rounds from one choice of units to the next; each begins with a round of the whole model.
+        every: number of rounds between choices of units; each choice follows a round of the whole model.
         prunable: share of the units in use that may be dropped at a choice, in (0, 1).
-        rates: the most that a client gets of the model's parameters: one for all; a list dealt to clients 1, 2, ... and again
-            from its beginning; or by name of device.
-        by_samples: weigh by |D_n|; False = every client alike.
-        cohort: clients in a round, drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead, such as `raafl.parts.RateSelect`: leave out every, prunable
-            and rates then.
+        rates: largest share of the model's parameters for each client: one number for all; a list that clients 1,
+            2, ... take in turn, repeating; or a mapping from device name.
+        by_samples: weight clients by |D_n|; False = equally.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that replaces the pruning, such as `raafl.parts.RateSelect`; leave out every, prunable and rates
+            then.
     """
     if submodel is not None:
         refuse_unused(

@@ -1,7 +1,7 @@
-"""One submodel for all clients, of the units that are worth their time (PruneFL, Jiang et al. 2022), by whole units.
+"""Choose one submodel for all clients, of the units with the best ratio of importance to time (PruneFL, Jiang et al. 2022).
 
-Every ``every`` rounds the clients train all of the model, and from what they learned the units of the next rounds are chosen.
-The choice lies in ``GlobalState.memory["pruned"]``: the version at which it was made, and the units in order of worth.
+Every ``every`` rounds the clients train the whole model, and the units of the following rounds are chosen from its change.
+``GlobalState.memory["pruned"]`` stores the choice: the version at which it was made, and the units, best first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from raafl.parts.select.submodels import uncut
 from raafl.submodel import FULL, Spec, Submodels
 
 Unit = tuple[str, int]
-"""Axis and index."""
+"""Name of the axis, and index of the unit on it."""
 
-_BATCH = 2  # FLOPs per sample do not depend on it, but batch norm needs more than one sample
+_BATCH = 2  # any size does for FLOPs per sample, but batch norm needs more than one sample
 
 
 def check_settings(every: int, prunable: float) -> None:
-    """Raise `BadInput` for an interval below 1, or a share that is not in (0, 1)."""
+    """Raise `BadInput` for an interval below 1, or a prunable share that is not in (0, 1)."""
     positive("every", every)
     if not 0 < prunable < 1:
         raise BadInput(f"prunable is {prunable}: give a number above 0 and below 1")
@@ -37,24 +37,25 @@ def check_settings(every: int, prunable: float) -> None:
 
 @dataclass(frozen=True)
 class ChosenMean(Mean):
-    """`Mean`, which after each round of the whole model chooses the units of the next rounds.
+    """`Mean` that, after each round of the whole model, chooses the units of the following rounds.
 
     Attributes:
-        every: rounds from one choice to the next.
-        prunable: share of the units in use, on each axis those of the smallest weights, that may be dropped.
+        every: number of rounds between choices.
+        prunable: share of the units in use on each axis, those with the smallest weights, that may be dropped.
     """
 
     every: int = 50
     prunable: float = 0.3
 
     def apply(self, state: GlobalState) -> None:
-        """Fold in what was received; after a round of the whole model choose."""
+        """Merge the updates; after a round of the whole model also choose the units."""
         if state.version % self.every:
             super().apply(state)
             return
         names = [name for name in state.submodels.parameter_names if name in state.values]
         before = {name: state.values[name].clone() for name in names}
         super().apply(state)
+        # float32: squares of small half-precision changes would underflow
         squares = {name: (state.values[name] - old).float().square() for name, old in before.items()}
         values = {name: state.values[name] for name in names}
         order = state.memory.get("pruned", {}).get("order")
@@ -63,7 +64,7 @@ class ChosenMean(Mean):
 
 
 def unit_times(submodels: Submodels) -> tuple[dict[str, float], float]:
-    """Return the time of one unit of each axis, and of the model with one unit on each: t_j and c, in FLOPs per sample."""
+    """Return t_j and c in FLOPs per sample: the cost of one unit, by axis, and that of the model with one unit on each axis."""
 
     def flops(kept: Mapping[str, range]) -> float:
         return submodels.cost(Spec.select(kept), _BATCH).flops_per_sample
@@ -78,13 +79,13 @@ def choose(
     submodels: Submodels, values: Mapping[str, Tensor], squares: Mapping[str, Tensor], prunable: float,
     used: list[Unit] | None = None,
 ) -> list[Unit]:  # fmt: skip
-    """Return the units to be used, first the best of each axis, then by squared gradient per time, descending.
+    """Return the units to use: first the best of each axis, then the others by squared gradient per time, descending.
 
     Args:
         submodels: of the model.
-        values: parameters, for the size of weights.
+        values: parameters by name, from which the size of weights follows.
         squares: squared gradient of each parameter; its scale does not matter.
-        prunable: share of the units in use, by axis, that may be dropped.
+        prunable: share of the units in use, on each axis, that may be dropped.
         used: units in use; None = all.
     """
     times, fixed_time = unit_times(submodels)
@@ -95,10 +96,10 @@ def choose(
         axis = submodels.axes[name]
         gains |= {(name, i): gain for i, gain in enumerate(unit_scores(axis, squares, squared=False).tolist())}
         sizes = unit_scores(axis, values).tolist()
-        mine = sorted(
+        by_size = sorted(
             (i for i in range(axis.size) if in_use is None or (name, i) in in_use), key=lambda i: (sizes[i], i)
         )
-        stay |= {(name, i) for i in mine[int(prunable * len(mine) + 1e-9) :]}
+        stay |= {(name, i) for i in by_size[int(prunable * len(by_size) + 1e-9) :]}
 
     def worth(unit: Unit) -> float:
         return gains[unit] / times[unit[0]]
@@ -107,7 +108,7 @@ def choose(
     gain = sum(float(square.sum()) for name, square in squares.items() if name not in on_axes)
     gain += sum(gains[unit] for unit in stay)
     time = fixed_time + sum(times[name] for name, _ in stay)
-    # a stable sort: of equals the first
+    # a stable sort: among units of equal worth the first wins, on every machine
     order = sorted(gains, key=worth, reverse=True)
     for unit in order:
         if unit not in stay:
@@ -122,27 +123,27 @@ def choose(
 
 @dataclass(frozen=True)
 class Pruned(Select):
-    """The units that `ChosenMean` has chosen, or as many of the best of them as the client's memory and rate allow.
+    """Select that assigns the units chosen by `ChosenMean`, or as many of the best as the client's memory and rate allow.
 
     Attributes:
-        every: rounds from one choice to the next; at each multiple clients train the whole model, or the largest leading
-            part that fits.
-        rates: the most that a client gets of the model's parameters, in the other rounds.
+        every: number of rounds between choices; in these rounds clients train the whole model, or the largest leading part that
+            fits their memory.
+        rates: largest share of the model's parameters for each client, in the other rounds.
     """
 
     every: int = 50
     rates: Rates = 1.0
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the work for ``client``, as region ``client.id``; raises `BadInput` where nothing fits its memory."""
+        """Return the work for ``client``, as region ``client.id``; raises `BadInput` if nothing fits its memory."""
         chosen: dict[str, Any] | None = fleet.state.memory.get("pruned")
         if chosen is None or fleet.state.version % self.every == 0:
             return RateSelect()(client, fleet)
-        known = fleet.cache.get(("pruned", client.id))
-        if known is None or known[0] != chosen["version"]:
-            known = (chosen["version"], self._spec(client, fleet, chosen["order"]))
-            fleet.cache["pruned", client.id] = known
-        return Work(known[1], region=client.id)
+        cached = fleet.cache.get(("pruned", client.id))
+        if cached is None or cached[0] != chosen["version"]:
+            cached = (chosen["version"], self._spec(client, fleet, chosen["order"]))
+            fleet.cache["pruned", client.id] = cached
+        return Work(cached[1], region=client.id)
 
     def _spec(self, client: ClientInfo, fleet: SelectContext, order: list[Unit]) -> Spec:
         submodels, num_axes = fleet.state.submodels, len({name for name, _ in order})
@@ -155,8 +156,8 @@ class Pruned(Select):
             kept: dict[str, list[int]] = {}
             for name, i in order[: int(number)]:
                 kept.setdefault(name, []).append(i)
-            whole = [name for name, mine in kept.items() if len(mine) == submodels.axes[name].size]
-            return Spec.select({name: sorted(mine) for name, mine in kept.items() if name not in whole})
+            whole = [name for name, units in kept.items() if len(units) == submodels.axes[name].size]
+            return Spec.select({name: sorted(units) for name, units in kept.items() if name not in whole})
 
         number = largest_rate(
             best, fleet.cost, budget, rates=range(num_axes, len(order) + 1),
@@ -171,16 +172,16 @@ class Pruned(Select):
         self._limit()
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Name each client that has no rate, or that nothing fits."""
+        """Return a problem for each client that has no rate, or whose memory no submodel fits."""
         return self._limit().check(replace(fleet, cache={}))
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Say where there is nothing to choose from."""
+        """Return a warning if the model has no units to choose from."""
         return uncut(fleet.state.submodels, "prune")
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget what was known of the client; what others get does not depend on it."""
-        fleet.cache.pop(client.id, None)  # `RateSelect` keeps it there
+        """Delete the client's cached submodels; those of other clients do not depend on it."""
+        fleet.cache.pop(client.id, None)  # the entry of `RateSelect`
         fleet.cache.pop(("pruned", client.id), None)
 
     def __str__(self) -> str:

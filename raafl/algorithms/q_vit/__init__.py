@@ -1,28 +1,28 @@
 """Q-ViT (Li et al., "Q-ViT: Fully Differentiable Quantization for Vision Transformer", arXiv:2201.07703, 2022).
 
-Co-S2P's comparison trains with it on each client, under FedAvg. Weights w and inputs x of layers are quantised in b bits,
+Co-S2P compares with Q-ViT trained on each client under FedAvg. Weights w and inputs x of layers are quantised to b bits,
 
     x^ = round(clip(x / s, -Q_n, Q_p)) s,      Q_n = 2^(b-1),  Q_p = 2^(b-1) - 1,
 
-and the step sizes s and the bit widths b are trained with the model: s by the gradient of learned step sizes (LSQ, Esser et al.
-2020), b by what more levels would change in the values that are clipped, with a loss that holds its mean at ``bits``. Rounding
-passes gradients straight through. For each width that b may come to, a layer has a step size of its own (switchable scale).
+and the step sizes s and bit widths b are trained with the model: s by the gradient of learned step sizes (LSQ, Esser et al.
+2020), b by the effect of more levels on clipped values, with a loss that holds the mean width at ``bits``. Rounding
+passes gradients straight through. A layer has a separate step size for each bit width that it may reach (switchable scale).
 
-Here step sizes and widths are parameters of the model that travel and are averaged like the rest.
+Here step sizes and bit widths are parameters of the model that are sent and averaged like the rest.
 
-The paper leaves open, or this does otherwise:
+Choices that the paper leaves open, and deviations from it:
 - The paper learns a bit width for each head; here each layer has one for its weight and one for its input.
-- Layers are linear and convolutional ones, in models of any kind. Products between activations (the scores of an attention),
-  norms, embeddings, recurrent layers and `nn.MultiheadAttention`'s own projections stay as they are.
-- An input without a number below 0 (after ReLU) has all levels at 0 and above: Q_n = 0, Q_p = 2^b - 1.
-- The step size of a weight begins at ``2 mean |w| / sqrt(Q_p)``; that of an input so by the first batch of each client's first
-  task, and is their mean after the first merge. Until then inputs are not quantised when the model is measured. A weight that
-  is 0 at the start, such as LoRA's B, gets its step size at the beginning of the first task that finds it otherwise.
-- The first and the last layer have 8 bits. Widths are from 2 to 8.
-- The paper's limit is on operations; here the mean width over all weights is drawn to ``bits``.
-- Nothing is saved: quantised values are held, multiplied and sent as floating-point numbers. A client's cost is that of the
-  model with what quantising needs on top.
-- The loss that is reported while training has that of the bits in it.
+- Linear and convolutional layers are quantised, in models of any kind. Products between activations (the scores of an attention),
+  norms, embeddings, recurrent layers and `nn.MultiheadAttention`'s own projections stay in floating point.
+- An input without a negative number (after ReLU) uses only levels of 0 and above: Q_n = 0, Q_p = 2^b - 1.
+- The step size of a weight starts at ``2 mean |w| / sqrt(Q_p)``. That of an input starts so from the first batch of each client's
+  first task, and is the clients' mean after the first merge; until then evaluation does not quantise inputs. A weight that is 0
+  at the start, such as LoRA's B, gets its step size in the first task that starts with a nonzero weight.
+- The first and the last layer have 8 bits. Bit widths range from 2 to 8.
+- The paper limits operations; here a loss pulls the mean bit width over all weights to ``bits``.
+- No memory or time is saved: quantised values are stored, multiplied and sent as floating-point numbers. A client's cost is that
+  of the model plus that of quantising.
+- The loss reported during training includes the loss on bit widths.
 
 With 32 bits it is FedAvg, bit for bit.
 """
@@ -47,17 +47,18 @@ def q_vit(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Make Q-ViT under FedAvg.
+    """Return Q-ViT under FedAvg, whose clients learn step sizes and bit widths of quantised layers.
 
     Args:
-        bits: of weights and inputs, 2 to 8, on average where they are learned; 32 = nothing is quantised.
-        learn_bits: learn the bit widths of each layer; False = bits for all.
-        edge_bits: of the first and the last layer.
-        weight: of the loss that draws the mean width to bits.
-        by_samples: weigh by |D_n|; False = every client alike.
-        cohort: clients in a round, drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains, such as `raafl.parts.RateSelect`; None = the whole model.
+        bits: bit width of weights and inputs, 2 to 8; their mean if widths are learned; 32 = no quantisation.
+        learn_bits: learn the bit widths of each layer; False = the same width for all.
+        edge_bits: bit width of the first and the last layer.
+        weight: weight of the loss that pulls the mean width to ``bits``.
+        by_samples: weight clients by |D_n|; False = equally.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
     """
     return Algorithm(
         name="q_vit",

@@ -1,8 +1,8 @@
-"""Layers with quantised weights and inputs, whose step sizes and bit widths are learned (Q-ViT, Li et al. 2022).
+"""Quantise weights and inputs of layers, and learn their step sizes and bit widths (Q-ViT, Li et al. 2022).
 
-Fake quantisation: values are rounded to a few levels and kept as floating-point numbers. `Quantised.prepare` turns each linear
-and convolutional layer into one of the classes here, in place, with parameters of its own: ``weight_step``, ``input_step`` and,
-where bit widths are learned, ``weight_bits``, ``input_bits``.
+Quantisation is fake: values are rounded to a few levels and stored as floating-point numbers. `Quantised.prepare` converts each
+linear and convolutional layer to one of the classes here, in place, and adds parameters: ``weight_step``, ``input_step`` and,
+if bit widths are learned, ``weight_bits`` and ``input_bits``.
 """
 
 from __future__ import annotations
@@ -22,24 +22,29 @@ from raafl.errors import BadInput, positive
 from raafl.submodel import Submodels
 
 NONE = 32
-"""Bits of a value that is not quantised."""
+"""Bit width that means no quantisation."""
 
 LEAST, MOST = 2, 8
-"""Bits that may be learned."""
+"""Bounds of learned bit widths."""
 
 
 def _round(x: Tensor) -> Tensor:
-    """Return x rounded to whole numbers, with the gradient of x (straight-through)."""
+    """Round x to whole numbers, with a gradient of 1 (straight-through)."""
     return x.detach().round() + (x - x.detach())
 
 
 def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: float = 1.0) -> Tensor:
-    """Return ``round(clip(x / s, low, high)) s`` with s the size of ``step``; x itself where ``step`` is 0.
+    """Return ``round(clip(x / s, low, high)) s`` with step size ``s = |step|``; x itself if ``step`` is 0, which means unknown.
 
-    Gradients are those of learned step sizes (LSQ, Esser et al. 2020): of x 1 within the bounds and 0 outside; of s
-    ``round(x/s) - x/s`` within and the bound outside, times ``factor``; of a bound s outside, times ``factor``.
+    Gradients are those of learned step sizes (LSQ, Esser et al. 2020): for x, 1 within the bounds and 0 outside; for s,
+    ``round(x/s) - x/s`` within the bounds and the bound outside, times ``factor``; for a bound, s outside, times ``factor``.
 
-    All but ``x`` are scalars: the lowest and the highest level; ``factor`` is on the gradients of step and bounds.
+    Args:
+        x: values of any shape.
+        step: scalar.
+        low: scalar, the lowest level.
+        high: scalar, the highest level.
+        factor: multiplier of the gradients of step and bounds.
     """
     unknown = step.detach() == 0
     size = _damped(torch.where(unknown, 1.0, step.abs()), factor)
@@ -49,16 +54,16 @@ def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: float =
 
 
 def _damped(x: Tensor, factor: float) -> Tensor:
-    """Return x, with its gradient times ``factor``."""
+    """Return x unchanged, with its gradient multiplied by ``factor``."""
     return x if factor == 1.0 else x.detach() + (x - x.detach()) * factor
 
 
 class _Layer:
-    """What the quantised layers share; goes before a layer of torch among the bases.
+    """Base of the quantised layers; precedes a layer of torch among the bases.
 
     Attributes:
-        fixed_bits: of weight and input; None = they are learned.
-        sees_first: the next input in training sets step sizes that are not known.
+        fixed_bits: bit width of weight and input; None = it is learned.
+        sees_first: whether the next input in training initialises unknown step sizes.
     """
 
     fixed_bits: int | None
@@ -71,13 +76,13 @@ class _Layer:
     input_bits: Tensor
 
     def _values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return input and weight, quantised."""
+        """Return the quantised input and weight."""
         if self.sees_first and self.training:
             self.sees_first = False
-            for kind, seen in (("input", x), ("weight", self.weight)):  # a weight may have begun at 0, as LoRA's B does
+            for kind, values in (("input", x), ("weight", self.weight)):  # a weight may start at 0, as LoRA's B does
                 if bool((getattr(self, f"{kind}_step") == 0).all()):
-                    self.set_steps(kind, seen.detach())
-        # what comes out of a ReLU, or pixels, needs no levels below 0
+                    self.set_steps(kind, values.detach())
+        # outputs of a ReLU, and pixels, need no levels below 0; weights always use them
         signed = (x.detach() < 0).any()
         return self._quantised("input", x, signed), self._quantised("weight", self.weight, torch.ones_like(signed))
 
@@ -95,12 +100,18 @@ class _Layer:
 
     @torch.no_grad()
     def set_steps(self, kind: str, x: Tensor) -> None:
-        """Set the step size for each width that there may be to ``2 mean |x| / sqrt(Q_p)``, of the weight or the input."""
+        """Set the step size of each possible bit width to ``2 mean |x| / sqrt(Q_p)``.
+
+        Args:
+            kind: "weight" or "input".
+            x: values whose mean is taken.
+        """
         widths = range(LEAST, MOST + 1) if self.fixed_bits is None else [self.fixed_bits]
-        # all parameters lie in one storage: written past `.data`, the forward pass under way would count as overwritten
+        # through `.data`: all parameters share one storage, and a write that autograd sees would invalidate the running
+        # forward pass
         steps = getattr(self, f"{kind}_step").data
-        for place, bits in enumerate(widths):
-            steps[place] = 2 * x.abs().mean() / math.sqrt(2 ** (bits - 1) - 1)
+        for i, bits in enumerate(widths):
+            steps[i] = 2 * x.abs().mean() / math.sqrt(2 ** (bits - 1) - 1)
 
 
 class QuantisedLinear(_Layer, nn.Linear):
@@ -137,12 +148,12 @@ CLASSES: dict[type[nn.Module], Any] = {
     nn.Conv1d: QuantisedConv1d,
     nn.Conv2d: QuantisedConv2d,
 }
-for _plain, _own in CLASSES.items():  # to whoever follows axes through them, they are the layers they were
+for _plain, _own in CLASSES.items():  # the search for axes unwraps `forward` and finds the rules of the plain layer
     _own.forward.__wrapped__ = _plain.forward
 
 
 def _keeps_to_layers(layer: nn.Module, args: Any) -> None:
-    """Be a hook: torch's encoder layer then calls its layers when it is measured, instead of one kernel with their weights."""
+    """Do nothing: any hook makes torch's encoder layer call its sublayers in evaluation, instead of one fused kernel."""
 
 
 # ---- the local part ----
@@ -150,17 +161,17 @@ def _keeps_to_layers(layer: nn.Module, args: Any) -> None:
 
 @dataclass(frozen=True)
 class Quantised(Local):
-    """Training with quantised weights and inputs of linear and convolutional layers.
+    """Local training with quantised weights and inputs of linear and convolutional layers.
 
     Attributes:
-        bits: of a value; where bit widths are learned, the mean that is aimed at. 32 = nothing is quantised.
-        learn_bits: learn a bit width for each layer's weight and input, between 2 and 8, with the loss
-            ``weight * (mean bits / bits - 1)^2``, the mean over the weights of all layers.
-        edge_bits: of the first and the last layer.
-        weight: of that loss.
+        bits: bit width; the target of its mean if widths are learned; 32 = no quantisation.
+        learn_bits: learn a width for each layer's weight and input, between 2 and 8, with the loss
+            ``weight * (mean bits / bits - 1)^2``, where the mean is over the weights of all layers.
+        edge_bits: bit width of the first and the last layer.
+        weight: weight of that loss.
     """
 
-    proven_as_trained: ClassVar[bool] = False  # gradients of step sizes are scaled by the size of what they serve
+    proven_as_trained: ClassVar[bool] = False  # gradients of step sizes are scaled by the size of their tensor
 
     bits: int = 4
     learn_bits: bool = True
@@ -174,15 +185,15 @@ class Quantised(Local):
         positive("weight", self.weight)
 
     def prepare(self, module: Any) -> Any:
-        """Turn its layers into quantised ones; step sizes of weights follow from these, those of inputs from the first batch."""
-        found = [part for part in module.modules() if type(part) in CLASSES] if self.bits != NONE else []
+        """Convert the layers to quantised ones, in place; sets step sizes of weights, but not of inputs, which need data."""
+        layers = [part for part in module.modules() if type(part) in CLASSES] if self.bits != NONE else []
         for path, part in module.named_modules():
-            if part in found and part.weight.is_complex():
+            if part in layers and part.weight.is_complex():
                 raise BadInput(
                     f"layer '{path}' has complex weights, and q_vit quantises real ones: use another algorithm"
                 )
-        for place, layer in enumerate(found):
-            is_edge = place in (0, len(found) - 1)
+        for i, layer in enumerate(layers):
+            is_edge = i in (0, len(layers) - 1)
             if is_edge and self.edge_bits == NONE:
                 continue
             fixed = self.edge_bits if is_edge else None if self.learn_bits else self.bits
@@ -204,24 +215,24 @@ class Quantised(Local):
             layer.set_steps("weight", layer.weight.detach())
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that sets the step sizes of inputs and adds the loss on bits."""
+        """Return the hook that initialises step sizes of inputs and adds the loss on bit widths."""
         return Quantising(task, self)
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Say what is quantised, and what it costs."""
+        """Return notes on the quantised layers and their cost."""
         layers = list(quantised(submodels.module))
         if not layers:
             return ["q_vit quantises nothing here: it is plain averaging"]
-        found = [
+        notes = [
             f"q_vit quantises weight and input of {len(layers)} layers in floating point: clients need more memory and time "
             "than without, and send as many bytes"
         ]
         if len(layers) <= 2 and self.edge_bits not in (self.bits, NONE):
-            found.append(
+            notes.append(
                 f"q_vit has {self.edge_bits} bits for the first and the last layer (edge_bits), and there are no others: "
                 f"bits {self.bits} goes unused"
             )
-        return found
+        return notes
 
     def __str__(self) -> str:
         if self.bits == NONE:
@@ -236,7 +247,7 @@ def quantised(module: nn.Module) -> Iterator[Any]:
 
 
 def mean_bits(layers: list[Any]) -> Tensor | None:
-    """Return the mean of all learned bits, weighed by the number of weights of their layer; None where none is learned."""
+    """Return the mean of all learned bit widths, weighted by the number of weights of each layer; None if none is learned."""
     learned = [layer for layer in layers if layer.fixed_bits is None]
     if not learned:
         return None
@@ -249,7 +260,7 @@ def mean_bits(layers: list[Any]) -> Tensor | None:
 
 
 class Quantising(Hook):
-    """Sets unknown step sizes by the first batch, and adds the loss on bits."""
+    """Hook that initialises unknown step sizes from the first batch, and adds the loss on bit widths."""
 
     def __init__(self, task: Task, local: Quantised) -> None:
         super().__init__(task)
@@ -257,7 +268,7 @@ class Quantising(Hook):
         must_train(task, [layer.input_step for layer in self.layers], "q_vit", "input_step")
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the module's loss, and that of the bits."""
+        """Return the module's loss plus the loss on bit widths."""
         for layer in self.layers if index == 0 else ():
             layer.sees_first = True
         loss = super().loss(batch, index)
@@ -265,7 +276,7 @@ class Quantising(Hook):
         return loss if mean is None else loss + self.local.weight * (mean / self.local.bits - 1).square()
 
     def update(self) -> None:
-        """Step; then bring learned bits back between their bounds, beyond which they have no gradient."""
+        """Make a step, then clamp learned bit widths to their bounds, beyond which they have no gradient."""
         super().update()
         with torch.no_grad():
             for layer in self.layers:
@@ -274,6 +285,6 @@ class Quantising(Hook):
                     layer.input_bits.clamp_(LEAST, MOST)
 
     def close(self) -> None:
-        """Leave the layers as they were."""
+        """Stop initialising step sizes."""
         for layer in self.layers:
             layer.sees_first = False

@@ -1,4 +1,4 @@
-"""Arbitrary regions of the neurons (RA-Fed): who trains which of them in which round, as a `select` part."""
+"""Select arbitrary regions of the neurons (RA-Fed): which client trains which of them in which round."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from raafl.submodel import Spec, Submodels
 # No slots: dataclass would make the class twice, and a config could not name it without its path.
 @dataclass(frozen=True)
 class Regions(Select):
-    """Each client trains ``m_n`` of K regions, others in each round (RA-Fed, Wang et al., section 6.2).
+    """Select that gives each client ``m_n`` of K regions, different ones in each round (RA-Fed, Wang et al., section 6.2).
 
-    A region is an equal range of every axis; what is on no axis (the output's bias) goes with each. With ``trained``,
-    ``coverage`` and ``rest`` left out a client draws its regions by itself, so that some stay uncovered by chance. As soon as
-    one of them is given, the round is drawn for all clients present together (see `RegionCoverage`), and the numbers
-    given hold in every round in which all of them work. MIX-Arb draws which half of the clients trains two regions anew in
-    each round ("the submodel structure within the same client could change due to the varying resources"): where it stays the
-    same, a class that only clients with one region have gets larger logits than the others, since fewer units make them, and
-    in the whole model it then wins. It has to stay where ``rest`` is given and the half's second regions are needed for
-    ``coverage``. A client whose memory is too small for ``m_n`` regions gets as
-    many as fit. A model without axes is trained whole.
+    A region is an equal range of every axis; parameters on no axis (the output's bias) are sent with each. Without ``trained``,
+    ``coverage`` and ``rest`` each client draws its regions by itself, so that some stay uncovered by chance. If one of them is
+    given, the round is drawn for all clients present together (see `RegionCoverage`), and the given numbers hold in every round
+    in which all of them work.
+
+    MIX-Arb draws anew in each round which half of the clients trains two regions ("the submodel structure within the same
+    client could change due to the varying resources"). With a fixed half, a class that only clients with one region have
+    would get larger logits than the others, since fewer units produce them, and would dominate in the whole model. The half
+    is fixed only if ``rest`` is given and ``coverage`` needs the second regions. A client whose memory is too small for
+    ``m_n`` regions gets as many as fit. A model without axes is trained whole.
 
     Attributes:
-        mask: a level of the paper, or m_n as a list dealt to clients 1, 2, ... and again from its beginning.
-        regions: K.
-        trained: S*, regions trained in a round that leaves some out; None = all K.
-        every: of so many rounds, the last leaves regions out.
-        coverage: Gamma*, clients that train a trained region, at least; None = 1 where ``trained`` or ``rest`` is given.
-        rest: tau, rounds in a row for which a client may leave a region alone; None = any number.
-        full_first: the first round has every region on every client (Remark 5), as far as memory allows.
-        rounds: what q is: the versions of the server, or each client's own merged updates where clients do not wait.
+        mask: a level of the paper, or a list of m_n that clients 1, 2, ... take in turn, repeating.
+        regions: number of regions (K).
+        trained: number of regions trained in a round that leaves some out (S*); None = all K.
+        every: interval in rounds; the last round of each interval leaves regions out.
+        coverage: least number of clients that train a trained region (Gamma*); None = 1 with ``trained`` or ``rest``.
+        rest: largest number of consecutive rounds in which a client may skip a region (tau); None = no limit.
+        full_first: train every region on every client in the first round (Remark 5), as far as memory allows.
+        rounds: what counts as round q: "server" = versions of the model, "client" = the client's own merged updates.
     """
 
     mask: Level | list[int] = "L-Arb"
@@ -84,7 +85,7 @@ class Regions(Select):
         return any(number is not None for number in (self.trained, self.coverage, self.rest))
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the regions of ``client`` in this round; they count as region ``client.id``."""
+        """Return the regions of ``client`` in this round, as region ``client.id``."""
         round = fleet.state.version if self.rounds == "server" else fleet.state.counts.get(client.id, 0)
         most = self._most(client, fleet)
         if self.full_first and round == 0:
@@ -101,18 +102,24 @@ class Regions(Select):
         return Work(fleet.cache[key], region=client.id)
 
     def level(self, client: ClientInfo, fleet: SelectContext, round: int) -> int:
-        """Return m_n of a round as ``mask`` has it, where clients draw by themselves."""
+        """Return m_n of a client in a round, as ``mask`` defines it, if clients draw by themselves.
+
+        Args:
+            client: the client.
+            fleet: context, whose cache stores the levels of recent rounds.
+            round: q.
+        """
         if not isinstance(self.mask, str):
             return self.mask[(client.id - 1) % len(self.mask)]
-        known: dict[int, tuple[int, ...]] = fleet.cache.setdefault("levels", {})
-        if round not in known:
-            if len(known) >= 64:  # clients that do not wait for each other are in different rounds
-                known.clear()
-            known[round] = mask_level(self.mask, max(fleet.clients), derive_seed(fleet.seed, "levels", round))
-        return known[round][client.id - 1]
+        levels: dict[int, tuple[int, ...]] = fleet.cache.setdefault("levels", {})
+        if round not in levels:
+            if len(levels) >= 64:  # asynchronous clients are in different rounds, so one entry does not suffice
+                levels.clear()
+            levels[round] = mask_level(self.mask, max(fleet.clients), derive_seed(fleet.seed, "levels", round))
+        return levels[round][client.id - 1]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Name each client whose memory not even one region fits, else what no schedule can keep."""
+        """Return a problem for each client whose memory no region fits, else for settings that no schedule satisfies."""
         problems = []
         for client in fleet.clients.values():
             if not self._most(client, fleet):
@@ -131,7 +138,7 @@ class Regions(Select):
         return problems
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Say where there are no regions, and where MIX-Arb cannot draw its half anew."""
+        """Return a note if the model has no regions, or if MIX-Arb cannot draw its half anew."""
         submodels = fleet.state.submodels
         if not submodels.axes or not self._keeps_half(fleet):
             return uncut(submodels, "cut into regions")
@@ -144,7 +151,7 @@ class Regions(Select):
     # ---- who gets how many ----
 
     def _most(self, client: ClientInfo, fleet: SelectContext) -> int:
-        """Count the regions that fit the client's memory."""
+        """Return the largest number of regions that fits the client's memory."""
         key = ("most", client.profile.memory_bytes)
         if key not in fleet.cache:
             sizes = range(self.regions, 0, -1)
@@ -153,42 +160,42 @@ class Regions(Select):
         return int(fleet.cache[key])
 
     def _widest(self, submodels: Submodels, number: int) -> Spec:
-        """Return a submodel as large as ``number`` regions can be: their sizes differ by one unit of an axis."""
+        """Return a submodel as large as the largest ``number`` regions: sizes of regions differ by one unit of an axis."""
         axes = submodels.axes
         parts = shared_fragments(axes, [1.0] * self.regions)
-        kept = {}
+        widths = {}
         for name, axis in axes.items():
-            found = [part.indices(name) for part in parts]
-            sizes = sorted(size_of(axis) if units is None else len(units) for units in found)
-            kept[name] = range(min(size_of(axis), sum(sizes[-number:])))
-        return spec_of(axes, kept)
+            ranges = [part.indices(name) for part in parts]
+            sizes = sorted(size_of(axis) if units is None else len(units) for units in ranges)
+            widths[name] = range(min(size_of(axis), sum(sizes[-number:])))
+        return spec_of(axes, widths)
 
     # ---- who gets which, together ----
 
     def _place(self, client: ClientInfo, fleet: SelectContext) -> int:
         if "places" not in fleet.cache:
-            fleet.cache["places"] = {n: place for place, n in enumerate(sorted(fleet.clients))}
+            fleet.cache["places"] = {n: i for i, n in enumerate(sorted(fleet.clients))}
         return int(fleet.cache["places"][client.id])
 
     def _takes(self, round: int, fleet: SelectContext) -> list[int]:
-        """Return m_n of each client present, by id; in every round as many clients have as many regions."""
+        """Return m_n of each client present, by id; each number occurs equally often in every round."""
         present = [fleet.clients[n] for n in sorted(fleet.clients)]
         most = [self._most(client, fleet) for client in present]
         if self.mask != "MIX-Arb":
             return [min(self.level(client, fleet, 0), m) for client, m in zip(present, most, strict=True)]
-        roomy = [place for place, m in enumerate(most) if m > 1]
+        roomy = [i for i, m in enumerate(most) if m > 1]
         rng = random.Random(derive_seed(fleet.seed, "levels", round))
         large = set(rng.sample(roomy, min(len(most) // 2, len(roomy))))
-        return [2 if place in large else 1 for place in range(len(most))]
+        return [2 if i in large else 1 for i in range(len(most))]
 
     def _schedule(self, takes: Sequence[int], leaves_out: bool) -> RegionCoverage:
-        """Return the schedule of rounds which leave regions out, or of the others; raises `BadInput` where there is none."""
+        """Return the schedule of rounds that leave regions out, or of the others; raises `BadInput` if there is none."""
         trained = self.regions if self.every > 1 and not leaves_out else self.trained
         within = tuple(min(take, trained or self.regions) for take in takes)
         return RegionCoverage(within, self.regions, trained, self.coverage or 1, self.rest)
 
     def _keeps_half(self, fleet: SelectContext) -> bool:
-        """Whether MIX-Arb's half is the same in all rounds: where each client's turn counts on how many regions all have."""
+        """Whether MIX-Arb's half must be fixed: with a limit on rests, if one region per client does not reach the coverage."""
         if self.mask != "MIX-Arb" or self.rest is None or (self.trained or self.regions) == 1:
             return False
         if "keeps half" not in fleet.cache:
@@ -200,19 +207,19 @@ class Regions(Select):
         return bool(fleet.cache["keeps half"])
 
     def _together(self, round: int, fleet: SelectContext) -> Taken:
-        known: dict[int, Taken] = fleet.cache.setdefault("taken", {})
-        if round not in known:
-            if len(known) >= 64:  # clients that do not wait for each other are in different rounds
-                known.clear()
-            known[round] = self._drawn(round, fleet)
-        return known[round]
+        rounds: dict[int, Taken] = fleet.cache.setdefault("taken", {})
+        if round not in rounds:
+            if len(rounds) >= 64:  # asynchronous clients are in different rounds, so one entry does not suffice
+                rounds.clear()
+            rounds[round] = self._drawn(round, fleet)
+        return rounds[round]
 
     def _drawn(self, round: int, fleet: SelectContext) -> Taken:
         leaves_out = (round + 1) % self.every == 0
         takes = self._takes(0 if self._keeps_half(fleet) else round, fleet)
         if self.mask != "MIX-Arb" or self.rest is None or self._keeps_half(fleet):
             return self._schedule(takes, leaves_out).taken(round, fleet.seed)
-        # one region each keeps the numbers; the half's second ones come on top of it
+        # a schedule of one region per client satisfies coverage and rest; the half's second regions only add to it
         single = self._schedule([1] * len(takes), leaves_out).taken(round, fleet.seed)
         return topped_up(single, takes, random.Random(derive_seed(fleet.seed, "second", round)))
 

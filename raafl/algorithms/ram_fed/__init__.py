@@ -1,7 +1,7 @@
 """RAM-Fed (Wang et al., "Theoretical Convergence Guaranteed Resource-Adaptive Federated Learning with Mixed Heterogeneity").
 
 KDD 2023, Algorithm 2. Clients train arbitrary regions as in RA-Fed (`raafl.algorithms.ra_fed`). The server remembers each
-client's latest update of each region, u_{q,n}^i, 0 before its first, and uses it where none is fresh::
+client's latest update of each region, u_{q,n}^i, 0 before its first, and uses it if the client sends no new one::
 
     v_q^i = 1/N sum_n u_{q,n}^i                                                                    if Gamma_q^i = 0
     v_q^i = 1/N sum_n u_{q,n}^i + 1/Gamma_q^i sum_{n in N_q^i} (Delta_{q,n}^i - u_{q,n}^i)         else
@@ -10,21 +10,20 @@ client's latest update of each region, u_{q,n}^i, 0 before its first, and uses i
 
 The memory is of each client *and* each region: N copies of the model on the server, see `memory.Remembered`.
 
-The paper leaves open, and this does:
-- What RA-Fed leaves open is done as there, but for weights between two regions: the region of its output neuron owns a
-  weight. A client that has this region and not the other covers the weight with Delta 0, which is what a masked
-  neuron's gradient is. Else a weight that no client holds whole again after its first update would be moved by
-  that update for ever, and the run diverges.
-- Memories grow old (Remark 5, Figure 4). `max_age` forgets them after so many merges; `rest` sees to it that there are none.
-- Running statistics of norms are averaged and not remembered: they are no direction to go on in.
-- With a `cohort`, N is the number of clients that have been drawn so far, not the paper's of all: until each has had its turn,
-  those unheard of do not count as updates of 0, so that the first rounds step further than eq. (4) has it.
-- C(.) on the broadcast is the config's ``compress.down``, as in RA-Fed. With ``compress.up`` the memory is of updates as they
-  were received.
+Choices that the paper leaves open:
+- They are as in RA-Fed, except for weights between two regions: the region of its output neuron owns a weight. A client with
+  this region and without the other covers the weight with Delta 0, which is the gradient of a masked neuron. Otherwise a weight
+  that no client trains again after its first update would be moved by that update forever, and the run would diverge.
+- Memories become stale (Remark 5, Figure 4). `max_age` deletes them after a number of merges; `rest` prevents them.
+- Running statistics of norms are averaged and not remembered, since they are no direction of descent.
+- With a `cohort`, N is the number of clients drawn so far, not of all clients as in the paper: a client that was never drawn
+  does not count as an update of 0, so that the first rounds take larger steps than eq. (4).
+- C(.) on the broadcast is the config's ``compress.down``, as in RA-Fed. With ``compress.up`` the server remembers updates as
+  it received them.
 - trigger "each" is an asynchronous RAM-Fed, which no paper has. Every update is merged as it arrives: N_q is its client alone, so
-  v = mean of all memories + (Delta_n - u_n), Delta_n against the version that client started from. A region that it did not
+  v = mean of all memories + (Delta_n - u_n), Delta_n against the version from which that client started. A region that it did not
   train moves by the mean memory. The step is 1/N, so that N arrivals together move the model as one round does, times
-  s(t - tau): a late update moves it less, and is remembered whole, since it is its client's latest all the same. A
+  s(t - tau): a late update moves it less, but is remembered in full, since it is still its client's latest. A
   client's q is then the number of its own merged updates; S* and Gamma* hold among clients at the same q.
 """
 
@@ -65,30 +64,30 @@ def ram_fed(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Make RAM-Fed.
+    """Return RAM-Fed: RA-Fed with a memory of each client's latest update of each region.
 
     Args:
-        mask: level of the masks: L-Arb, S-Arb, MIX-Arb, or the number of regions of clients 1, 2, ... as a list, dealt again
-            from its beginning.
-        regions: regions of the model (K).
-        trained: regions trained in a round that leaves some out (S*); None = all.
-        every: of so many rounds, the last leaves regions out.
-        coverage: clients that train a trained region, at least (Gamma*); None = 1 where trained or rest is given, else chance.
-        rest: rounds in a row for which a client may leave a region alone (tau_q); None = any number.
-        full_first: the first round has all regions on all clients, as far as their memory allows.
-        rescale: scale a cut layer's activation by 1/keep-fraction while training.
+        mask: level of the masks, L-Arb, S-Arb or MIX-Arb, or a list of numbers of regions that clients 1, 2, ... take in turn,
+            repeating.
+        regions: number of regions of the model (K).
+        trained: number of regions trained in a round that leaves some out (S*); None = all.
+        every: interval in rounds; the last round of each interval leaves regions out.
+        coverage: least number of clients that train a trained region (Gamma*); None = 1 with trained or rest, else by chance.
+        rest: largest number of consecutive rounds in which a client may skip a region (tau_q); None = no limit.
+        full_first: train all regions on all clients in the first round, as far as their memory allows.
+        rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
         trigger: all (the paper's rounds) or each (asynchronous).
-        server_lr: factor of v, in (0, 1]; None = 1 in rounds, 1/N where each arrival is merged.
-        staleness: s(.) where each arrival is merged: constant, polynomial or hinge.
+        server_lr: factor of v, in (0, 1]; None = 1 in rounds, 1/N for trigger each.
+        staleness: kind of the staleness factor s(.) for trigger each: constant, polynomial or hinge.
         staleness_a: a of polynomial and hinge.
         staleness_b: b of hinge.
-        max_age: merges after which a memory is forgotten; None = never.
-        memory: where each client's latest update lies: ram (of the server's device), or disk, in files that are gone at the end.
-        memory_folder: the folder with these files; None = the system's for temporary files.
-        cohort: clients in a round (or kept at work), drawn uniformly; None = all. N is not the paper's then, see above.
-        concurrency: how many of them work at a time; None = no cap.
-        submodel: what each client trains instead of regions, such as `raafl.parts.RateSelect`; mask to full_first must be left as
-            they are then. None = regions.
+        max_age: number of merges after which a memory is set to 0; None = never.
+        memory: storage of the clients' latest updates: ram (of the server's device), or disk, in files that are deleted at the end.
+        memory_folder: folder of these files; None = the system's folder for temporary files.
+        cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all. It changes N, see above.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that replaces the regions, such as `raafl.parts.RateSelect`; leave mask to full_first at their
+            defaults then. None = regions.
     """
     server_lr = 1.0 if trigger == "all" and server_lr is None else server_lr
     folder = _folder(memory, memory_folder)
@@ -106,7 +105,7 @@ def ram_fed(
 
 
 def _folder(memory: str, folder: str | None) -> str | None:
-    """Return where files are to lie; None = there are none."""
+    """Return the folder for files of memories; None for memory in RAM."""
     one_of("memory", memory, ("ram", "disk"))
     if memory == "disk":
         return folder or gettempdir()

@@ -1,4 +1,4 @@
-"""RAM-Fed's merge: the server remembers each client's latest update of each region, and uses it where none is fresh."""
+"""Merge with a memory (RAM-Fed): the server stores each client's latest update of each region, and uses it until a new one."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from raafl.submodel.extract import CopyPlan
 from raafl.submodel.tensor_files import check_folder, check_room, is_in_ram, release
 
 LATEST = "latest update"
-"""In `GlobalState.clients`."""
+"""Store of the clients' latest updates in `GlobalState.clients`."""
 
 
 @dataclass(frozen=True)
 class Remembered(Merge):
-    """RAM-Fed (Wang et al., Algorithm 2, lines 12 to 24; eq. 4), on deltas ``d = theta_T - theta_0 = -gamma Delta``.
+    """RAM-Fed's merge (Wang et al., Algorithm 2, lines 12 to 24; eq. 4), on deltas ``d = theta_T - theta_0 = -gamma Delta``.
 
     With u_n^i client n's latest update of region i before this merge (0 before its first), for each element::
 
-        v = 1/N sum_n u_n + 1/Gamma sum_{n in N_i} (d_n - u_n)     second term absent where Gamma = 0
+        v = 1/N sum_n u_n + 1/Gamma sum_{n in N_i} (d_n - u_n)     second term absent if Gamma = 0
         theta <- theta + a v,  a = server_lr * mean of s(staleness_n);  then u_n <- d_n for n in N_i
 
-    N counts the clients from which an update has come so far; in rounds of all clients, that is all of them.
+    N is the number of clients that have sent an update so far; in rounds of all clients, that is all of them.
 
-    A region owns the weights *into* its neurons: a weight between two neurons is covered by the clients that have the
-    second one, and where such a client has not the first, its delta is 0 (a masked neuron gives the weight no gradient). So a
-    weight between two regions that nobody holds together is refreshed, too, and not moved by its first update for
-    ever. Running statistics are mixed like the rest, but not remembered.
+    A region owns the weights *into* its neurons: the clients that have the second neuron of a weight cover it, and the delta
+    of such a client without the first neuron is 0 (a masked neuron gives the weight no gradient). So a weight between two
+    regions that no client has together is refreshed, too, and not moved by its first update forever. Running statistics are
+    mixed like the rest, but not remembered.
 
-    Memory: one float copy of what trains for each client that has reported, and two more for sums; it is part of every
-    checkpoint. With a folder, the clients' copies lie in files there (`raafl.submodel.tensor_files`), with the same bits.
+    Memory: one float copy of the trained part for each client that has reported, and two more for sums; checkpoints contain them.
+    With a folder, the clients' copies are stored in files there (`raafl.submodel.tensor_files`), with the same bits.
     Time: one update costs a few passes over its submodel, one merge a few over the model; the sum of all
-    memories is taken anew after N updates, so that rounding errors do not add up.
+    memories is recomputed after N updates, so that rounding errors do not add up.
 
     Attributes:
         server_lr: step a, in (0, 1]; None = 1/N, the step of one client among N that are merged one at a time.
-        staleness: s; a late update moves the model less, and is remembered whole.
-        max_age: merges after which a memory is forgotten, i.e. set to 0; None = never.
-        folder: where the clients' copies lie, in files without names; None = in memory, on the device of the model.
+        staleness: staleness factor s; a late update moves the model less, but is remembered in full.
+        max_age: number of merges after which a memory is set to 0; None = never.
+        folder: folder of the clients' copies, in files without names; None = in memory, on the device of the model.
     """
 
     server_lr: float | None = 1.0
@@ -63,7 +63,7 @@ class Remembered(Merge):
         positive("max_age", self.max_age, optional=True)
 
     def check(self, state: GlobalState) -> list[str]:
-        """Check the folder; return its fault or None."""
+        """Return a problem if the folder cannot be used."""
         try:
             if self.folder is not None:
                 check_folder(self.folder)
@@ -72,10 +72,10 @@ class Remembered(Merge):
         return []
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Say what the memory will take, and where.
+        """Return a note on the size and place of the memory.
 
         Raises:
-            BadInput: it will not go into the folder.
+            BadInput: the folder has too little room.
         """
         each = state.submodels.layout(part="trained").num_bytes
         size = f"{num_clients} clients x {each:,} bytes"
@@ -89,19 +89,19 @@ class Remembered(Merge):
         ]
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Replace what is remembered of the client in the regions of ``spec``, and note by how much it changed."""
+        """Replace the client's memory of the regions of ``spec``, and add the change to the sums."""
         memory, owned = self._memory(state), _owned(state.submodels, spec)
         layout = state.submodels.layout(part="trained")
-        mine = state.clients.of(LATEST, update.client, layout, state.values.device, self.folder)
+        latest = state.clients.of(LATEST, update.client, layout, state.values.device, self.folder)
         fresh = owned.widened(update.tensors)
-        change = owned.plan.gather(mine).to(fresh.device)
+        change = owned.plan.gather(latest).to(fresh.device)
         for dtype, buffer in change.buffers.items():
             buffer.neg_().add_(fresh.buffers[dtype])
         owned.plan.add_(memory["change"], change)
         owned.plan.add_(memory["sum"], change)
-        owned.plan.scatter_(mine, fresh)
-        _forget_statistics(state, mine)
-        release(mine)
+        owned.plan.scatter_(latest, fresh)
+        _forget_statistics(state, latest)
+        release(latest)
         memory["received"].append((spec, self.staleness(staleness)))
         if self.max_age is not None:
             log = memory["log"].setdefault(update.client, [])
@@ -118,10 +118,13 @@ class Remembered(Merge):
             _owned(state.submodels, spec).plan.cover_(count, number)
         for dtype, total in memory["sum"].buffers.items():
             theta = state.values.buffers[dtype][: total.numel()]
-            for old, mean, change, on in chunks(theta, total, memory["change"].buffers[dtype], count.buffers[dtype]):
-                # `mean` is U' already, which has the change in it: hence - 1/N. Where Gamma is 0 so is the change, and 1 does.
-                more = change * on.clamp_min(1.0).reciprocal_().sub_(1.0 / num_clients)
-                old.add_(more.add_(mean, alpha=1.0 / num_clients), alpha=rate)
+            for old, summed, change, gamma in chunks(
+                theta, total, memory["change"].buffers[dtype], count.buffers[dtype]
+            ):
+                # `summed` is U', which contains the change already: hence - 1/N. Where Gamma is 0 so is the change, and any divisor
+                # does.
+                more = change * gamma.clamp_min(1.0).reciprocal_().sub_(1.0 / num_clients)
+                old.add_(more.add_(summed, alpha=1.0 / num_clients), alpha=rate)
                 change.zero_()
         memory["since"] += len(received)
         received.clear()
@@ -131,7 +134,7 @@ class Remembered(Merge):
             self._sum_anew(state, memory)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return under "memory" of how many clients an update is remembered, and the bytes that takes."""
+        """Return, as "memory", the number of clients with a remembered update, and the bytes of these."""
         latest = self._latest(state)
         return {"memory": {"clients": len(latest), "bytes": sum(flat.num_bytes for flat in latest.values())}}
 
@@ -153,26 +156,27 @@ class Remembered(Merge):
     def _sum_anew(self, state: GlobalState, memory: dict[str, Any]) -> None:
         memory["since"] = 0
         memory["sum"].zero_()
-        for _, mine in sorted(self._latest(state).items()):
+        # in the order of ids, so that a resumed run adds in the same order and gets the same bits
+        for _, latest in sorted(self._latest(state).items()):
             for dtype, buffer in memory["sum"].buffers.items():
-                buffer.add_(mine.buffers[dtype].to(buffer.device))
-            release(mine)
+                buffer.add_(latest.buffers[dtype].to(buffer.device))
+            release(latest)
 
     def _forget_old(self, state: GlobalState, memory: dict[str, Any], next_merge: int) -> None:
-        """Set to 0 what the next merge would find older than ``max_age`` merges."""
+        """Set to 0 the memories that are older than ``max_age`` merges at the next merge."""
         for client, log in memory["log"].items():
-            kept = [(version, spec) for version, spec in log if next_merge - version <= (self.max_age or 0)]
-            if len(kept) == len(log):
+            recent = [(version, spec) for version, spec in log if next_merge - version <= (self.max_age or 0)]
+            if len(recent) == len(log):
                 continue
             new = _zeros(state)
             old = state.clients.of(LATEST, client, new.layout, state.values.device, self.folder)
-            for _, spec in kept:
+            for _, spec in recent:
                 plan = _owned(state.submodels, spec).plan
                 plan.scatter_(new, plan.gather(old).to(new.device))
             for dtype, total in memory["sum"].buffers.items():
                 total.add_(new.buffers[dtype]).sub_(old.buffers[dtype].to(total.device))
             release(old.copy_(new))
-            log[:] = kept
+            log[:] = recent
 
     def __str__(self) -> str:
         words = "mean of each client's latest update, corrected by the fresh ones"
@@ -199,30 +203,30 @@ def _statistics(submodels: Submodels, layout: Layout) -> Iterator[str]:
 
 
 class _Owned:
-    """What the regions of one spec own of all that trains: of a tensor with several cut dimensions, the rows of the first.
+    """The part of the trained tensors that the regions of one spec own: in a tensor with several cut dimensions, rows of the first.
 
     Attributes:
-        plan: between all that trains and what is owned.
+        plan: copy plan between the whole trained part and the owned part.
     """
 
     def __init__(self, submodels: Submodels, spec: Spec) -> None:
-        """Work out the plans; both spec and the whole model must train floating-point tensors only."""
-        everything, held = submodels.layout(part="trained"), submodels.layout(spec, "trained")
+        """Compute the copy plans; ``spec`` and the whole model must train floating-point tensors only."""
+        whole, present = submodels.layout(part="trained"), submodels.layout(spec, "trained")
         selections = submodels.selections(submodels.normal(spec))
         first = {name: {min(dims): dims[min(dims)]} for name, dims in selections.items()}
         others = {name: {d: runs for d, runs in dims.items() if d != min(dims)} for name, dims in selections.items()}
         shapes = []
-        for entry in held.entries:
-            shape = list(everything.by_name[entry.name].shape)
+        for entry in present.entries:
+            shape = list(whole.by_name[entry.name].shape)
             for dim, runs in first.get(entry.name, {}).items():
                 shape[dim] = sum(stop - start for start, stop in runs)
             shapes.append((entry.name, shape, entry.dtype))
         owned = Layout.pack(shapes)
-        self.plan = CopyPlan(spec, everything, owned, first)
-        self._inner = None if owned == held else CopyPlan(spec, owned, held, others)
+        self.plan = CopyPlan(spec, whole, owned, first)
+        self._inner = None if owned == present else CopyPlan(spec, owned, present, others)
 
     def widened(self, tensors: FlatTensors) -> FlatTensors:
-        """Spread a client's update over all that its regions own, 0 where it does not hold the weight."""
+        """Extend a client's update to all elements that its regions own, with 0 for those that it does not have."""
         if self._inner is None:
             return tensors
         wide = FlatTensors.zeros(self.plan.layout, tensors.device)

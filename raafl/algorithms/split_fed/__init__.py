@@ -1,31 +1,33 @@
 """SplitFed V1 (Thapa et al., "SplitFed: When Federated Learning Meets Split Learning", AAAI 2022).
 
 The model is cut in two: ``W = [W^C ; W^S]``. In each round every client k trains its copy ``W^C_k`` of the lower part, and the
-main server, for every client on its own and in parallel, a copy ``W^S_k`` of the upper part. For each batch (Algorithms 1, 2)
+main server trains, for every client separately and in parallel, a copy ``W^S_k`` of the upper part. For each batch
+(Algorithms 1, 2)
 
 1. the client computes the activation ``A_k = f(W^C_k, X_k)`` and sends it with the labels ``Y_k``;
-2. the server goes on to the loss, computes the gradients of ``W^S_k`` and ``dA_k``, and sends ``dA_k`` back;
-3. the client goes on from ``dA_k`` to the gradients of ``W^C_k``. Each side makes its own optimiser's step.
+2. the server computes the loss and the gradients of ``W^S_k`` and ``A_k``, and sends the latter, ``dA_k``, back;
+3. the client computes the gradients of ``W^C_k`` from ``dA_k``. Each side makes its own optimizer's step.
 
-At the end of the round the fed server averages the ``W^C_k``, the main server the ``W^S_k``, both weighted by ``n_k / n``: FedAvg
-of the whole model with the same batches, bit for bit where nothing is drawn in training. What is different is where the work is:
-the client's memory, compute and parameters on the wire are those of its part, and every sample's activation and its gradient
-travel as well.
+At the end of the round the fed server averages the ``W^C_k``, the main server the ``W^S_k``, both weighted by ``n_k / n``. That is
+FedAvg of the whole model on the same batches, bit for bit if training draws no random numbers. The work is placed differently:
+the client's memory, computation and transferred parameters are those of its part, and every sample's activation and its gradient
+are transferred as well.
 
-Where the paper leaves it open, or this does otherwise:
+Choices that the paper leaves open, and deviations from it:
 
-- Both servers are one here: rank 0 receives the ``W^C_k``, has the ``W^S_k``, and merges them as one update.
-- Where to cut: the paper cuts LeNet-5 and AlexNet after their second layer, ResNet-18 after its third; so the default is at most
-  two layers with parameters. A place is possible where a single value leads from the layers below to those above, in any
-  model (`raafl.algorithms.split_fed.cut`). A model without one (tied embeddings, a block that is used again and again) is trained
-  whole by the clients, which is FedAvg and is said at the start.
-- The user's `training_step` runs on both sides, to the cut and from there. What it draws (dropout) the server's half draws from
-  a stream of its own; what it draws for both sides at once, such as a mixup of inputs and labels, would not be the same there.
-- The server sees the activations, and the labels as they are. The paper's differential privacy at the client (PixelDP) is not here.
-- The time of a task, simulated, predicted or emulated, is the client's compute and link: the latency counts once each way for the
-  task, and once each way again for every batch. What the server computes for its half takes no time there.
-- A norm over all parameters (`fabric.gradient_clip_val`) is known to neither side alone: it is refused.
-- V2, where one upper part learns from the clients one after the other, is not here.
+- Both servers are one here: rank 0 receives the ``W^C_k``, holds the ``W^S_k``, and merges them as one update.
+- Place of the cut: the paper cuts LeNet-5 and AlexNet after their second layer, ResNet-18 after its third; so the default is at
+  most two layers with parameters. A cut is possible wherever a single value leads from the layers below to those above, in any
+  model (`raafl.algorithms.split_fed.cut`). A model without such a place (tied embeddings, a block that is used repeatedly) is
+  trained whole by the clients, as in FedAvg, and a warning says so at the start.
+- The user's `training_step` runs on both sides, up to the cut and from the cut on. The server's half draws random numbers
+  (dropout) from a stream of its own; a draw that must agree on both sides, such as a mixup of inputs and labels, would differ.
+- The server sees the activations, and the labels in clear. The paper's differential privacy at the client (PixelDP) is not
+  implemented.
+- The time of a task, simulated, predicted or emulated, is the client's computation and link: the latency counts once each way for
+  the task, and once more each way for every batch. The server's computation for its half counts as 0.
+- Gradient clipping by the norm over all parameters (`fabric.gradient_clip_val`) is refused, since neither side knows that norm.
+- V2, where one upper part learns from the clients one after the other, is not implemented.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from raafl.parts.merge.mean import Mean
 from raafl.parts.trigger import AllReported
 
 CLIENT_LAYERS = 2
-"""Layers with parameters at the client, where nothing else is said."""
+"""Default of `client_layers`."""
 
 
 def split_fed(
@@ -48,16 +50,16 @@ def split_fed(
     cohort: int | None = None,
     concurrency: int | None = None,
 ) -> Algorithm:
-    """Make SplitFed V1.
+    """Return SplitFed V1, whose clients train the lower layers while the server trains the upper ones.
 
     Args:
-        client_layers: the client's part W^C is at most so many layers with parameters, from the input on (at least the first
-            place where the model can be cut); None = 2, where share and cut are not given.
-        share: W^C is what is nearest to this share of the parameters.
-        cut: W^C is all up to this module's output, by its path in the model, such as layers.2.
-        by_samples: weigh by |D_n| (n_k in Algorithm 1); False = every client alike.
-        cohort: clients in a round, drawn uniformly; None = all.
-        concurrency: how many of them work at a time; None = no cap.
+        client_layers: largest number of layers with parameters in the client's part W^C, counted from the input (at least up to the
+            first place where the model can be cut); None = 2, unless share or cut is given.
+        share: share of the parameters to which W^C should be closest.
+        cut: path of the module whose output ends W^C, such as layers.2.
+        by_samples: weight clients by |D_n| (n_k in Algorithm 1); False = equally.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
     """
     if client_layers is None and share is None and cut is None:
         client_layers = CLIENT_LAYERS

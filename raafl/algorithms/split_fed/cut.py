@@ -1,9 +1,9 @@
-"""Find the places where a model can be cut in two, by following a training step on the meta device.
+"""Find the places where a model can be cut in two, by tracing a training step on the meta device.
 
-A module's output is a place to cut when nothing but it leads from what comes before to what comes after: no other value
-that parameters had a part in (a skip connection, a mask computed by a layer), and no parameter that is used on both sides (tied
-embeddings). What leads past the cut without any parameter, such as labels or an attention mask, is made of the batch; these
-parts of the batch the server has to be sent.
+A model can be cut at a module's output if nothing else leads from the operations before to those after: no other value computed
+from parameters (a skip connection, a mask computed by a layer), and no parameter that is used on both sides (tied
+embeddings). Values that cross the cut and depend on no parameter, such as labels or an attention mask, are computed from the
+batch; the client must send these parts of the batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module: path, first and last operation, enclosing call, and output."""
+    """One call of a module: its path, enclosing call, first and last operation, and output."""
 
     path: str
     parent: int
@@ -41,7 +41,13 @@ class Call:
 
 @dataclass(slots=True)
 class _Value:
-    """One storage: when it was created and first and last used, and what it was computed from."""
+    """One storage, and the number of the operation that created (`came`), first used and last used it.
+
+    Attributes:
+        name: name of the parameter or buffer; empty = an intermediate value.
+        learned: whether parameters went into it.
+        leaves: indices of the batch's tensors that went into it.
+    """
 
     came: int
     first: int = -1
@@ -53,15 +59,15 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place to cut.
+    """A place where the model can be cut.
 
     Attributes:
-        path: of the module whose output is sent; the last of the client's part.
+        path: path of the module whose output is sent; it is the last one of the client's part.
         lower: names of the tensors that the client's part uses, parameters and buffers.
-        num_layers: modules with parameters of their own in it.
-        num_values: its parameters' elements.
-        leaves: places of the tensors of a batch that the server's part needs.
-        sample_bytes: of one sample's activation, in single precision.
+        num_layers: number of modules in the client's part with parameters of their own.
+        num_values: number of elements of its parameters.
+        leaves: indices of the batch's tensors that the server's part needs.
+        sample_bytes: bytes of one sample's activation, in single precision.
     """
 
     path: str
@@ -74,7 +80,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class Outline:
-    """Outputs of the client's part for batches of given shapes, on the meta device: shapes without values."""
+    """Outputs of the client's part for batches of given shapes, on the meta device: shapes without values.
+
+    Attributes:
+        path: path of the module at the cut.
+        calls: outputs of the skipped modules below the cut, by path, one for each call.
+        output: output of the module at the cut.
+        place: index of the activation among the tensors of that output.
+        activation: the activation, on the meta device.
+    """
 
     path: str
     calls: dict[str, list[Any]]
@@ -83,16 +97,16 @@ class Outline:
     activation: Tensor = field(repr=False)
 
     def with_activation(self, activation: Tensor, fill: Callable[[Any], Any]) -> object:
-        """Return the output with ``activation`` in its place; ``fill`` makes tensors of the others."""
+        """Return the output of the module at the cut with ``activation`` in it; ``fill`` turns the other items into tensors."""
         flat, structure = tree_flatten(self.output)
         return tree_unflatten([activation if i == self.place else fill(item) for i, item in enumerate(flat)], structure)
 
 
 class Trace(Ledger):  # type: ignore[no-untyped-call]
-    """Tracer of a training step: module calls, and for each storage its uses and inputs."""
+    """Tracer of a training step: records module calls, and for each storage its uses and the values it was computed from."""
 
     def __init__(self, submodels: Submodels, batch: Any) -> None:
-        """Prepare; `run` follows the step of ``batch``, whose tensors are on the meta device."""
+        """Prepare to trace the step of ``batch``, whose tensors are on the meta device; `run` traces it."""
         super().__init__()
         self.module: Any = copy_structure(submodels.module, {}).to("meta")
         self.module.train()
@@ -100,17 +114,17 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         self._stack: list[int] = []
         self._now = 0
         self._values: dict[int, _Value] = {}
-        self._held: list[Any] = []  # a storage that is gone would leave its key to another
+        self._held: list[Any] = []  # keeps storages alive: a freed one would hand its key to another
         state = set(submodels.layout().by_name)
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name in state:
                 self._value(tensor).name = name
                 self._value(tensor).learned = True
-        for place, leaf in enumerate(tree_flatten(batch)[0]):
-            self._value(leaf).leaves = frozenset([place])
+        for i, leaf in enumerate(tree_flatten(batch)[0]):
+            self._value(leaf).leaves = frozenset([i])
 
     def run(self) -> Trace:
-        """Follow the step; raises whatever the step raises."""
+        """Trace the step and return self; raises whatever the step raises."""
         for path, part in self.module.named_modules():
             part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
             part.register_forward_hook(lambda part, args, output: self._leave(output))
@@ -128,11 +142,11 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
 
     def _value(self, tensor: Tensor) -> _Value:
         key = storage_key(tensor)
-        found = self._values.get(key)
-        if found is None:
+        value = self._values.get(key)
+        if value is None:
             self._held.append(tensor.untyped_storage())
-            found = self._values[key] = _Value(self._now)
-        return found
+            value = self._values[key] = _Value(self._now)
+        return value
 
     def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         """Run one operation and record its inputs and outputs."""
@@ -144,8 +158,8 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         for value in operands:
             value.first = self._now if value.first < 0 else value.first
             value.last = self._now
-        made = [self._value(tensor) for tensor in tensors_in(result)]
-        for value in made:
+        results = [self._value(tensor) for tensor in tensors_in(result)]
+        for value in results:
             value.learned |= learned
             value.leaves |= leaves
         return result
@@ -153,7 +167,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
     # ---- cuts ----
 
     def cuts(self, submodels: Submodels) -> Iterator[Cut]:
-        """Yield each place to cut, from the first layer to the last."""
+        """Yield each place where the model can be cut, from the first layer to the last."""
         times: dict[str, int] = {}
         for call in self.calls:
             times[call.path] = times.get(call.path, 0) + 1
@@ -164,24 +178,24 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
                     yield cut
 
     def _cut(self, submodels: Submodels, call: Call) -> Cut | None:
-        place = _activation(call.output)
-        if place is None:
+        index = _activation(call.output)
+        if index is None:
             return None
-        activation: Tensor = tree_flatten(call.output)[0][place]
+        activation: Tensor = tree_flatten(call.output)[0][index]
         storage, now = self._value(activation), call.end
         if activation.numel() * activation.itemsize != activation.untyped_storage().nbytes():
-            return None  # a part of something else
+            return None  # a view of a larger value, other parts of which may be used as well
         lower = self._lower(now)
-        inside = [(one.start, one.end) for one in (*self.replaced(call, lower), call)]
+        inside = [(skipped.start, skipped.end) for skipped in (*self.replaced(call, lower), call)]
         leaves: frozenset[int] = frozenset()
         for value in self._values.values():
             if value.name:
-                if 0 <= value.first <= now < value.last:
+                if 0 <= value.first <= now < value.last:  # a parameter or buffer used on both sides
                     return None
             elif value.came <= now < value.last and value is not storage:
                 if value.learned or any(start < value.came <= end for start, end in inside):
                     return None
-                leaves |= value.leaves
+                leaves |= value.leaves  # depends on the batch alone: the server computes it anew
         trained = {name for name, p in submodels.module.named_parameters() if p.requires_grad}
         if not trained & lower or not trained - lower:
             return None
@@ -195,44 +209,44 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         return frozenset(value.name for value in self._values.values() if value.name and 0 <= value.first <= now)
 
     def replaced(self, call: Call, lower: frozenset[str]) -> list[Call]:
-        """Return the calls before ``call`` that the server skips: the outermost of modules with tensors in ``lower``."""
-        around = set()
+        """Return the calls before ``call`` that the server skips: the outermost calls of modules with tensors in ``lower``."""
+        enclosing = set()
         parent = call.parent
         while parent >= 0:
-            around.add(parent)
+            enclosing.add(parent)
             parent = self.calls[parent].parent
         owners = {path for name in lower for path in _above(name)}
-        gone: set[int] = set()
-        found = []
-        for number, one in enumerate(self.calls):
-            if one is call:
+        inside: set[int] = set()
+        skipped = []
+        for number, other in enumerate(self.calls):
+            if other is call:
                 break
-            if one.parent in gone:
-                gone.add(number)
-            elif number not in around and one.path in owners:
-                gone.add(number)
-                found.append(one)
-        return found
+            if other.parent in inside:
+                inside.add(number)
+            elif number not in enclosing and other.path in owners:
+                inside.add(number)
+                skipped.append(other)
+        return skipped
 
     def outline(self, cut: Cut) -> Outline:
-        """Make the stand-in of the client's part at ``cut``.
+        """Return the outline of the client's part at ``cut``.
 
         Raises:
-            ValueError: with this batch the step does not come to the cut.
+            ValueError: the step of this batch does not reach the cut.
         """
         call = next((call for call in self.calls if call.path == cut.path and call.end >= 0), None)
         place = None if call is None else _activation(call.output)
         if call is None or place is None:
             raise ValueError(f"the step does not call '{cut.path}'")
         calls: dict[str, list[Any]] = {}
-        for one in self.replaced(call, cut.lower):
-            calls.setdefault(one.path, []).append(_detached(one.output))
+        for skipped in self.replaced(call, cut.lower):
+            calls.setdefault(skipped.path, []).append(_detached(skipped.output))
         output = _detached(call.output)
         return Outline(cut.path, calls, output, place, tree_flatten(output)[0][place])
 
 
 def _activation(output: Any) -> int | None:
-    """Return the place of the one tensor in ``output`` that a gradient can go through; None = not exactly one."""
+    """Return the index of the only tensor in ``output`` that requires a gradient; None unless there is exactly one."""
     flat = tree_flatten(output)[0]
     places = [i for i, item in enumerate(flat) if isinstance(item, Tensor) and item.requires_grad]
     return places[0] if len(places) == 1 else None
@@ -248,10 +262,14 @@ def _above(name: str) -> list[str]:
 
 
 def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
-    """Return the trace of a step of the whole model, for a batch of the example's form with these shapes.
+    """Trace a step of the whole model on a batch of the example's structure.
+
+    Args:
+        submodels: of the model, with its example batch.
+        shapes: shape of each tensor in the batch; None = those of the example.
 
     Raises:
-        ValueError: there is no example batch, it holds other things than tensors, or the step cannot be followed.
+        ValueError: there is no example batch, it contains other things than tensors, or the step cannot be traced.
     """
     flat, structure = tree_flatten(submodels.example_batch)
     if not flat or not all(isinstance(item, Tensor) for item in flat):
@@ -260,6 +278,7 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
         raise ValueError("it has no training_step")
     sizes: Sequence[Any] = [item.shape for item in flat] if shapes is None else shapes
     failure: Exception | None = None
+    # first with new tensors on the meta device; some steps create masks or indices whose values Python reads
     for default in ("meta", "cpu"):
         leaves = [torch.empty(size, dtype=item.dtype, device="meta") for size, item in zip(sizes, flat, strict=True)]
         try:
@@ -271,18 +290,18 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
 
 
 def shapes_of(batch: Any) -> Shapes:
-    """Return the shapes of a batch's tensors."""
+    """Return the shape of each tensor in a batch, in order."""
     return tuple(tuple(item.shape) for item in tree_flatten(batch)[0])
 
 
 def cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:
-    """Return the places to cut a model, from the first layer to the last, and where there are none, why; remembered."""
+    """Return the places where a model can be cut, first layer first, and the reason if there are none; cached."""
     return submodels.cached("cuts", "all", lambda: _cuts_of(submodels))
 
 
 def _cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:
     try:
-        found = tuple(followed(submodels).cuts(submodels))
+        cuts = tuple(followed(submodels).cuts(submodels))
     except ValueError as error:
         return (), str(error)
-    return found, "" if found else "everywhere more than one value leads from the layers below to those above"
+    return cuts, "" if cuts else "everywhere more than one value leads from the layers below to those above"

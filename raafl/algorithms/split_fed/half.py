@@ -1,8 +1,8 @@
-"""Hold one side of a model that is cut in two: its tensors, layouts and module, and how to run it.
+"""Represent one half of a model that is cut in two: its tensors, layouts and module, and the way to run it.
 
-Both halves are run by the user's own `training_step`. The client's runs it up to the cut, where it ends. The server's runs
-all of it, but the modules below the cut give what their outputs look like, without values, and the module at the cut gives
-the activation that was received; autograd then ends there.
+The user's own `training_step` runs both halves. The client's half runs it up to the cut, and stops there. The server's half runs
+all of it, but modules below the cut return blank outputs of the right shapes, and the module at the cut returns the received
+activation, at which autograd ends.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Reached(BaseException):
     """Signal that the client's half has reached the cut; not an `Exception`, which the user's own code might catch."""
 
     def __init__(self, output: Any) -> None:
-        """Carry the output of the module at the cut."""
+        """Store the output of the module at the cut."""
         self.output = output
 
 
 class Half(Submodels):
-    """One half of a model; the other half's tensors have no values and are not sent."""
+    """One half of a model; tensors of the other half have no values and are not sent."""
 
     whole: Submodels
 
@@ -69,7 +69,14 @@ class Half(Submodels):
         self, spec: Spec = FULL, rescale: bool = False, device: torch.device | str = "cpu",
         present: FlatTensors | None = None, base: FrozenBase | None = None,
     ) -> Shrunk:  # fmt: skip
-        """Return the module with the values of this half; the other's have their shapes and take no memory.
+        """Return the module with the values of this half; tensors of the other half have their shapes but take no memory.
+
+        Args:
+            spec: must be the whole model.
+            rescale: ignored, since nothing is narrowed.
+            device: device of the module.
+            present: values of this half; None = uninitialised.
+            base: the frozen base, which is not sent; None = it is among ``present``.
 
         Raises:
             SpecError: ``spec`` is not the whole model.
@@ -85,12 +92,12 @@ class Half(Submodels):
         module = build(Structure(self.module, {}, self._trains(FULL), (), {}, {}, frozen), present, rescale=False)
         if self.batch_norm == "static":
             keep_static(module)
-        if device.type == "meta":  # what follows a step to predict its cost follows this half's
+        if device.type == "meta":  # the cost of a step is predicted by tracing it: let it trace this half
             module.__dict__["training_step"] = partial(self._step, module, module.training_step)
         return Shrunk(module, present, present.prefix(self.layout(FULL, "trained")))
 
     def _step(self, module: nn.Module, step: Any, batch: Any, index: int) -> Any:
-        """Make a training step of this half without values; return something to go back from."""
+        """Run a training step of this half on the meta device; return a tensor from which backward can start."""
         if self.side == "lower":
             return activation_in(run_to_cut(module, self.cut.path, lambda: step(batch, index))).sum()
         outline = self.outline(shapes_of(batch))
@@ -99,16 +106,21 @@ class Half(Submodels):
             return step(batch, index)
 
     def _cost(self, spec: Spec, batch_size: int) -> Cost:
-        self.outline(shapes_of(meta_batch(self.example_batch, batch_size)))  # not while a step is followed
+        # cached now, since one step cannot be traced inside the trace of another
+        self.outline(shapes_of(meta_batch(self.example_batch, batch_size)))
         return super()._cost(spec, batch_size)
 
-    # ---- what stands for the client's half on the server ----
+    # ---- the client's half as the server sees it ----
 
     def outline(self, shapes: Shapes, draws: Callable[[int], AbstractContextManager[Any]] = nullcontext) -> Outline:
-        """Return the outline for a batch of ``shapes``; following a step may draw, which within ``draws(0)`` nobody notices.
+        """Return the outline of the client's half for a batch of ``shapes``; cached.
+
+        Args:
+            shapes: shape of each tensor in the batch.
+            draws: returns a context for random numbers; tracing may draw some, and ``draws(0)`` isolates the run's own stream.
 
         Raises:
-            ValueError: the step cannot be made with such a batch.
+            ValueError: the step does not run on such a batch.
         """
 
         def follow() -> Outline:
@@ -118,16 +130,22 @@ class Half(Submodels):
         return self.whole.cached("outline", (self.cut.path, shapes), follow)
 
     def received(self, shapes: Shapes, leaves: Sequence[Tensor], device: torch.device) -> Any:
-        """Return a batch of ``shapes`` with ``leaves`` where the server's half needs them, and blanks elsewhere."""
+        """Return a batch with the received tensors where the server's half needs them, and blank ones elsewhere.
+
+        Args:
+            shapes: shape of each tensor in the batch.
+            leaves: received tensors, in the order of `Cut.leaves`.
+            device: device of the blank tensors.
+        """
         flat, structure = tree_flatten(self.example_batch)
         flat = [blank(shape, item.dtype, device) for item, shape in zip(flat, shapes, strict=True)]
-        for place, leaf in zip(self.cut.leaves, leaves, strict=True):
-            flat[place] = leaf
+        for i, leaf in zip(self.cut.leaves, leaves, strict=True):
+            flat[i] = leaf
         return tree_unflatten(flat, structure)
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return zeros of a shape in the memory of one element."""
+    """Return zeros of a shape that occupy the memory of one element."""
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
@@ -135,7 +153,13 @@ def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
 
 
 def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
-    """Run ``step`` up to the module at ``path`` and return that module's output; nothing is logged."""
+    """Run ``step`` up to the module at ``path`` and return that module's output; logging is suppressed.
+
+    Args:
+        module: the client's half.
+        path: path of the module at the cut.
+        step: runs the user's training step.
+    """
 
     def reached(part: nn.Module, args: object, output: object) -> None:
         raise Reached(output)
@@ -152,16 +176,24 @@ def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
 
 
 def activation_in(output: Any) -> Tensor:
-    """Return the tensor in the output at the cut that gradients go through."""
-    found: Tensor = next(item for item in tree_flatten(output)[0] if isinstance(item, Tensor) and item.requires_grad)
-    return found
+    """Return the tensor that requires a gradient in the output of the module at the cut."""
+    activation: Tensor = next(
+        item for item in tree_flatten(output)[0] if isinstance(item, Tensor) and item.requires_grad
+    )
+    return activation
 
 
 # ---- the server's half ----
 
 
 def replaced(module: nn.Module, outline: Outline, activation: Tensor) -> AbstractContextManager[None]:
-    """Within this context the modules below the cut compute nothing, and the one at the cut gives ``activation``."""
+    """Return a context in which modules below the cut compute nothing, and the one at the cut returns ``activation``.
+
+    Args:
+        module: the server's half.
+        outline: outputs of the client's half, without values.
+        activation: as received.
+    """
 
     def filled(item: object) -> object:
         return blank(item.shape, item.dtype, activation.device) if isinstance(item, Tensor) else item
@@ -172,6 +204,6 @@ def replaced(module: nn.Module, outline: Outline, activation: Tensor) -> Abstrac
 
 
 def _given(outputs: list[Any]) -> Callable[..., Any]:
-    """Return a forward that replays known outputs, call by call."""
-    known = iter(outputs)
-    return lambda *args, **kwargs: next(known)
+    """Return a forward method that returns given outputs, one for each call."""
+    remaining = iter(outputs)
+    return lambda *args, **kwargs: next(remaining)

@@ -1,8 +1,8 @@
-"""The steps of a task in two halves: each half on its own with a wire between them, or both on one machine.
+"""Run the steps of a task in two halves, either connected by a wire or both on one machine.
 
-The client's half draws from the generators as any task does; the server's has a stream of its own, so that it draws the
-same wherever it runs. Each batch is one question: the activation and what else the server needs of the batch go up, the
-gradient comes down.
+The client's half draws random numbers from the global generators like any task; the server's has its own RNG stream, so that its
+draws do not depend on where it runs. Each batch is one question: the client sends the activation and the parts of the batch that
+the server needs, and receives the gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @contextmanager
 def _no_skips() -> Iterator[None]:
-    """Raise for a training step that returns None, since the other side waits for its half of the batch."""
+    """Raise `BadInput` if a training step returns None, since the other side waits for its half of the batch."""
     try:
         yield
     except SkippedBatch:
@@ -41,15 +41,15 @@ def _no_skips() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """Batch as the server's half receives it.
+    """A batch as the server's half receives it.
 
     Attributes:
-        outline: what stands for the client's half.
-        activation: as received; its gradient is to go back.
-        batch: with what was sent of it, and blanks elsewhere.
+        outline: outputs of the client's half, without values.
+        activation: as received; its gradient is sent back.
+        batch: the received parts of the batch, blank elsewhere.
     """
 
-    is_transferred: ClassVar[bool] = True  # by the client's hooks around the batch's way to the device
+    is_transferred: ClassVar[bool] = True  # the client's hooks have moved the batch already
 
     outline: Outline
     activation: Tensor
@@ -57,7 +57,7 @@ class Received:
 
     def loss(self, task: Task, index: int) -> Tensor:
         """Return the loss of the server's half; a backward pass ends at the activation."""
-        # a copy: layers above may work in place, which a leaf does not let them
+        # a copy: autograd forbids layers above to change a leaf tensor in place
         with _no_skips(), replaced(task.module, self.outline, self.activation.clone()):
             return task.loss(self.batch, index)
 
@@ -71,13 +71,21 @@ def receive(
     half: Half, shapes: Shapes, activation: Tensor, leaves: Sequence[Tensor],
     draws: Callable[[int], AbstractContextManager[Any]],
 ) -> Received:  # fmt: skip
-    """Return a batch as ``half``, the server's, gets it."""
+    """Build the batch that the server's half trains on.
+
+    Args:
+        half: the server's half.
+        shapes: shape of each tensor in the batch.
+        activation: as received.
+        leaves: received tensors of the batch, in the order of `Cut.leaves`.
+        draws: returns a context for random numbers, see `Half.outline`.
+    """
     batch = half.received(shapes, leaves, activation.device)
     return Received(half.outline(shapes, draws), activation.detach().requires_grad_(), batch)
 
 
 class LowerHook(Hook):
-    """Hook of the client's half; its loss is 0, since only the server knows the loss."""
+    """Hook of the client's half, which asks the server for gradients; its loss is 0, since only the server knows the loss."""
 
     def __init__(self, task: Task, half: Half) -> None:
         super().__init__(task)
@@ -85,25 +93,23 @@ class LowerHook(Hook):
         self._sent = self._gradient = torch.empty(0)
 
     def loss(self, batch: Any, index: int) -> Tensor:
-        """Compute up to the cut and send the activation to the server.
+        """Compute the activation at the cut, send it to the server, and wait for its gradient.
 
         Raises:
-            BadInput: the batch holds other things than tensors.
+            BadInput: the batch contains other things than tensors.
         """
         flat, cut = tree_flatten(batch)[0], self._half.cut
         if not all(isinstance(item, Tensor) for item in flat):
             raise BadInput("a batch holds other things than tensors: a model in two halves needs batches of tensors")
         with _no_skips():
             self._sent = activation_in(run_to_cut(self.task.module, cut.path, lambda: self.task.loss(batch, index)))
-        return self._rest(
-            index, self._sent.detach().contiguous(), shapes_of(flat), [flat[place] for place in cut.leaves]
-        )
+        return self._rest(index, self._sent.detach().contiguous(), shapes_of(flat), [flat[i] for i in cut.leaves])
 
     def _rest(self, index: int, activation: Tensor, shapes: Shapes, leaves: list[Tensor]) -> Tensor:
         assert self.task.link is not None
         dtype = NAMES.get(activation.dtype, str(activation.dtype))
         meta = {"batch": index, "shapes": [list(shape) for shape in shapes], "dtype": dtype}
-        named = {f"batch.{place}": leaf for place, leaf in zip(self._half.cut.leaves, leaves, strict=True)}
+        named = {f"batch.{i}": leaf for i, leaf in zip(self._half.cut.leaves, leaves, strict=True)}
         layout = Layout.pack([("gradient", activation.shape, activation.dtype)])
         self._gradient = self.task.link.ask(meta, {"activation": activation, **named}, layout)["gradient"]
         return torch.zeros(())
@@ -118,17 +124,17 @@ class UpperHook(Hook):
     """Hook of the server's half; its batches are `Received`."""
 
     def loss(self, batch: Received, index: int) -> Tensor:
-        """Return the loss computed from the activation."""
+        """Return the loss computed from the received activation."""
         return batch.loss(self.task, index)
 
 
 class BothHook(LowerHook):
-    """Hook that runs both halves on one machine, bit for bit as with a connection between them."""
+    """Hook that runs both halves on one machine, with the bits of a connected run."""
 
     _received: Received
 
     def __init__(self, task: Task, half: Half) -> None:
-        """Start both RNG streams; ``half`` is the server's."""
+        """Create the server's RNG stream; ``half`` is the server's."""
         super().__init__(task, half)
         self._draws = task.draws(server_seed(task.assignment.seed))
 
@@ -138,7 +144,7 @@ class BothHook(LowerHook):
             return self._received.loss(self.task, index)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of the upper half, then of the lower."""
+        """Compute the gradients of the upper half, then those of the lower half."""
         with self._draws:
             self.task.backward(loss)
         self._gradient = self._received.gradient

@@ -1,4 +1,4 @@
-"""Training a model in two halves: the client's lower layers, the server's upper ones (split learning)."""
+"""Train a model in two halves: the client's lower layers and the server's upper ones (split learning)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from raafl.submodel import FULL, Cost, Spec, Submodels
 
 @dataclass(frozen=True)
 class Split(Local):
-    """SGD on the loss, with the layers up to a cut at the client and those above it at the server.
+    """Local training with the layers up to a cut on the client and those above on the server. Exactly one attribute is given.
 
     Attributes:
-        client_layers: the client's part: at most so many layers with parameters, from the input on.
-        share: or what is nearest to this share of the parameters.
-        cut: or all up to this module, by its path.
+        client_layers: largest number of layers with parameters in the client's part, counted from the input.
+        share: share of the parameters to which the client's part should be closest.
+        cut: path of the module whose output ends the client's part.
     """
 
     leaves_out: ClassVar[frozenset[str]] = frozenset(
         TASK_HOOKS
-    )  # each would be called for either half, or for one alone
+    )  # they would run twice, once in each half, or in one half alone
 
     client_layers: int | None = 2
     share: float | None = None
@@ -54,39 +54,39 @@ class Split(Local):
         return False
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Return problems of settings that need the gradients of both halves at once."""
-        found = []
+        """Return a problem for each setting that needs the gradients of both halves at once."""
+        problems = []
         if gradient_clip_val is not None:
-            found.append(
+            problems.append(
                 f"fabric.gradient_clip_val is {gradient_clip_val}, but neither half of a model in two knows the norm of all "
                 "gradients: leave it out, or clip in the model's own optimizer"
             )
         if precision == "16-mixed":
-            found.append(
+            problems.append(
                 "fabric.precision is 16-mixed, but a model in two halves has no loss scaler: use bf16-mixed or 32-true"
             )
-        return found
+        return problems
 
     def place(self, submodels: Submodels) -> Cut | None:
         """Return the cut; None if the model cannot be cut.
 
         Raises:
-            BadInput: it cannot be cut at ``cut``, or its clients hold its frozen base in several forms.
+            BadInput: the model cannot be cut at ``cut``, or clients choose among several precisions of its frozen base.
         """
         if submodels.bases.names:
             raise BadInput(
                 f"the frozen base may be held as {', '.join(submodels.bases.names)}, but both halves of a model in two need one: "
                 "give one base"
             )
-        found, reason = cuts_of(submodels)
+        cuts, reason = cuts_of(submodels)
         if self.cut is not None:
-            cut = next((one for one in found if one.path == self.cut), None)
+            cut = next((cut for cut in cuts if cut.path == self.cut), None)
             if cut is None:
-                known = ", ".join(one.path for one in found)
-                raise BadInput(f"cut is '{self.cut}', where the model cannot be cut: {reason or f'use one of {known}'}")
+                paths = ", ".join(cut.path for cut in cuts)
+                raise BadInput(f"cut is '{self.cut}', where the model cannot be cut: {reason or f'use one of {paths}'}")
             return cut
         best: dict[frozenset[str], Cut] = {}
-        for cut in found:  # of several with the same layers the one that sends least, and of these the last
+        for cut in cuts:  # among cuts with the same layers the one that sends the fewest bytes; among equals the last
             if cut.lower not in best or cut.sample_bytes <= best[cut.lower].sample_bytes:
                 best[cut.lower] = cut
         places = list(best.values())
@@ -94,29 +94,34 @@ class Split(Local):
             return None
         if self.share is not None:
             total, share = sum(submodels.parameters.values()), self.share
-            return min(places, key=lambda one: abs(one.num_values / total - share))
+            return min(places, key=lambda cut: abs(cut.num_values / total - share))
         most = self.client_layers or 0
-        return next((one for one in reversed(places) if one.num_layers <= most), places[0])
+        return next((cut for cut in reversed(places) if cut.num_layers <= most), places[0])
 
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Halves | None:
-        """Return both halves at the task's cut; None if the model cannot be cut."""
+        """Return both halves at the task's cut; None if the model cannot be cut.
+
+        Args:
+            submodels: of the whole model.
+            extra: `Work.extra` of the task; None = choose the cut anew.
+        """
         if extra is not None:
             return halves(submodels, extra[KEY]["cut"]) if KEY in extra else None
         cut = self.place(submodels)
         return None if cut is None else halves(submodels, cut.path)
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that runs one half with the other connected, or both halves in one process."""
+        """Return the hook for one half connected to the other, or for both halves in one process."""
         if isinstance(task.submodels, Half):
             return LowerHook(task, task.submodels) if task.submodels.side == "lower" else UpperHook(task)
         both = self.exchange(task.submodels, task.assignment.extra)
         return Hook(task) if both is None else BothHook(task, both.server)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Predict the cost of a client's half, with the activations and gradients of all its samples on the wire.
+        """Predict the cost of the client's half, with the activations and gradients of all its samples on the wire.
 
-        Each batch is an exchange, of which the link's latency is paid both ways. In the peak are the activations and the
-        gradient of one batch as they travel. What the server computes takes the client no time here.
+        Each batch is an exchange that pays the link's latency both ways. The peak includes the activation and gradient of one batch
+        as they are transferred. The server's computation counts as 0.
         """
         both = self.exchange(submodels)
         if both is None:
@@ -136,7 +141,15 @@ class Split(Local):
     def task_options(
         self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
     ) -> dict[str, Any]:
-        """Return the place of the cut, and the sizes of the batches that travel in one task."""
+        """Return the path of the cut and the sizes of the batches that are exchanged in one task; empty if the model cannot be cut.
+
+        Args:
+            client: the client.
+            submodels: of the whole model.
+            training: the run's epochs or steps.
+            batch_size: local batch size.
+            drop_last: whether an epoch drops its last batch if that is smaller.
+        """
         cut = self.place(submodels)
         if cut is None:
             return {}
@@ -151,7 +164,7 @@ class Split(Local):
         return {KEY: {**terms, "batches": batches, "samples": epochs * in_epoch + rest * batch_size}}
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Describe the cut: its place, the data that leaves the clients, and the server's part."""
+        """Return notes on the place of the cut, the data that leaves the clients, and the server's part."""
         both = self.exchange(submodels)
         if both is None:
             return [
@@ -160,14 +173,14 @@ class Split(Local):
                 )
             ]
         cut, upper, total = both.client.cut, both.server, sum(submodels.parameters.values())
-        leaves = ", ".join(f"number {place}" for place in cut.leaves) or "none"
-        held = upper.cost(FULL, _num_samples(submodels))
+        leaves = ", ".join(f"number {i}" for i in cut.leaves) or "none"
+        peak = upper.cost(FULL, _num_samples(submodels))
         return [
             f"split: cut after '{cut.path}': clients train {cut.num_values:,} of {total:,} parameters, the server the rest",
             f"split: PRIVACY: the server sees what leaves '{cut.path}' for every sample ({cut.sample_bytes:,.0f} bytes), and "
             f"as they are the parts of each batch that its own layers need ({leaves}; labels are among them)",
             f"split: for each client at work the server trains a copy of the upper part: {upper.layout().num_bytes:,} bytes of "
-            f"values, at least {held.peak_bytes:,} with gradients, activations and the optimiser",
+            f"values, at least {peak.peak_bytes:,} with gradients, activations and the optimiser",
         ]
 
     def __str__(self) -> str:
@@ -179,9 +192,9 @@ class Split(Local):
 
 
 def leaf_bytes(half: Half) -> float:
-    """Return the bytes of one sample of what the server's half needs of a batch beside the activation."""
+    """Return the bytes for each sample of the parts of a batch that the server's half needs, without the activation."""
     flat = tree_flatten(half.example_batch)[0]
-    num_bytes: int = sum(flat[place].nbytes for place in half.cut.leaves)
+    num_bytes: int = sum(flat[i].nbytes for i in half.cut.leaves)
     return num_bytes / max(_num_samples(half), 1)
 
 
@@ -192,16 +205,16 @@ def _num_samples(submodels: Submodels) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Halved(Select):
-    """Select that gives every client the whole model, and fixes the cut and the batch sizes on the wire.
+    """Select that gives every client the whole model, and records the cut and the batch sizes of the exchanges.
 
     Attributes:
-        sends: what the merge takes (`Merge.sends`), of both halves.
+        sends: what the merge expects from both halves, values or deltas (`Merge.sends`).
     """
 
     sends: Literal["values", "delta"] = "values"
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the whole model and the run's own work, with where to cut it."""
+        """Return the whole model and the run's own work, with the cut in `Work.extra`."""
         extra, training = fleet.task_options(client), fleet.training
         if not extra:
             return Work()

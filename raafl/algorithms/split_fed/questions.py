@@ -1,4 +1,4 @@
-"""Exchange activations and gradients in mid-task: who has which part, and how the server answers a client's batches."""
+"""Exchange activations and gradients during a task: the pair of halves, and the server's side of the exchange."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from raafl.errors import InvalidPayload
 from raafl.submodel import Layout, SpecError, Submodels
 
 KEY = "split"
-"""Of `Work.extra`: the cut, and what decides how many samples of which batches come over the wire."""
+"""Key in `Work.extra` of the cut and of the numbers and sizes of the batches that are exchanged."""
 
 MAX_SIZE, MAX_TIMES = 4096, 16
-"""Largest size that only the client knows, or times the example batch's where that is more: a step may loop over it, which is
-followed."""
+"""Limit on sizes that only the client knows, absolute and as a multiple of the example batch's, whichever is larger: the server
+traces a step of that size, which may loop over it."""
 
 
 @dataclass(frozen=True, eq=False)
 class Halves(Exchange):
-    """Both halves of a model: the client asks, batch by batch, for the gradient of what leaves the cut."""
+    """Both halves of a model. For each batch the client asks the server for the gradient of the activation at the cut."""
 
     client: Half
     server: Half
 
     def questions(self, assignment: Assignment, link: ServerLink) -> Batches:
-        """Wait for the first batch of a task, and return it and all to come."""
+        """Wait for the first batch of a task, and return the iterator over it and all later ones."""
         return Batches(self.server, assignment, link)
 
 
 def halves(submodels: Submodels, path: str) -> Halves:
-    """Return both halves of a model that is cut after the module at ``path``; remembered.
+    """Return both halves of a model that is cut after the module at ``path``; cached.
 
     Raises:
-        SpecError: it cannot be cut there.
+        SpecError: the model cannot be cut there.
     """
-    found, reason = cuts_of(submodels)
-    cut = next((cut for cut in found if cut.path == path), None)
+    cuts, reason = cuts_of(submodels)
+    cut = next((cut for cut in cuts if cut.path == path), None)
     if cut is None:
         raise SpecError(
-            f"the model cannot be cut after '{path}': {reason or 'use one of ' + ', '.join(c.path for c in found)}"
+            f"the model cannot be cut after '{path}': {reason or 'use one of ' + ', '.join(c.path for c in cuts)}"
         )
     return submodels.cached(
         "halves", path, lambda: Halves(Half(submodels, cut, "lower"), Half(submodels, cut, "upper"))
@@ -55,9 +55,9 @@ def halves(submodels: Submodels, path: str) -> Halves:
 
 
 class Batches:
-    """A client's batches as they come in, in the place of its data.
+    """A client's batches as they are received, in place of a data loader.
 
-    It is known beforehand which must come, of how many samples. What is not as it must be is refused before it gets to a layer.
+    The assignment determines which batches come, and their sizes. A batch that deviates is refused before it reaches a layer.
     """
 
     test = None
@@ -81,11 +81,11 @@ class Batches:
 
     @property
     def _due(self) -> int:
-        """Return the number of samples of the next batch."""
+        """The number of samples in the expected batch."""
         return min(self._batch_size, self.num_samples - self._index % self._per_epoch * self._batch_size)
 
     def batches(self, *_: object, **__: object) -> Iterator[tuple[Received, int]]:
-        """Yield each batch as it comes, with its number of samples; when the next is asked for, send the last one's gradient."""
+        """Yield each batch with its number of samples; when resumed, send back the gradient of the batch yielded last."""
         while True:
             yield self._received, self._due
             self._link.reply({"gradient": self._received.gradient.contiguous()})
@@ -96,11 +96,11 @@ class Batches:
 
     def _receive(self) -> Received:
         tensors = self._link.hear(self._expect)
-        leaves = [tensors[f"batch.{place}"] for place in self._half.cut.leaves]
+        leaves = [tensors[f"batch.{i}"] for i in self._half.cut.leaves]
         return receive(self._half, self._shapes, tensors["activation"], leaves, self._link.draws)
 
     def _expect(self, meta: Mapping[str, Any]) -> Layout:
-        """Return the layout of a batch as it must be, or refuse it."""
+        """Return the layout of the expected batch; raises `InvalidPayload` if the batch's description deviates."""
         if meta.get("batch") != self._index:
             raise InvalidPayload("bad-json", f"expected batch {self._index}, got {str(meta.get('batch'))[:40]}")
         if meta["sends"] != self._sends:
@@ -115,15 +115,15 @@ class Batches:
             allowed["bfloat16"] = torch.bfloat16
         dtype = allowed.get(str(meta.get("dtype")))
         if dtype is None:
-            found = str(meta.get("dtype"))[:40]
-            raise InvalidPayload("wrong-shape", f"the activation has dtype {found}: expected {', '.join(allowed)}")
+            received = str(meta.get("dtype"))[:40]
+            raise InvalidPayload("wrong-shape", f"the activation has dtype {received}: expected {', '.join(allowed)}")
         self._shapes = shapes
         flat = tree_flatten(self._half.example_batch)[0]
-        sent = [(f"batch.{place}", shapes[place], flat[place].dtype) for place in self._half.cut.leaves]
+        sent = [(f"batch.{i}", shapes[i], flat[i].dtype) for i in self._half.cut.leaves]
         return Layout.pack([("activation", outline.shape, dtype), *sent])
 
     def _checked_shapes(self, given: object) -> Shapes:
-        """Return the shapes of the batch's tensors, if they may be those of the batch that is due."""
+        """Return the shapes of the batch's tensors; raises `InvalidPayload` if they cannot be those of the expected batch."""
         examples = shapes_of(self._half.example_batch)
         samples, due = examples[0][0] if examples[0] else 1, self._due
         if not isinstance(given, list) or len(given) != len(examples):

@@ -1,33 +1,33 @@
 """TimelyFL (Zhang et al., "TimelyFL: Heterogeneity-aware Asynchronous Federated Learning with Adaptive Partial Training", 2023).
 
-Each round has n clients; each reports ``t_cmp``, the time of one unit of local training of the full model, and
-``t_com``, the time of moving the model (Algorithm 2). ``T_k`` is the k-th smallest ``t_cmp + t_com`` of all n, of those from
-earlier rounds that are still under way as of those newly drawn (Algorithm 1), and
+Each round has n clients. Each reports ``t_cmp``, the time of one unit of local training of the full model, and
+``t_com``, the time of transferring the model (Algorithm 2). ``T_k`` is the k-th smallest ``t_cmp + t_com`` of all n, those still at
+work from earlier rounds and those newly drawn (Algorithm 1), and
 
     E_c     = max(floor((T_k - t_com) / t_cmp), 1)      units of local work,
     alpha_c = min(T_k / (t_com + t_cmp), 1)             share of the parameters that train, the output-side layers,
     t_rpt   = T_k - t_com * alpha_c                     when the client must start to send (Algorithm 3).
 
-What has arrived within T_k is merged, each layer over the clients that trained it. With equal devices and data every
+Updates that arrive within T_k are merged, each layer over the clients that trained it. With equal devices and data every
 E_c and alpha_c is 1 and this is FedAvg.
 
-Where the paper leaves it open:
+Choices that the paper leaves open:
 
-- Its reports come from a batch of real training before each round. Here they are the profile's predictions, which is what
-  that batch would take in a simulation; each later round scales them by what the client's last task took against what was
-  predicted for it, by the runtime's clock. ``t_com`` is the time down and up.
+- In the paper, reports come from a batch of real training before each round. Here they are predictions from the profile, which
+  equal that measurement in a simulation; later rounds scale them by the ratio of measured to predicted time of the client's
+  last task, by the runtime's clock. ``t_com`` is the time of download and upload.
 - A unit of work is one local epoch in the paper, here the run's own `train.num_epochs` or `train.num_steps`.
-- The paper takes a partly trained model to cost alpha_c of the full one. Frozen layers still run forward, and are still
-  received, so a client with alpha_c of the parameters would be late every round. Its guarantee that clients report in time
-  is kept instead: of the layers that alpha_c allows, as many train as are predicted to be done within T_k
-  (``layers="time"``); ``layers="share"`` goes by alpha_c alone. ``clock="share"`` is the paper's clock, on which a task costs
-  alpha of the full one (Equation 1), so that with ``layers="share"`` everybody is in time by construction: to compare with
-  its figures in simulation. No device keeps it.
-- No real task takes exactly as long as the one before, and of equal clients half would be later than the k-th. So `slack`, a share
-  of T_k, is waited beyond T_k while somebody is out, and who is predicted to be done within it trains all layers. E_c goes by
-  T_k alone. On a virtual clock, which has no jitter, the paper's 0 may be given.
-- An update that comes after T_k is in the next merge, with the values it has; the paper says only that it is not in this one.
-  ``T_k`` runs from the moment work is handed out, so that ``t_rpt`` is kept by whoever is in time.
+- The paper assumes that a partly trained model costs alpha_c of the full one. Frozen layers still run forward, and are still
+  received, so a client with alpha_c of the parameters would be late in every round. The paper's guarantee that clients report in
+  time is kept instead: of the layers that alpha_c allows, as many train as are predicted to finish within T_k
+  (``layers="time"``); ``layers="share"`` uses alpha_c alone. ``clock="share"`` is the paper's clock, on which a task costs
+  alpha of the full one (Equation 1), so that with ``layers="share"`` all clients are in time by construction: use it to compare
+  with the paper's figures in simulation. No real device behaves so.
+- No real task takes exactly as long as the one before, so of equal clients half would finish after the k-th. Therefore a merge
+  waits `slack`, a share of T_k, beyond T_k while clients are still at work, and a client that is predicted to finish within it
+  trains all layers. E_c depends on T_k alone. On a virtual clock, which has no jitter, the paper's 0 may be given.
+- An update that arrives after T_k is in the next merge, unchanged; the paper says only that it is not in this one.
+  ``T_k`` starts when work is assigned, so that clients in time satisfy ``t_rpt``.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ def timely_fl(
     clock: Clock = "device",
     by_samples: bool = True,
 ) -> Algorithm:
-    """Make TimelyFL.
+    """Return TimelyFL, whose clients train as many epochs, or as many of the last layers, as fit the round's interval.
 
     Args:
         participation: aggregation participation target, k as a share of the round's clients; the paper's is 0.5.
-        adaptive: fit every round's workload (E_c, alpha_c) to the times measured; False = keep that of a client's first
+        adaptive: adapt the workload (E_c, alpha_c) to measured times in every round; False = keep that of a client's first
             round (Fig. 7).
-        layers: time = the last layers within alpha_c that are predicted to be done within T_k; share = by alpha_c alone.
+        layers: time = the last layers within alpha_c that are predicted to finish within T_k; share = by alpha_c alone.
         server_optimizer: adam, yogi or adagrad (FedOpt); None = FedAvg's mean by samples.
-        server_lr: learning rate of the server optimizer; to be left out without one.
-        cohort: clients drawn in a round, uniformly (the training concurrency n); None = all.
-        concurrency: how many of them work at a time, the others start late; None = no cap.
-        cut: what a client that is short of time does without: layers (the paper's), or width, for a physically smaller model.
-        slack: share of T_k by which a client may come late and still be in the merge; 0 = the paper's.
-        clock: what a task is charged: device = what its device is predicted to need; share = alpha of the whole model's task
-            (Equation 1), the paper's assumption, on a virtual clock.
-        by_samples: weigh clients by their samples; False = all alike, as FedBuff does.
+        server_lr: learning rate of the server optimizer; leave it out without one.
+        cohort: number of clients drawn in a round, uniformly (the training concurrency n); None = all.
+        concurrency: largest number of clients that work at the same time, where the others start late; None = no limit.
+        cut: way to reduce a slow client's work: layers trains the last ones (the paper's), width a physically smaller model.
+        slack: share of T_k by which a client may be late and still be in the merge; 0 = the paper's.
+        clock: time that a task is charged: device = the prediction for its device; share = alpha of the whole model's task
+            (Equation 1), the paper's assumption, for a virtual clock.
+        by_samples: weight clients by their samples; False = equally, as FedBuff does.
     """
     one_of("clock", clock, Clock)
     if cut == "width":

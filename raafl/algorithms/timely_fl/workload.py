@@ -18,13 +18,13 @@ from raafl.submodel import FULL, Spec, Submodels, last_fraction
 from raafl.submodel.cost import Cost
 
 MEMORY = "timely_fl"
-"""Key of `GlobalState.memory` under which a round's plan is kept, so that a checkpoint has it."""
+"""Key in `GlobalState.memory` of the round's plan, which checkpoints must contain."""
 
 MOST_UNITS = 1_000_000
-"""Units of work of one client in an interval, however fast it says that it is."""
+"""Largest number of units of work in an interval, whatever speed a client reports."""
 
 SLACK = 1 + 1e-9
-"""Tolerance on a sum of seconds."""
+"""Tolerance for rounding errors in sums of seconds."""
 
 Layers = Literal["time", "share"]
 Cut = Literal["layers", "width"]
@@ -36,8 +36,8 @@ class TimeReport:
     """Time of one unit of work on a client: the full model, trained as the run says (Algorithm 2).
 
     Attributes:
-        compute_s: t_cmp, seconds of training, and of measuring itself on its test part.
-        link_s: t_com, seconds of moving the model.
+        compute_s: t_cmp, seconds of training, and of evaluation on the client's test part.
+        link_s: t_com, seconds of transferring the model.
     """
 
     compute_s: float
@@ -45,13 +45,19 @@ class TimeReport:
 
     @property
     def total_s(self) -> float:
-        """t_total, the unit total time."""
+        """t_total, the unit total time, in seconds."""
         return self.compute_s + self.link_s
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Work of one client in one interval (Algorithm 3)."""
+    """Work of one client in one interval (Algorithm 3).
+
+    Attributes:
+        num_units: E_c, units of local work.
+        share: alpha_c, share of the parameters that train.
+        report_s: t_rpt, seconds after which the client must start to send.
+    """
 
     num_units: int
     share: float
@@ -59,7 +65,7 @@ class Workload:
 
 
 def interval(totals_s: Sequence[float], participation: float) -> float:
-    """Return T_k, the k-th smallest of the unit total times, with k = ``participation`` of their number, rounded up."""
+    """Return T_k in seconds: the k-th smallest of the unit total times, with k = ``participation`` of their number, rounded up."""
     k = max(1, math.ceil(participation * len(totals_s) - 1e-9))
     return sorted(totals_s)[k - 1]
 
@@ -72,7 +78,7 @@ def workload(interval_s: float, report: TimeReport) -> Workload:
 
 
 def trained_share(submodels: Submodels, spec: Spec) -> float:
-    """Return the share of the parameters that train in ``spec``, of those that train in the whole model."""
+    """Return the number of parameters that train in ``spec`` as a share of those that train in the whole model."""
     return _num_trained(submodels, spec) / _num_trained(submodels, FULL)
 
 
@@ -83,10 +89,10 @@ def _num_trained(submodels: Submodels, spec: Spec) -> int:
 
 @dataclass(frozen=True)
 class ShareOfTime(Local):
-    """The user's own training, on the paper's clock: of what a task of the whole model costs, the share that trains (Eq. 1).
+    """Local training on the paper's clock: a task costs the whole model's cost times the share of parameters that trains (Eq. 1).
 
-    FLOPs, memory traffic and bytes each way are charged so; memory is what it is. The paper takes a partial model to cost as
-    little, so everybody is in time. Devices do not: frozen layers run forward and are received. So it is for a virtual clock.
+    FLOPs, memory traffic and bytes each way are scaled so; peak memory is not. The paper assumes this cost, by which all clients
+    are in time. Real devices are slower: frozen layers run forward and are received. So it suits a virtual clock alone.
     """
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
@@ -107,10 +113,10 @@ class ShareOfTime(Local):
 
 
 def last_layers(submodels: Submodels) -> list[tuple[float, Spec]]:
-    """Return each submodel of which only the last layers train, with its share of all that trains, the largest first."""
+    """Return each submodel that trains only the last layers, with its share of all trained parameters, largest first."""
     names, full = submodels.parameter_names, last_fraction(submodels, 1.0)
     sizes = [entry.numel for entry in submodels.layout(full).entries if entry.name in names]
-    ends = [held / sum(sizes) for held in accumulate(sizes[::-1])]
+    ends = [num_values / sum(sizes) for num_values in accumulate(sizes[::-1])]
     specs = dict.fromkeys(last_fraction(submodels, share) for share in reversed(ends))
     return [(trained_share(submodels, spec), spec) for spec in specs if _num_trained(submodels, spec)]
 
@@ -119,23 +125,23 @@ def last_layers(submodels: Submodels) -> list[tuple[float, Spec]]:
 class Timely(Select):
     """Select that gives each client as many epochs, or as many of the last layers, as fit the round's interval T_k.
 
-    The round's clients report t_cmp and t_com (Algorithm 2): those that are drawn, and those of earlier rounds that are still
-    at work. T_k is the k-th smallest sum (Algorithm 1); E_c and alpha_c follow (Algorithm 3). The unit of work is the run's
-    own, `train.num_epochs` or `train.num_steps`.
+    The round's clients report t_cmp and t_com (Algorithm 2): newly drawn ones, and those of earlier rounds that are still at work.
+    T_k is the k-th smallest sum (Algorithm 1); E_c and alpha_c follow (Algorithm 3). The unit of work is the run's own,
+    `train.num_epochs` or `train.num_steps`.
 
-    The report is the profile's prediction. Where the last task took longer or shorter than was predicted for it, both times
-    are scaled by that ratio: so a device that has slowed down gets less in its next round.
+    A report is the profile's prediction. If the client's last task took longer or shorter than predicted, both times are scaled by
+    that ratio: a device that has slowed down gets less work in its next round.
 
     Attributes:
         participation: k as a share of the round's clients.
         adaptive: False = every client keeps the workload of its first round, and no time is measured (Fig. 7).
-        layers: share = the last layers that hold at most alpha_c of the parameters, as in the paper; time = of these
+        layers: share = the last layers that contain at most alpha_c of the parameters, as in the paper; time = of these
             as many as are predicted to be trained and sent within T_k. The two differ because frozen layers still run
             forward and are still received.
-        cut: what a client that is short of time does without: layers trains the last ones of the whole model (the paper's);
-            width trains all layers of a smaller model, of the first units of each axis, as wide as T_k allows.
-        slack: share of T_k by which a client may be predicted to be late and yet get all that alpha_c = 1 allows, to be given
-            with `Interval`'s.
+        cut: way to reduce a slow client's work: layers trains the last ones of the whole model (the paper's); width trains all
+            layers of a smaller model, of the first units of each axis, as wide as T_k allows.
+        slack: share of T_k by which a client may be predicted to be late and still get all that alpha_c = 1 allows; give
+            `Interval` the same.
     """
 
     participation: float = 0.5
@@ -148,19 +154,19 @@ class Timely(Select):
         fraction("participation", self.participation)
         if not 0 <= self.slack < math.inf:
             raise BadInput(f"slack is {self.slack}: give a share of T_k, 0 or more")
-        for name, known in (("layers", Layers), ("cut", Cut)):
-            one_of(name, getattr(self, name), known)
+        for name, choices in (("layers", Layers), ("cut", Cut)):
+            one_of(name, getattr(self, name), choices)
         if self.cut == "width":
             refuse_unused("cut is 'width', and every layer trains", layers=(self.layers, "time"))
 
     # ---- reports, and the interval they give ----
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Take the time reports of the round's clients, and set T_k by all of them, the late ones included."""
+        """Set T_k from the time reports of all the round's clients, including those still at work from earlier rounds."""
         _plan(fleet)["T_k"] = interval([self.report(client, fleet).total_s for client in out], self.participation)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Update the ratio of a task's real to its predicted time."""
+        """Update the client's ratio of measured to predicted time."""
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
         predicted_s = fleet.cost_s(client, work)
         if not self.adaptive or predicted_s <= 0 or seconds <= 0:
@@ -169,7 +175,7 @@ class Timely(Select):
         _plan(fleet)["ratio"][client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
 
     def report(self, client: ClientInfo, fleet: SelectContext) -> TimeReport:
-        """Return the client's t_cmp and t_com, by its profile and its last task."""
+        """Return the client's t_cmp and t_com, from its profile and its last task."""
         time, ratio = fleet.task_time(client, Work()), self._ratio(client, fleet)
         return TimeReport(time.compute_s * ratio, (time.down_s + time.up_s) * ratio)
 
@@ -179,7 +185,7 @@ class Timely(Select):
     # ---- the work ----
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return E_c units of work on the layers that alpha_c allows; raises `BadInput` when none fit the client's memory."""
+        """Return E_c units of work on the layers that alpha_c allows; raises `BadInput` if none fit the client's memory."""
         fixed: dict[int, tuple[int, Spec]] = _plan(fleet)["fixed"]
         if client.id in fixed:
             num_units, spec = fixed[client.id]
@@ -191,7 +197,7 @@ class Timely(Select):
         return work
 
     def _trained(self, client: ClientInfo, given: Workload, fleet: SelectContext) -> Work:
-        """Return the work on the most layers that share, memory and, if asked, T_k allow; at least the last one."""
+        """Return the work on the most layers that share, memory and, with layers "time", T_k allow; at least the last layer."""
         tolerance = SLACK + self.slack
         limit_s = _plan(fleet)["T_k"] * tolerance / self._ratio(client, fleet)
 
@@ -202,24 +208,24 @@ class Timely(Select):
             )
             return share <= given.share * tolerance and in_time and fleet.fits(client, spec)
 
-        every = self._submodels(fleet)
-        place = 0 if may(every[0]) else bisect_left(every, True, hi=len(every) - 1, key=may)
-        spec = every[place][1]
+        candidates = self._submodels(fleet)
+        first = 0 if may(candidates[0]) else bisect_left(candidates, True, hi=len(candidates) - 1, key=may)
+        spec = candidates[first][1]
         if not fleet.fits(client, spec):
             raise BadInput(self._problem(client, fleet))
         return self._work(given.num_units, spec, fleet)
 
     def _submodels(self, fleet: SelectContext) -> list[tuple[float, Spec]]:
-        """List the submodels that a client may get, the largest first, with the share alpha_c that each takes, 0 for any."""
+        """Return the submodels that a client may get, largest first, each with the alpha_c that it requires; 0 = none."""
         submodels = fleet.state.submodels
         if "submodels" not in fleet.cache:
             if self.cut == "layers":
-                found = last_layers(submodels)
+                candidates = last_layers(submodels)
             else:
-                found = [(0.0, leading(submodels.axes, width)) for width in reversed(steps(submodels.axes))]
-            fleet.cache["submodels"] = found
-        every: list[tuple[float, Spec]] = fleet.cache["submodels"]
-        return every
+                candidates = [(0.0, leading(submodels.axes, width)) for width in reversed(steps(submodels.axes))]
+            fleet.cache["submodels"] = candidates
+        cached: list[tuple[float, Spec]] = fleet.cache["submodels"]
+        return cached
 
     def _work(self, num_units: int, spec: Spec, fleet: SelectContext) -> Work:
         training = fleet.training
@@ -232,19 +238,19 @@ class Timely(Select):
     # ---- the fleet ----
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Discard the client's measured times: it may be another device."""
+        """Delete the client's measured ratio, since it may be on another device."""
         _plan(fleet)["ratio"].pop(client.id, None)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Do nothing: other clients' work does not depend on it."""
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Name each client whose memory not even the training of the last layer fits."""
+        """Return a problem for each client whose memory not even the training of the last layer fits."""
         least = self._submodels(fleet)[-1][1]
         return [self._problem(c, fleet) for c in fleet.clients.values() if not fleet.fits(c, least)]
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a note for clients that are short of time but have nothing to leave out."""
+        """Return a warning if slow clients have no layers or units to leave out."""
         if self.cut == "width":
             return uncut(fleet.state.submodels, "narrow")
         if len(self._submodels(fleet)) > 1:
@@ -271,31 +277,31 @@ class Timely(Select):
 
 
 def _plan(fleet: SelectContext) -> dict[str, Any]:
-    """Find the state that is kept between rounds: T_k, and by client the ratio and the fixed workload."""
+    """Return the state that persists between rounds: T_k, and by client the ratio and the fixed workload."""
     plan: dict[str, Any] = fleet.state.memory.setdefault(MEMORY, {"ratio": {}, "fixed": {}})
     return plan
 
 
 @dataclass(frozen=True, slots=True)
 class Interval(Trigger):
-    """Trigger that fires T_k after the round opened, or once all have reported (TimelyFL's flexible buffer).
+    """Trigger that merges T_k after the round opened, or once all have reported (TimelyFL's flexible buffer).
 
-    T_k is what `Timely` noted. If nothing has come by then, the first that comes is merged. A client that reports later
-    is in the next merge, and works again after that.
+    `Timely` records T_k. If no update has arrived by then, the first one is merged on arrival. A client that reports later
+    is in the next merge, and gets new work after that.
 
     Attributes:
-        slack: share of T_k for which it is waited beyond T_k while somebody is out.
+        slack: share of T_k for which the merge waits beyond T_k while clients are at work.
     """
 
     slack: float = 0.0
     restart: ClassVar[Restart] = "merge"
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether T_k has passed or everyone has reported."""
+        """Check whether T_k has passed or every client has reported."""
         return waiting.num_active == 0 or waiting.now_s >= self.wake_at(waiting)
 
     def wake_at(self, waiting: TriggerContext) -> float:
-        """Return when T_k has passed, and the slack."""
+        """Return the time at which T_k and the slack have passed, in seconds on the run's clock."""
         return waiting.opened_s + float(waiting.memory[MEMORY]["T_k"]) * (SLACK + self.slack)
 
     def __str__(self) -> str:

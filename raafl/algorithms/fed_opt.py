@@ -9,7 +9,7 @@ from __future__ import annotations
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import ServerKind, ServerOptimizer
+from raafl.parts.merge.server_optimizer import ServerKind, ServerOptimizer
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported
 

@@ -33,7 +33,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import at_least, positive
 from raafl.parts.local.capture import InputCapture, linear_in
-from raafl.parts.local.swap_parameters import at
+from raafl.parts.local.swap_parameters import with_parameters
 from raafl.parts.merge.averaging import averaging
 from raafl.parts.merge.client_values import load_, store_
 from raafl.parts.merge.wrapped import Wrapped
@@ -118,7 +118,7 @@ class _Steps(Hook):
 
     def _representation(self, values: FlatTensors, batch: object, index: int) -> Tensor:
         # a target, not a path for gradients: only z of the trained model has any
-        with at(self.task.module, values), torch.no_grad():
+        with with_parameters(self.task.module, values), torch.no_grad():
             self.task.loss(batch, index)
         return self._capture.seen
 

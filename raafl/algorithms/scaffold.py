@@ -32,7 +32,7 @@ import torch
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
 from raafl.core.sample import Sample
 from raafl.errors import BadInput
-from raafl.parts.local.swap_parameters import at
+from raafl.parts.local.swap_parameters import with_parameters
 from raafl.parts.merge.mean import Deltas
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.merge.variates import Variates, WithVariates
@@ -119,7 +119,7 @@ class _Steps(Hook):
     def loss(self, batch: object, index: int) -> torch.Tensor:
         """Return the loss of a batch; for option I first add the gradient at x to the sum."""
         if self._option == 1:
-            with at(self.task.module, self.task.received):
+            with with_parameters(self.task.module, self.task.received):
                 loss = self.task.loss(batch, index)
                 self._add(torch.autograd.grad(loss, [p for _, p in self._named], allow_unused=True))
         return super().loss(batch, index)

@@ -1,15 +1,15 @@
-"""Federated LoRA: select one of the published ways of merging adapters for an algorithm, and what clients do for it.
+"""Add federated LoRA to an algorithm: one of the published ways to merge adapters, and what clients do for it.
 
-`with_lora` implements the option ``lora`` of FedAvg, FedBuff and FedAsync. Five ways merge products B A
-(`raafl.parts.merge.low_rank`). Two train one factor at a time, so that its mean is the mean of the products, and need no merge
-of their own:
+`with_lora` implements the option ``lora`` of FedAvg, FedBuff and FedAsync. Five methods merge products B A
+(`raafl.parts.merge.low_rank`). Two others train one factor at a time, so that the mean of the factor gives the mean of the
+products, and need no merge of their own:
 
 - ``ffa``: FFA-LoRA (Sun et al. 2024, arXiv:2403.12313). A keeps its initial values and is never sent; ``sum_i c_i B_i A_i`` is
-  exact. By coverage each rank is the mean over the clients that have it. Since A is the same in all versions, a stale B keeps
-  its meaning.
+  exact. By coverage each rank is the mean over the clients that have it. Since A is the same in all versions, a stale B
+  keeps its meaning.
 - ``rolora``: RoLoRA (Chen et al. 2025, arXiv:2502.01755). B trains from even versions, A from odd ones; in rounds all
   clients share the other factor, and the mean is exact. Asynchronously it is block coordinate descent with stale blocks: a B
-  trained beside an older A is mixed in by its staleness beside the new one, and is no longer exact.
+  trained with an older A is mixed in by its staleness, together with the new A, and is no longer exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raafl.parts.merge.wrapped import WrappedSelect
 from raafl.submodel.lora import LoraPair, pairs_of
 
 LoRAMerge = Literal["hetlora", "flora", "flexlora", "raflora", "fedex", "ffa", "rolora"]
-"""How adapters are merged."""
+"""Names of the methods that merge adapters."""
 
 MERGES: dict[str, type[LowRank]] = {
     "hetlora": HetLoRA, "flora": FLoRA, "flexlora": FlexLoRA, "raflora": RaFLoRA, "fedex": FedEx,
@@ -34,10 +34,10 @@ MERGES: dict[str, type[LowRank]] = {
 
 
 def with_lora(algorithm: Algorithm, lora: LoRAMerge | None) -> Algorithm:
-    """Return ``algorithm`` with adapters merged as ``lora`` names; None = A and B separately, each rank over clients that have it.
+    """Return ``algorithm`` with adapters merged by the method ``lora``; None = average A and B separately, rank by rank.
 
     Raises:
-        BadInput: there is no such way, or the algorithm's merge is not a mean.
+        BadInput: ``lora`` is unknown, or needs a merge that is a mean.
     """
     if lora is None:
         return algorithm
@@ -60,35 +60,39 @@ def with_lora(algorithm: Algorithm, lora: LoRAMerge | None) -> Algorithm:
 
 @dataclass(frozen=True)
 class Adapted(Local):
-    """Local part that trains adapters."""
+    """Local training of adapters.
+
+    Attributes:
+        lora: name of the method that merges them.
+    """
 
     lora: LoRAMerge
 
     def prepare(self, module: Any) -> Any:
-        """Return the model as it trains: with A frozen, or with the base weights that are sent where these change.
+        """Prepare the model in place: freeze A for "ffa", and mark base weights that change as sent to clients.
 
         Raises:
-            BadInput: the model has no adapters, has adapters of other than linear layers, or a base that cannot be changed.
+            BadInput: the model has no adapters, has adapters of layers that are not linear, or has a base that cannot change.
         """
         module = super().prepare(module)
-        found, others = pairs_of(module)
+        adapters, others = pairs_of(module)
         if others:
             raise BadInput(
                 f"lora is '{self.lora}', which merges plain adapters of linear layers, but '{others[0]}' is adapted otherwise: "
                 "leave it out of target_modules, or leave lora out of the algorithm"
             )
-        if not found:
+        if not adapters:
             raise BadInput(
                 f"lora is '{self.lora}', but the model has no LoRA layers: give it some (model.lora), or leave lora "
                 "out of the algorithm"
             )
-        names = [name for pair in found for name in (pair.a, pair.b)]
+        names = [name for pair in adapters for name in (pair.a, pair.b)]
         if self.lora in MERGES and any(module.get_parameter(name).is_complex() for name in names):
             raise BadInput(
                 f"lora is '{self.lora}', which multiplies real adapters, but '{names[0]}' is complex: leave lora out"
             )
         if self.lora == "ffa":
-            for pair in found:
+            for pair in adapters:
                 module.get_parameter(pair.a).requires_grad_(False)
         elif self.lora in MERGES and MERGES[self.lora].moves_base:
             if bases := getattr(module, "submodel_bases", ()):
@@ -96,9 +100,9 @@ class Adapted(Local):
                     f"lora is '{self.lora}', which adds to the base, but clients hold that as {', '.join(bases)}: use flexlora or "
                     "raflora, or give the model one base"
                 )
-            for pair in found:
+            for pair in adapters:
                 _check_base(module, pair, self.lora)
-            module.submodel_sent = frozenset(pair.base for pair in found)
+            module.submodel_sent = frozenset(pair.base for pair in adapters)
         return module
 
     def __str__(self) -> str:
@@ -106,7 +110,7 @@ class Adapted(Local):
 
 
 def _check_base(module: Any, pair: LoraPair, lora: str) -> None:
-    """Raise `BadInput` unless the weight beside an adapter can take up a product, and is nobody else's."""
+    """Raise `BadInput` unless a product can be added to the weight beside an adapter, and no other layer uses that weight."""
     base = module.get_parameter(pair.base)
     shape = [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]
     if not base.is_floating_point() or list(base.shape) != (shape[::-1] if pair.transposed else shape):
@@ -123,10 +127,10 @@ def _check_base(module: Any, pair: LoraPair, lora: str) -> None:
 
 @dataclass(frozen=True)
 class Starting(WrappedSelect):
-    """Select that records the version from which each client starts."""
+    """Select wrapper that records the version from which each client starts."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work, and note the version."""
+        """Return the inner select's work, and record the version."""
         work = super().__call__(client, fleet)
         fleet.state.memory.setdefault(MEMORY, {}).setdefault("at_work", {})[client.id] = fleet.state.version
         return work
@@ -139,14 +143,14 @@ class Starting(WrappedSelect):
 
 @dataclass(frozen=True)
 class Alternating(WrappedSelect):
-    """Select whose submodels train B, but not A, from even versions, and A, but not B, from odd ones."""
+    """Select wrapper that trains B without A from even versions, and A without B from odd ones."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work, with one factor left out of what trains."""
+        """Return the inner select's work without one of the factors."""
         work, submodels = super().__call__(client, fleet), fleet.state.submodels
-        still = {pair.b if fleet.state.version % 2 else pair.a for pair in pairs(submodels)}
+        frozen = {pair.b if fleet.state.version % 2 else pair.a for pair in pairs(submodels)}
         names = (entry.name for entry in submodels.layout(work.spec, "trained").entries)
-        trained = tuple(name for name in names if name in submodels.parameter_names and name not in still)
+        trained = tuple(name for name in names if name in submodels.parameter_names and name not in frozen)
         return replace(work, spec=replace(work.spec, trained=trained))
 
     def __str__(self) -> str:

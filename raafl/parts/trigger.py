@@ -12,18 +12,18 @@ from raafl.errors import BadInput, fraction, one_of, positive
 
 @dataclass(frozen=True, slots=True)
 class EachArrival(Trigger):
-    """Merge every update as it arrives (fully asynchronous)."""
+    """Trigger that merges every update as it arrives (fully asynchronous)."""
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Return True, since every waiting update is merged."""
+        """Return True: any waiting update is merged."""
         return True
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return ``num_more``: each arrival is merged."""
+        """Return ``num_more - num_waiting``, since each arrival is one merge."""
         return num_more - num_waiting
 
     def staleness(self, num_at_work: int) -> float:
-        """Return ``num_at_work`` - 1: each merge makes the tasks of the others one version older."""
+        """Return ``num_at_work - 1``: each merge makes every other task one version older."""
         return max(num_at_work - 1, 0)
 
     def __str__(self) -> str:
@@ -32,10 +32,10 @@ class EachArrival(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class Buffered(Trigger):
-    """Merge once K updates wait; clients never wait (FedBuff, Nguyen et al. 2022).
+    """Trigger that merges once K updates wait; clients never wait (FedBuff, Nguyen et al. 2022).
 
     Attributes:
-        size: K, updates in one merge.
+        size: number of updates in a merge (K).
     """
 
     size: int = 10
@@ -49,7 +49,7 @@ class Buffered(Trigger):
         return len(waiting.arrived_s) >= self.size
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return the number of updates that fill every buffer, the last one included."""
+        """Return the number of further updates that fill every buffer, including the last one."""
         return -(-num_more // self.size) * self.size - num_waiting
 
     def __str__(self) -> str:
@@ -58,15 +58,15 @@ class Buffered(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class AllReported(Trigger):
-    """Merge when every assigned task has reported or was lost; then all clients start again (synchronous).
+    """Trigger that merges when every assigned task has reported or was lost; then all clients start again (synchronous).
 
-    With ``close_at`` below 1 or a ``deadline``, a round closes without the last ones: their updates are refused as late, as
-    where more clients are drawn than are needed (Bonawitz et al. 2019), and later rounds do not wait for them.
+    With ``close_at`` below 1 or a ``deadline`` a round closes before the last tasks report: their updates are refused as
+    late, as in systems that draw more clients than they need (Bonawitz et al. 2019), and later rounds do not wait for them.
 
     Attributes:
         close_at: share of the round's tasks that closes it, rounded up to a whole task; 1 = all.
-        deadline: multiple of the median time that closes it: the time from the round's start until half of its tasks have reported;
-            None = none.
+        deadline: time after which the round closes, as a multiple of the median time, from the round's start until half of its
+            tasks have reported; None = no deadline.
     """
 
     close_at: float = 1.0
@@ -82,18 +82,18 @@ class AllReported(Trigger):
 
     @property
     def refuses_late(self) -> bool:
-        """Whether a round may close without some of its tasks."""
+        """Whether a round may close before all of its tasks report."""
         return self.close_at < 1 or self.deadline is not None
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether no task is out, enough have reported, or the deadline has passed."""
+        """Check whether no task is active, enough have reported, or the deadline has passed."""
         if waiting.num_active == 0:
             return True
         at = self.wake_at(waiting)
         return at is not None and waiting.now_s >= at
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return when the round closes regardless of tasks that are out; None while unknown."""
+        """Return the time at which the round closes despite active tasks, in seconds on the run's clock; None = not known yet."""
         arrived_s = waiting.arrived_s
         total = len(arrived_s) + waiting.num_active
         enough, half = math.ceil(self.close_at * total - 1e-9), -(-total // 2)
@@ -101,7 +101,9 @@ class AllReported(Trigger):
             return arrived_s[enough - 1]
         if self.deadline is None or len(arrived_s) < half:
             return None
-        median_s = arrived_s[half - 1] - waiting.opened_s  # those that are out take longer, so this is what it will be
+        median_s = (
+            arrived_s[half - 1] - waiting.opened_s
+        )  # tasks still active take longer, so later reports do not change the median
         return waiting.opened_s + self.deadline * median_s if median_s > 0 else None
 
     def __str__(self) -> str:
@@ -111,9 +113,13 @@ class AllReported(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class MinRatio(Trigger):
-    """Merge ``wait_s`` after ``min_ratio`` of the clients at work have reported (semi-asynchronous; Co-S2P, Algorithm 2).
+    """Trigger that merges ``wait_s`` after a share ``min_ratio`` of clients has reported (semi-asynchronous; Co-S2P, Algorithm 2).
 
-    min_ratio 0 and wait 0 merge each arrival; min_ratio 1 is synchronous.
+    With min_ratio 0 and wait_s 0 it merges each arrival; with min_ratio 1 it is synchronous.
+
+    Attributes:
+        min_ratio: share of the clients at work that must have reported, 0 to 1.
+        wait_s: seconds to wait after that.
     """
 
     min_ratio: float = 0.5
@@ -126,16 +132,16 @@ class MinRatio(Trigger):
             positive("wait_s", self.wait_s)
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether enough have reported for long enough, or all have."""
+        """Check whether all clients have reported, or the wait after the required share is over."""
         if waiting.num_active == 0:
             return True
         at = self.wake_at(waiting)
         return at is not None and waiting.now_s >= at
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return when the wait ends; None while too few have reported."""
+        """Return the time at which the wait ends, in seconds on the run's clock; None = too few clients have reported."""
         total = len(waiting.arrived_s) + waiting.num_active
-        needed = max(1, math.ceil(self.min_ratio * total - 1e-9))  # 0.28 * 25 is a little more than 7
+        needed = max(1, math.ceil(self.min_ratio * total - 1e-9))  # in floating point 0.28 * 25 is slightly above 7
         if len(waiting.arrived_s) < needed:
             return None
         return waiting.arrived_s[needed - 1] + self.wait_s
@@ -145,7 +151,15 @@ class MinRatio(Trigger):
 
 
 def all_or_each(name: str, staleness: str = "constant") -> Trigger:
-    """Return the trigger named "all" (rounds) or "each" (arrival); raises `BadInput` for others, and for staleness in rounds."""
+    """Return the trigger named "all" (rounds) or "each" (arrival).
+
+    Args:
+        name: all or each.
+        staleness: kind of the staleness factor, which must be constant in rounds.
+
+    Raises:
+        BadInput: an unknown name, or staleness in rounds.
+    """
     triggers: dict[str, type[Trigger]] = {"all": AllReported, "each": EachArrival}
     one_of("trigger", name, triggers)
     if name == "all" and staleness != "constant":

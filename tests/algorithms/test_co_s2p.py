@@ -21,7 +21,7 @@ from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts.local.mask_training import SCORES
 from raafl.parts.merge.mean import Deltas
-from raafl.parts.merge.personal import Noted, WithScores
+from raafl.parts.merge.personal import RecordingSelect, WithScores
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.windows import RollingWindows, first_window, split_rate
@@ -36,7 +36,7 @@ def test_every_argument_reaches_its_part():
         server_lr=0.5, cohort=4, concurrency=2,
     )  # fmt: skip
     assert algorithm.sample == Sample(4, 2)
-    assert algorithm.select == Noted(RollingWindows([0.25], 2.0, "random", "random", 4, 3, 2, None, True))
+    assert algorithm.select == RecordingSelect(RollingWindows([0.25], 2.0, "random", "random", 4, 3, 2, None, True))
     assert algorithm.local == MaskedAndDistilled(True, 0.3, 2.0, 1.5, 0.1, 4)
     assert algorithm.trigger == MinRatio(0.4, 7.0)
     assert algorithm.merge == WithScores(ImportanceMerge(0.5, 4))
@@ -45,7 +45,7 @@ def test_every_argument_reaches_its_part():
     assert not other.select.inner.distils and not other.local.distils
     assert (other.trigger, other.merge.inner) == (AllReported(), Deltas(1.0, Staleness()))
     assert co_s2p(trigger="async").trigger == EachArrival()
-    assert co_s2p(submodel=RateSelect()).select == Noted(RateSelect())
+    assert co_s2p(submodel=RateSelect()).select == RecordingSelect(RateSelect())
     assert co_s2p(width_depth="inf").select.inner.ratio == float("inf")
 
 

@@ -26,7 +26,8 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, ClientInfo, Joined, SetTimer, Timer, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
-from raafl.parts.merge.mean import Mean, ServerOptimizer
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.coordinators import assigned, coordinator_for, cut_in_the_middle, join, update_for
 from tests.helpers.small_runs import experiment, finish, unequal

@@ -60,7 +60,7 @@ from raafl.core.algorithm import Algorithm, Merge, Select, Trigger
 from raafl.core.sample import Sample
 from raafl.errors import one_of, refuse_unused
 from raafl.parts.merge.mean import Deltas
-from raafl.parts.merge.personal import Noted, WithScores
+from raafl.parts.merge.personal import RecordingSelect, WithScores
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.select.rate_select import Rates
 from raafl.parts.select.windows import Masks, RollingWindows
@@ -118,7 +118,7 @@ def co_s2p(
         name="co_s2p",
         paper="Li et al. 2025",
         sample=Sample(cohort, concurrency),
-        select=Noted(_instead(asked, submodel)),
+        select=RecordingSelect(_instead(asked, submodel)),
         local=MaskedAndDistilled(distil, distil_weight, temperature, mask_strength, mask_lr, segments),
         trigger=_trigger(trigger, min_ratio, wait_s),
         merge=WithScores(_merge(merge, server_lr, segments)),

@@ -16,7 +16,7 @@ from raafl.parts.select.units import shared_fragments, size_of, spec_of
 from raafl.submodel import Spec, Submodels
 
 
-# No slots: dataclass would make the class twice, and a config could not name it without its path.
+# No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class Regions(Select):
     """Select that gives each client ``m_n`` of K regions, different ones in each round (RA-Fed, Wang et al., section 6.2).

@@ -36,7 +36,8 @@ from raafl.algorithms.timely_fl.workload import Clock, Cut, Interval, Layers, Sh
 from raafl.core.algorithm import Algorithm, Local
 from raafl.core.sample import Sample
 from raafl.errors import BadInput, one_of, refuse_unused
-from raafl.parts.merge.mean import Mean, ServerKind, ServerOptimizer
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.server_optimizer import ServerKind, ServerOptimizer
 
 
 def timely_fl(

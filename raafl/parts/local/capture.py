@@ -9,7 +9,7 @@ from raafl.errors import BadInput
 
 
 def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linear]:
-    """Return a linear layer of a model, by ``path`` or else the last one; raises `BadInput` if there is none."""
+    """Return the name and module of a linear layer: the one at ``path``, or the last; raises `BadInput` if there is none."""
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     if not linear or path not in (None, *linear):
         raise BadInput(f"layer is {path}: {type(module).__name__} has the linear layers {', '.join(linear) or 'none'}")
@@ -18,14 +18,14 @@ def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linea
 
 
 class InputCapture:
-    """Records the input of a linear layer.
+    """Hook on a linear layer that stores its last input.
 
     Attributes:
-        seen: the last input, shape (samples, features).
+        seen: the last input, shape (samples, features); empty before the first.
     """
 
     def __init__(self, module: nn.Module, path: str | None = None) -> None:
-        """Record the input of the layer at ``path``, or of the last linear layer, until `close`."""
+        """Attach to the layer at ``path``, or to the last linear layer if None, until `close`."""
         self.seen: Tensor = torch.empty(0)
         self._handle = linear_in(module, path)[1].register_forward_pre_hook(self._see)
 
@@ -33,5 +33,5 @@ class InputCapture:
         self.seen = args[0].flatten(1)
 
     def close(self) -> None:
-        """Stop recording."""
+        """Remove the hook."""
         self._handle.remove()

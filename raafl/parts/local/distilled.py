@@ -1,4 +1,4 @@
-"""Self-distillation between the exits of one submodel (Co-S2P, Eq. 3; Zhang et al. 2019): the deepest teaches the others."""
+"""Distil between the exits of one submodel (Co-S2P, Eq. 3; Zhang et al. 2019): the deepest exit teaches the others."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from raafl.submodel.declared import declarations, find_stacks, join
 from raafl.submodel.depth.tails import tail_of
 
 IGNORED = -100
-"""The label of positions that do not count, as in torch's cross entropy."""
+"""Label of positions that the loss ignores, as in torch's cross entropy."""
 
 
 def with_every_exit(module: nn.Module) -> nn.Module:
-    """Add an exit after each block but the last to the one model in ``module`` whose head is known, in place.
+    """Add an exit after each block but the last, in place, to the one model in ``module`` whose head is known.
 
     A module that declares exits, or contains no such model or several, is returned unchanged.
     """
-    found = [part for part in module.modules() if tail_of(part) is not None]
-    if len(found) != 1 or any(True for _ in declarations(module, "submodel_exits")):
+    models = [part for part in module.modules() if tail_of(part) is not None]
+    if len(models) != 1 or any(True for _ in declarations(module, "submodel_exits")):
         return module
-    stacks = list(find_stacks(found[0]).values())
+    stacks = list(find_stacks(models[0]).values())
     if len(stacks) == 1 and len(stacks[0]) > 1:
-        add_exits(found[0], range(1, len(stacks[0])))
+        add_exits(models[0], range(1, len(stacks[0])))
     return module
 
 
 def exit_depths(submodels: Submodels) -> dict[int, str]:
-    """Return, for each exit that ends a shorter model, the number of blocks before it; empty unless there is one stack."""
+    """Return the names of exits that end a shorter model, by the number of blocks before each; empty unless there is one stack."""
     if len(submodels.stacks) != 1:
         return {}
     (stack,) = submodels.stacks.values()
     depths = {stack.block(i): i + 1 for i in range(len(stack))}
-    found = {}
+    exits = {}
     for path, part in submodels.module.named_modules():
         for name, block in part.__dict__.get("submodel_exits_after", {}).items():
             if join(path, block) in depths and submodels.exits[join(path, name)].instead_of:
-                found[depths[join(path, block)]] = join(path, name)
-    return found
+                exits[depths[join(path, block)]] = join(path, name)
+    return exits
 
 
 def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted: Tensor | None = None) -> Tensor:
@@ -56,8 +56,9 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
         student: logits, shape (..., classes).
         teacher: logits of the same shape; they get no gradient.
         temperature: T.
-        counted: shape (...), the positions to average over; None = all.
+        counted: mask of the positions to average over, shape (...); None = all.
     """
+    # detached: the teacher must learn from the labels alone, not move towards its students
     wanted = F.log_softmax(teacher.detach() / temperature, -1)
     given = F.log_softmax(student / temperature, -1)
     divergence = F.kl_div(given, wanted, reduction="none", log_target=True).sum(-1) * temperature**2
@@ -68,7 +69,7 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
 
 
 def students_of(module: nn.Module) -> EarlyLogits | None:
-    """Return the heads of the exits in ``module`` that train and do not end the model; None where there are none."""
+    """Return the heads of the trainable exits in ``module`` that do not end the model; None if there are none."""
     if not any("submodel_exits_after" in part.__dict__ for part in module.modules()):
         return None
     early = EarlyLogits(module)
@@ -87,10 +88,11 @@ def students_of(module: nn.Module) -> EarlyLogits | None:
 
 
 class Distilled(Hook):
-    """``sum_c [(1 - w) CE(z_c, y) + w T^2 KL(softmax(z_C / T) || softmax(z_c / T))]`` over the exits c, C the deepest (Eq. 3).
+    """Hook that adds self-distillation between exits to the loss (Eq. 3).
 
-    CE is the module's own loss: its `training_step` runs once for each exit, on logits of one and the same forward pass.
-    Without students it is the plain loss.
+    ``L = sum_c [(1 - w) CE(z_c, y) + w T^2 KL(softmax(z_C / T) || softmax(z_c / T))]`` over the exits c, with the deepest, C,
+    as the teacher. CE is the module's own loss: its `training_step` runs once for each exit, on logits from the same forward
+    pass. Without student exits the loss is the plain one.
     """
 
     def __init__(self, task: Task, weight: float, temperature: float) -> None:
@@ -116,9 +118,10 @@ class Distilled(Hook):
         early = self.students.logits()
         after, output = _generators(device), self._output
         for logits in early.values():
-            _restore(device, before)  # so that a step that draws before its forward pass draws the same
-            model, answer = self.students.model, _with_logits(output, logits)
-            with patched({(model, "forward"): _giving(answer), **quiet(self.task.module)}):  # it does not run again
+            _restore(device, before)  # a step that draws before its forward pass, such as augmentation, draws the same
+            model, exit_output = self.students.model, _with_logits(output, logits)
+            # the forward pass does not run again: the step gets this exit's logits in its place
+            with patched({(model, "forward"): _constant(exit_output), **quiet(self.task.module)}):
                 own = self.task.loss(batch, index)
             knowledge = knowledge_loss(logits, teacher, self.temperature, counted(batch, logits))
             loss = loss + (1 - self.weight) * own + self.weight * knowledge
@@ -149,7 +152,8 @@ def _with_logits(output: Any, logits: Tensor) -> object:
     return other
 
 
-def _giving(output: object) -> Callable[..., Any]:
+def _constant(output: object) -> Callable[..., Any]:
+    """Return a forward method that always returns ``output``."""
     return lambda *args, **kwargs: output
 
 
@@ -165,7 +169,7 @@ def _restore(device: torch.device, states: list[Tensor]) -> None:
 
 
 def counted(batch: object, logits: Tensor) -> Tensor | None:
-    """Return a mask of the positions of ``logits`` whose label is not `IGNORED`; None where each sample has one label."""
+    """Return a mask of the positions of ``logits`` whose label is not `IGNORED`; None if each sample has one label."""
     if logits.dim() < 3:
         return None
     items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()

@@ -19,7 +19,13 @@ SCORES = "scores"
 
 
 def score_layout(submodels: Submodels, number: int, spec: Spec | None) -> Layout:
-    """Return the layout of the scores in a task of ``spec``; None = all scores. Scores travel in tasks that train no values."""
+    """Return the layout of the scores that travel with a task; empty for a task that trains values.
+
+    Args:
+        submodels: of the model.
+        number: number of ranges into which an axis without heads is cut.
+        spec: the task's submodel; None = the layout of all scores.
+    """
     if spec is not None and spec.trained != ():
         return Layout(())
     cuts = cuts_of(submodels, number).items()
@@ -27,7 +33,7 @@ def score_layout(submodels: Submodels, number: int, spec: Spec | None) -> Layout
 
 
 class _StraightThrough(torch.autograd.Function):
-    """A sample of 0 and 1 whose gradient goes on to the probability it was drawn with."""
+    """Autograd function that returns a 0/1 sample and passes its gradient to the probability it was drawn with."""
 
     @staticmethod
     def forward(ctx: object, probability: Tensor, sample: Tensor) -> Tensor:
@@ -39,9 +45,9 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def masks_of(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """Return a mask drawn from Bernoulli(sigmoid(scores)); d mask / d scores = p (1 - p) (Bengio et al. 2013).
+    """Draw a mask from Bernoulli(sigmoid(scores)), with d mask / d scores = p (1 - p) (Bengio et al. 2013).
 
-    Drawn on the CPU, so that a seed gives the same masks on every device.
+    The draw happens on the CPU, so that a seed gives the same masks on every device.
     """
     probability = torch.sigmoid(scores)
     if probability.is_meta:
@@ -53,23 +59,28 @@ def masks_of(scores: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def kept_share_loss(masks: Mapping[str, Tensor], rate: float) -> Tensor:
-    """Return ``sum_l |rho_l - r_w|^2``, rho_l being the share of mask l that is 1 (Eq. 2, without its lambda)."""
+    """Return ``sum_l |rho_l - r_w|^2`` (Eq. 2, without its lambda).
+
+    Args:
+        masks: mask of each axis, shape (segments,); rho_l is its mean.
+        rate: r_w, the target share.
+    """
     return torch.stack([(mask.mean() - rate).square() for mask in masks.values()]).sum()
 
 
 def first_score(rate: float) -> float:
-    """Return the score whose probability is ``rate``, at most 0.99, so that masks start at their budget."""
+    """Return the score whose probability is ``rate``, clamped to 0.01 ... 0.99, so that masks start at their budget."""
     rate = min(max(rate, 0.01), 0.99)
     return math.log(rate / (1 - rate))
 
 
 def best(scores: list[float], number: int) -> list[int]:
-    """Return the ``number`` segments with the largest scores; ties go to the first."""
+    """Return the indices of the ``number`` largest scores, ascending; of equal scores the first win."""
     return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:number])
 
 
 class MaskTraining(Hook):
-    """Hook that trains the scores of an assignment while its weights stay frozen.
+    """Hook that trains the mask scores of an assignment while its weights stay frozen.
 
     ``Assignment.extra`` contains "masks", the axes whose scores train, and "rate", r_w. `finish` sends the trained scores.
     """
@@ -79,7 +90,7 @@ class MaskTraining(Hook):
 
         Args:
             task: in progress.
-            segments: of each axis.
+            segments: segments of each axis.
             lr: learning rate of the scores (Adam).
             strength: lambda, the weight of `kept_share_loss`.
         """
@@ -103,12 +114,12 @@ class MaskTraining(Hook):
         return loss + self.strength * kept_share_loss(masks, self.rate)
 
     def update(self) -> None:
-        """Make one optimiser step on the scores."""
+        """Make one optimizer step on the scores."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def finish(self) -> dict[str, Any]:
-        """Write the scores to the bundle that goes up."""
+        """Write the scores to the bundle that the client sends."""
         for axis, scores in self.scores.items():
             self.task.up[SCORES][axis].copy_(scores.detach())
         return {}

@@ -1,4 +1,4 @@
-"""Swap a module's parameters or attributes within a context, for methods that evaluate a batch on another model."""
+"""Swap a module's parameters or attributes within a context, for methods that run a batch through another model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raafl.submodel import FlatTensors
 
 @contextmanager
 def patched(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
-    """Return a context in which modules have other attributes, such as another ``forward``."""
+    """Return a context in which modules have the given instance attributes, such as another ``forward``."""
     own = {(module, name): module.__dict__.get(name) for module, name in attributes}
     try:
         for (module, name), value in attributes.items():
@@ -28,16 +28,17 @@ def patched(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
 
 
 def quiet(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """Return attributes, for `patched`, that make ``module`` log nothing."""
+    """Return attributes for `patched` that disable logging in ``module``."""
     return {(module, name): _ignore for name in ("log", "log_dict")}
 
 
 @contextmanager
-def at(module: nn.Module, values: FlatTensors) -> Iterator[None]:
+def with_parameters(module: nn.Module, values: FlatTensors) -> Iterator[None]:
     """Return a context in which the trained parameters of ``module`` have ``values``; logs are dropped, buffers restored on exit.
 
     Do not call backward across this context's boundary: inside it, parameters point at other storage.
     """
+    # `.data` is swapped, not the parameters: optimizers and hooks keep their references, and no values are copied back
     parameters = [(p, p.data, values[name]) for name, p in module.named_parameters() if name in values]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:

@@ -14,14 +14,14 @@ from raafl.submodel.extract import CopyPlan
 def store_(
     state: GlobalState, name: str, client: int, spec: Spec, values: FlatTensors, only: frozenset[str] | None = None
 ) -> None:
-    """Store what a client sent; elements that it has never trained are NaN.
+    """Store the values that a client sent, in place; elements that it has never trained are NaN.
 
     Args:
-        state: the global model, whose ``clients`` are changed in place.
-        name: of the entry.
-        client: its id.
+        state: the global model, whose ``clients`` change in place.
+        name: name of the store.
+        client: id of the client.
         spec: the submodel of the values.
-        values: as sent.
+        values: values that the client sent.
         only: names of the parameters to store; None = all that train.
     """
     plan = _plan(state, spec, only)
@@ -35,7 +35,16 @@ def store_(
 def load_(
     state: GlobalState, name: str, client: int, spec: Spec, out: FlatTensors, only: frozenset[str] | None = None
 ) -> None:
-    """Overwrite ``out`` with the values stored for a client; elements that it has never trained stay unchanged."""
+    """Overwrite ``out`` with the values stored for a client; elements that it has never trained stay unchanged.
+
+    Args:
+        state: the global model, with the stored values in ``clients``.
+        name: name of the store.
+        client: id of the client.
+        spec: the submodel of ``out``.
+        out: values to overwrite.
+        only: names of the parameters to load; None = all that train.
+    """
     own = state.clients.find(name, client)
     if own is None:
         return

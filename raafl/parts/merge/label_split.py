@@ -1,4 +1,7 @@
-"""Merge rows of the output layer where clients mask classes in their loss (``label_split`` of HeteroFL's and FedRolex's code)."""
+"""Average output rows over the clients that have their class, for clients that mask classes in their loss.
+
+This is ``label_split`` in the code of HeteroFL and FedRolex.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ from raafl.submodel.extract import CopyPlan
 
 @dataclass(frozen=True)
 class LabelSplit(Wrapped):
-    """A mean in which each output row is averaged only over clients that have samples of that class.
+    """Mean in which each output row is averaged only over clients that have samples of its class.
 
-    A client that masks a class in its loss (`Local.masked`) has not trained that class's row of the output layer (weight and bias):
-    it sends back what it received, which would slow the clients that have the class. So each row is the mean over clients whose
-    update has it; a row that none has stays unchanged, bit for bit. Everything else is the inner mean's, and so is a merge in which
-    no update masks a class.
+    A client that masks a class in its loss (`Local.masked`) has not trained that class's row of the output layer (weight and
+    bias). It sends back the received row, which would slow down the clients that have the class. So each row is the mean over
+    clients that trained it; a row that no client trained stays unchanged, bit for bit. Everything else comes from the inner
+    mean, as does a merge in which no update masks a class.
 
-    A client lists its classes in its answer (`CLASSES`); anything but an ascending list of rows is refused as ``bad-classes``. An
+    A client lists its classes in its update (`CLASSES`); anything but an ascending list of rows is refused as ``bad-classes``. An
     update without the list has all classes.
 
     Attributes:
@@ -37,18 +40,18 @@ class LabelSplit(Wrapped):
     inner: Mean
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return a note where masked classes have no rows of their own."""
-        found = super().notes(state, num_clients)
+        """Return the inner merge's notes, and one if masked classes have no rows of their own."""
+        notes = super().notes(state, num_clients)
         if state.submodels.example_batch is None or why_unmasked(state.submodels) or _output(state.submodels):
-            return found
+            return notes
         return [
-            *found,
+            *notes,
             "masked loss: no linear layer that trains is seen to give the logits, so that rows of classes that a client has masked "
             "are averaged over all clients",
         ]
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Refuse classes that are not an ascending list of rows; otherwise ask the inner merge."""
+        """Return "bad-classes" for classes that are not an ascending list of rows; otherwise ask the inner merge."""
         output = _output(state.submodels)
         if (
             output is not None
@@ -59,7 +62,7 @@ class LabelSplit(Wrapped):
         return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Accumulate the output rows separately, and pass the update on."""
+        """Add the output rows to separate sums, and pass the update to the inner merge."""
         output = _output(state.submodels)
         if output is not None:
             weight, _ = self.inner.weigh(update, staleness)
@@ -74,7 +77,7 @@ class LabelSplit(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge, then correct the output rows if any update masked a class."""
+        """Apply the inner merge, then overwrite the output rows if any update masked a class."""
         memory = state.memory.pop("label_split", {"masked": False})
         if not memory["masked"]:
             super().apply(state)
@@ -82,15 +85,15 @@ class LabelSplit(Wrapped):
         before = {name: state.values[name].clone() for name in memory["sum"].layout.by_name}
         super().apply(state)
         for name, old in before.items():
-            total, on = memory["sum"][name], memory["weight"][name]
-            state.values[name].copy_(torch.where(on > 0, total / on, old))
+            total, weight = memory["sum"][name], memory["weight"][name]
+            state.values[name].copy_(torch.where(weight > 0, total / weight, old))
 
     def __str__(self) -> str:
         return f"{self.inner}, output rows over the clients that have the class"
 
 
 def joint_notes(merge: Merge) -> list[str]:
-    """Explain the effect on ``merge`` of one joint update in place of many."""
+    """Return a note if ``merge`` averages by class, which has no effect when one joint update replaces all."""
     if not isinstance(merge, LabelSplit):
         return []
     return [
@@ -98,32 +101,40 @@ def joint_notes(merge: Merge) -> list[str]:
     ]
 
 
-def _are_rows(told: object, num_classes: int) -> bool:
+def _are_rows(rows: object, num_classes: int) -> bool:
     return (
-        isinstance(told, list)
-        and 0 < len(told) <= num_classes
-        and all(type(row) is int and 0 <= row < num_classes for row in told)
-        and all(one < other for one, other in pairwise(told))
+        isinstance(rows, list)
+        and 0 < len(rows) <= num_classes
+        and all(type(row) is int and 0 <= row < num_classes for row in rows)
+        and all(first < second for first, second in pairwise(rows))
     )
 
 
 def _add(
     memory: Mapping[str, FlatTensors], plan: CopyPlan, tensors: FlatTensors, weight: float, rows: list[int] | None
 ) -> None:
-    """Add an update's ``rows`` (None = all) to the sum, times its weight, and the weight to where they lie."""
-    ones, mine = (FlatTensors.zeros(plan.layout, tensors.device) for _ in range(2))
+    """Add an update's rows to the sum, times its weight, and the weight to the rows' weights.
+
+    Args:
+        memory: "sum" and "weight", over the whole output layer; changed in place.
+        plan: copy plan of the update's part of the output layer.
+        tensors: values of the update.
+        weight: weight of the update.
+        rows: rows that the client trained; None = all.
+    """
+    ones, values = (FlatTensors.zeros(plan.layout, tensors.device) for _ in range(2))
     chosen = slice(None) if rows is None else rows
-    for name, view in mine.items():
+    for name, view in values.items():
         view[chosen] = tensors[name][chosen]
         ones[name][chosen] = 1.0
-    plan.add_(memory["sum"], mine, weight)
+    plan.add_(memory["sum"], values, weight)
     plan.add_(memory["weight"], ones, weight)
 
 
 def _output(submodels: Submodels) -> Layout | None:
-    """Return the output layer's tensors that train, with one row for each class; None unless it is seen to give the logits.
+    """Return the layout of the output layer's trained tensors, one row per class; None if there is no such layer.
 
-    Its rows must be whole and its own.
+    The layer must be the one that produces the logits, with whole rows that no other layer shares.
     """
     return submodels.cached("output layer", "", lambda: _found(submodels))
 

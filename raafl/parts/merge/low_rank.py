@@ -1,8 +1,8 @@
 """Merge LoRA adapters of unequal rank by their products: HetLoRA, FLoRA, FlexLoRA, raFLoRA and FedEx-LoRA.
 
 A client of rank r_i trains ``W + s B_i A_i``, where s is the adapter's scaling. The clients' average change is the mean of
-B_i A_i, which is not ``mean(B_i) mean(A_i)``. Each merge here wraps the algorithm's own, a `Mean` or `Deltas`, which merges
-everything that is no adapter and weighs updates; then it sets the adapters, layer by layer::
+B_i A_i, which is not ``mean(B_i) mean(A_i)``. Each merge here wraps the algorithm's own, a `Mean` or `Deltas`, which weights
+updates and merges all other parameters; then it sets the adapters, layer by layer::
 
     M' = M + sum_i c_i (B_i A_i - M_i),    c_i = w_i a_i / sum_n w_n,    M = B A of the global model.
 
@@ -10,13 +10,16 @@ M_i is the value that update i is compared with:
 
 - in a `Mean` (FedAvg, FedAsync), M: ranks that a client lacks count as zeros, as in the papers, and a round with a_i = 1
   ends exactly at the mean of B_i A_i; FedAsync's ``M' = (1 - a) M + a B_i A_i``.
-- in `Deltas` (FedBuff), what the client received, of its starting version and its ranks only.
-- where the merge changes the base W (FedEx-LoRA, FLoRA) and the update is stale, also what the client received: part of it
-  is in W by now, and would count twice. Ranks that it lacks are zeros in a `Mean` nevertheless. So FedAsync mixes in the change
-  against the client's starting version, and what was merged since is not undone.
+- in `Deltas` (FedBuff), the values that the client received: of its starting version, and of its ranks only.
+- if the merge changes the base W (FedEx-LoRA, FLoRA) and the update is stale, also the values that the client received: part of
+  them is in W by now, and would count twice. Ranks that it lacks still count as zeros in a `Mean`. So FedAsync mixes in the
+  change against the client's starting version, and does not undo later merges.
 
-For this the server keeps A and B of each version that a client still works on. Additional memory: A and B of all updates of a
-merge.
+For this the server stores A and B of each version from which a client still works. Additional memory: A and B of all updates of
+a merge.
+
+Shapes: B is (out, rank), A is (rank, in), M = B A is (out, in). Sums of n factors are stacked as (out, n) and (n, in), where n
+counts the ranks of all terms, so that no product of shape (out, in) is formed unless the base changes.
 """
 
 from __future__ import annotations
@@ -38,24 +41,24 @@ from raafl.submodel import Spec, Submodels
 from raafl.submodel.lora import LoraPair, pairs_of
 
 MEMORY = "lora"
-"""In `GlobalState.memory`: versions by client ("at_work"), A and B by version ("starts"), what was received ("updates")."""
+"""Key in `GlobalState.memory`: versions by client ("at_work"), A and B by version ("starts"), received adapters ("updates")."""
 
 Term = tuple[Tensor, list[int], Tensor, Tensor]
-"""What is added to M: a coefficient for each rank, which ranks, B and A."""
+"""A product that is added to M: coefficient and index of each of its ranks, B (out, ranks), A (ranks, in)."""
 
 
 def pairs(submodels: Submodels) -> tuple[LoraPair, ...]:
-    """Return the adapters of the model's linear layers."""
+    """Return the adapters (A, B and base) of the model's linear layers; cached."""
     return submodels.cached("lora pairs", "", lambda: pairs_of(submodels.module)[0])
 
 
 @dataclass(frozen=True)
 class LowRank(Wrapped):
-    """Base of these merges: wraps a mean and replaces its result for adapters.
+    """Base of these merges: wraps a mean, and replaces its result for the adapters.
 
     Attributes:
         inner: the algorithm's own merge.
-        by_rank: whether weights are normalised per rank, over the clients that have it.
+        by_rank: whether weights are normalised for each rank, over the clients that have it.
         moves_base: whether the weights under the adapters change, so that clients must receive them.
     """
 
@@ -66,15 +69,15 @@ class LowRank(Wrapped):
 
     @property
     def is_relative(self) -> bool:
-        """Whether a stale update is compared with what its client received."""
+        """Whether a stale update is compared with the values that its client received."""
         return self.moves_base or self.sends == "delta"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Copy the client's adapters, and pass the update on."""
+        """Copy the client's adapters, and pass the update to the inner merge."""
         memory = state.memory.setdefault(MEMORY, {})
         memory.get("at_work", {}).pop(update.client, None)
         weight, factor = self.inner.weigh(update, staleness)
-        selections, mine = state.submodels.selections(state.submodels.normal(spec)), {}
+        selections, adapters = state.submodels.selections(state.submodels.normal(spec)), {}
         starts = memory["starts"][state.version - staleness] if self.is_relative and staleness else None
         for pair in pairs(state.submodels):
             if pair.a not in update.tensors or pair.b not in update.tensors:
@@ -84,17 +87,17 @@ class LowRank(Wrapped):
             start = None if starts is None else _cut(starts[pair.a], ranks)
             b, a = update.tensors[pair.b], update.tensors[pair.a]
             if self.sends == "delta":
-                was = start or _cut((state.values[pair.b], state.values[pair.a]), ranks)
-                b, a = was[0] + b, was[1] + a
-            mine[pair.a] = (ranks, b.clone(), a.clone(), start)
-        memory.setdefault("updates", []).append({"weight": weight, "factor": factor, "pairs": mine})
+                received = start or _cut((state.values[pair.b], state.values[pair.a]), ranks)
+                b, a = received[0] + b, received[1] + a
+            adapters[pair.a] = (ranks, b.clone(), a.clone(), start)
+        memory.setdefault("updates", []).append({"weight": weight, "factor": factor, "pairs": adapters})
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge with the inner mean, then set the adapters."""
+        """Apply the inner merge, then set the adapters."""
         memory = state.memory[MEMORY]
-        updates, found = memory.pop("updates"), pairs(state.submodels)
-        old = {pair.a: (state.values[pair.b].clone(), state.values[pair.a].clone()) for pair in found}
+        updates, adapters = memory.pop("updates"), pairs(state.submodels)
+        old = {pair.a: (state.values[pair.b].clone(), state.values[pair.a].clone()) for pair in adapters}
         working = set(memory.get("at_work", {}).values())
         starts = memory.setdefault("starts", {})
         if self.is_relative and state.version in working:
@@ -102,21 +105,33 @@ class LowRank(Wrapped):
         for version in starts.keys() - working:
             del starts[version]
         super().apply(state)
-        for pair in found:
-            mine = [(one, one["pairs"][pair.a]) for one in updates if pair.a in one["pairs"]]
-            if mine:
-                self.fold(state, pair, old[pair.a], *self._terms(mine, len(old[pair.a][1])))
+        for pair in adapters:
+            with_pair = [(update, update["pairs"][pair.a]) for update in updates if pair.a in update["pairs"]]
+            if with_pair:
+                self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
-        """Return the weight of an adapter, given its update's ``weight``."""
+        """Return the weight of an adapter.
+
+        Args:
+            weight: weight of its update.
+            b: B, shape (out, rank).
+            a: A, shape (rank, in).
+        """
         return weight
 
     def _terms(self, updates: Sequence[tuple[dict[str, Any], Any]], rank: int) -> tuple[Tensor, list[Term]]:
-        """Return the share of each global rank that stays, and what is added."""
+        """Return the share of each old rank that stays, shape (rank,), and the products to add.
+
+        Args:
+            updates: each update's weight and factor, and its ranks, B, A and received factors of this layer.
+            rank: rank of the global model.
+        """
+        # float64 on the CPU: a few numbers, whose differences from 1 decide whether old ranks vanish exactly
         weights = torch.zeros(len(updates), rank, dtype=torch.float64)
-        for row, (one, (ranks, b, a, _)) in zip(weights, updates, strict=True):
-            row[ranks if self.by_rank else slice(None)] = self.weight_of(one["weight"], b, a)
-        factors = torch.tensor([one["factor"] for one, _ in updates], dtype=torch.float64)
+        for row, (update, (ranks, b, a, _)) in zip(weights, updates, strict=True):
+            row[ranks if self.by_rank else slice(None)] = self.weight_of(update["weight"], b, a)
+        factors = torch.tensor([update["factor"] for update, _ in updates], dtype=torch.float64)
         shares = weights * factors[:, None] / weights.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
         keep, terms = torch.ones(rank, dtype=torch.float64), list[Term]()
         for share, (_, (ranks, b, a, start)) in zip(shares, updates, strict=True):
@@ -139,8 +154,8 @@ class LowRank(Wrapped):
         Args:
             state: the global model.
             pair: names of the layer's tensors.
-            old: B and A before the merge.
-            keep: fraction of each old rank that remains.
+            old: B, (out, rank), and A, (rank, in), before the merge.
+            keep: share of each old rank that stays, shape (rank,).
             terms: products to add.
         """
 
@@ -148,25 +163,26 @@ class LowRank(Wrapped):
 class HetLoRA(LowRank):
     """HetLoRA (Cho et al. 2024, arXiv:2401.06432): means of A and B, padded with zeros, weighted by ``||B_i A_i||_F``.
 
-    Not exact, since it averages factors. The norm is per layer and multiplies the algorithm's own weight, which alone counts where
-    all norms are 0. The paper's pruning of ranks on clients is not implemented. Staleness acts on A and B as on any value; an
-    update merged alone is not weighted.
+    It is not exact, since it averages factors. The norm is that of one layer and multiplies the algorithm's own weight; if
+    all norms are 0 that weight counts alone. The paper's pruning of ranks on clients is not implemented. Staleness acts on A
+    and B as on any value; the weight of an update that is merged alone cancels.
     """
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
-        """Multiply the weight by the norm of B A."""
+        """Return the weight times ``||B A||_F``."""
+        # ||B A||_F^2 = sum (B^T B) * (A A^T): two products of size rank x rank in place of one of out x in
         squared = ((b.double().T @ b.double()) * (a.double() @ a.double().T)).sum().item()
-        # so little more that it counts only where no adapter does anything yet
+        # the small constant decides only if all norms are 0, as before any training: the weights then stay the algorithm's own
         return weight * (math.sqrt(max(squared, 0.0)) + 1e-30)
 
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
         """Set A and B to their weighted means."""
-        for (name, dim), was in zip(((pair.b, 1), (pair.a, 0)), old, strict=True):
-            new = was.movedim(dim, 0) * keep.to(was)[:, None]
+        for (name, dim), before in zip(((pair.b, 1), (pair.a, 0)), old, strict=True):
+            new = before.movedim(dim, 0) * keep.to(before)[:, None]
             for share, ranks, *factors in terms:
-                new[ranks] += factors[dim == 0].movedim(dim, 0) * share.to(was)[:, None]
+                new[ranks] += factors[dim == 0].movedim(dim, 0) * share.to(before)[:, None]
             state.values[name].copy_(new.movedim(0, dim))
 
 
@@ -174,8 +190,8 @@ class FedEx(LowRank):
     """FedEx-LoRA (Singhal et al. 2025, arXiv:2410.09432): means of A and B, with the difference to M' added to the base.
 
     ``W' = W + s (M' - B' A')`` with the inner merge's B' and A', so that ``W' + s B' A'`` is exact. The paper sends clients the
-    residual of a round as factors; here clients store nothing and may have missed any number of rounds, so a client receives W of
-    its adapted layers whole. A stale update's change is relative to the W, B and A from which its client started.
+    residual of a round as factors; here clients store nothing and may have missed any number of rounds, so a client receives the
+    whole W of its adapted layers. A stale update's change is relative to the W, B and A from which its client started.
     """
 
     moves_base = True
@@ -193,7 +209,7 @@ class FLoRA(LowRank):
 
     Clients then start with new adapters: B = 0 and a new A, initialised like PyTorch's linear layers, by version and layer. So an
     update is its own change whatever W it started from, and a stale one is added to W times its c_i. The paper sends the stack to
-    clients that store W; here a client receives W of its adapted layers whole.
+    clients that store W; here a client receives the whole W of its adapted layers.
     """
 
     moves_base = True
@@ -213,11 +229,12 @@ class FLoRA(LowRank):
 
 
 class FlexLoRA(LowRank):
-    """FlexLoRA (Bai et al. 2024, arXiv:2402.11505): M' is cut to the model's rank by its singular values, ``B' A' = U S V^T``.
+    """FlexLoRA (Bai et al. 2024, arXiv:2402.11505): M' is truncated to the model's rank by SVD, ``B' A' = U S V^T``.
 
-    ``B' = U S, A' = V^T`` with the largest values first, so that the leading ranks, which a client of a lower rank is sent,
-    are the best of that rank; A of a rank without energy is not 0, and trains. Exact but for the values beyond the model's rank.
-    The base stays, so in FedAsync a stale update is mixed in as it is, ``(1 - a) M + a B_i A_i``, as FedAsync mixes values.
+    ``B' = U S, A' = V^T`` with the largest values first, so that the leading ranks, which a client of a lower rank receives,
+    are the best approximation of that rank. A of a rank without energy is not 0, so it can train. Exact except for the values
+    beyond the model's rank. The base stays, so FedAsync mixes in a stale update unchanged, ``(1 - a) M + a B_i A_i``, as it
+    mixes values.
     """
 
     def fold(
@@ -232,11 +249,11 @@ class FlexLoRA(LowRank):
 
 
 class RaFLoRA(FlexLoRA):
-    """raFLoRA (Wu et al. 2026, arXiv:2602.13486): FlexLoRA whose weights are shared out rank by rank, over those who have it.
+    """raFLoRA (Wu et al. 2026, arXiv:2602.13486): FlexLoRA with weights normalised for each rank, over the clients that have it.
 
-    ``M' = M + sum_k sum_{i has k} w_i a_i / (sum_{j has k} w_j) (b_ik a_ik - b_k a_k)``, b_k a_k being rank k's part of B A. As few
-    clients have the upper ranks, FlexLoRA's weights shrink these at every merge ("rank collapse"). A rank that nobody has stays.
-    Staleness as in FlexLoRA.
+    ``M' = M + sum_k sum_{i has k} w_i a_i / (sum_{j has k} w_j) (b_ik a_ik - b_k a_k)``, where b_k a_k is rank k's part of B
+    A. As few clients have the upper ranks, FlexLoRA's weights shrink these at every merge ("rank collapse"). A rank that no
+    client has stays unchanged. Staleness is as in FlexLoRA.
     """
 
     by_rank = True
@@ -246,24 +263,26 @@ def rank_energy(state: GlobalState) -> dict[str, float]:
     """Return the distribution of squared singular values of ``s B A`` over ranks, for all adapters of the global model.
 
     Returns:
-        fraction by range of ranks, ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's rank; all 0 while B A is
-        0, and empty for a model without adapters. After FLoRA's merge, whose adapters restart, of what was merged last, which may
-        have a higher rank; the fractions then sum to less than 1.
+        fraction by range of ranks, ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's rank; all 0 while B
+        A is 0, and empty for a model without adapters. FLoRA resets its adapters at a merge, so it reports the stack that it
+        merged last, which may have a higher rank; the fractions then sum to less than 1.
     """
-    found, spectra = pairs(state.submodels), state.memory.get(MEMORY, {}).get("spectra", {})
-    if not found:
+    adapters, spectra = pairs(state.submodels), state.memory.get(MEMORY, {}).get("spectra", {})
+    if not adapters:
         return {}
     squares = []
-    for pair in found:
+    for pair in adapters:
         b, a = state.values[pair.b], state.values[pair.a]
         values = spectra.get(pair.a) or (_svd(*_stacked((b, a), torch.ones(len(a)), []))[1] * pair.scaling).tolist()
         squares.append([value**2 for value in values])
-    total, most = math.fsum(map(math.fsum, squares)), max(len(state.values[pair.a]) for pair in found)
+    total, most = math.fsum(map(math.fsum, squares)), max(len(state.values[pair.a]) for pair in adapters)
     shares, start = {}, 0
     while start < most:
         stop = min(max(2 * start, 1), most)
         name = f"{stop}" if stop == start + 1 else f"{start + 1}-{stop}"
-        shares[f"rank_energy/{name}"] = math.fsum(v for one in squares for v in one[start:stop]) / (total or 1.0)
+        shares[f"rank_energy/{name}"] = math.fsum(v for of_adapter in squares for v in of_adapter[start:stop]) / (
+            total or 1.0
+        )
         start = stop
     return shares
 
@@ -273,7 +292,7 @@ def _cut(factors: Sequence[Tensor], ranks: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _stacked(old: tuple[Tensor, Tensor], keep: Tensor, terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
-    """Return M' as two factors, (out, n) and (n, in), in single precision at least."""
+    """Return M' as two factors, (out, n) and (n, in), in single precision or wider."""
     b, a = old
     dtype = torch.promote_types(b.dtype, torch.float32)
     left = [b.to(dtype) * keep.to(b.device, dtype), *(b.to(dtype) * c.to(b.device, dtype) for c, _, b, _ in terms)]
@@ -281,10 +300,12 @@ def _stacked(old: tuple[Tensor, Tensor], keep: Tensor, terms: Sequence[Term]) ->
 
 
 def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U, S and V^T of a product of thin factors, whose size is never made."""
+    """Return U, S and V^T of a product of thin factors (out, n) and (n, in), without forming the product."""
     (q, r), (p, t) = torch.linalg.qr(left), torch.linalg.qr(right.T)
     core = r @ t.T
-    if not core.isfinite().all():  # LAPACK has no answer, or never ends: a model that has diverged is to end as one
+    if (
+        not core.isfinite().all()
+    ):  # LAPACK raises, or never returns: let a diverged model become NaN, which the run detects
         return q * math.nan, core.diagonal() * math.nan, p.T * math.nan
     u, s, v = torch.linalg.svd(core, full_matrices=False)
     return q @ u, s, v @ p.T

@@ -1,8 +1,8 @@
-"""Average updates: the coverage-aware mean of FedAvg and FedAsync, FedBuff's deltas, FedOpt's server optimisers.
+"""Average updates: the coverage-aware mean of FedAvg and FedAsync, and FedBuff's deltas.
 
-Memory: `Mean` and `Deltas` add each update as it arrives (its buffer is free at once) and keep one accumulator of the model's
-size, plus one count of the same size when submodels of one merge differ (two when, additionally, updates have different mixing
-factors). Storage is reused by later merges, since allocating costs more than filling.
+Memory: `Mean` and `Deltas` add each update as it arrives, so that its buffer is free at once. They keep one accumulator of the
+model's size, plus one count of the same size if submodels of one merge differ (two if updates also have different mixing
+factors). Later merges reuse the storage, since allocating costs more than filling.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput, fraction, one_of, positive
+from raafl.errors import fraction, positive
 from raafl.parts.merge.staleness import Staleness
-from raafl.submodel import FULL, FlatTensors, Spec
+from raafl.submodel import FlatTensors, Spec
 
 CHUNK = 1 << 16
-"""Elements worked on at a time on a CPU, so that what lies between two operations stays in its cache."""
+"""Elements processed at a time on a CPU, so that intermediate results stay in its cache."""
 
 MOST_UNDONE = 9.0
-"""Mean staleness times mixing weight above which a run is said not to learn: nine tenths of the work are taken back."""
+"""Mean staleness times mixing weight above which a run is reported not to learn: 90 % of the clients' work is undone."""
 
 
 def zeros_like(values: FlatTensors) -> FlatTensors:
@@ -42,7 +42,13 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 class Accumulator:
-    """Weighted sum of updates, and the total weight on each element."""
+    """Weighted sum of updates, and the total weight on each element.
+
+    Attributes:
+        state: the global model, with scratch storage for the sums.
+        memory: the merge's memory, in which the sum and the list of updates are stored.
+        updates: spec and weight of each update in the sum.
+    """
 
     def __init__(self, state: GlobalState, memory: dict[str, Any]) -> None:
         self.state, self.memory = state, memory
@@ -51,8 +57,15 @@ class Accumulator:
     def add(self, tensors: FlatTensors, spec: Spec, weight: float, factor: float = 1.0) -> None:
         """Add ``weight * factor * tensors`` at the elements of ``spec``, with ``weight`` on each.
 
-        Integer tensors never travel up, and complex ones arrive as pairs of reals (`raafl.parts.merge.wide`). A first update of
-        the whole model overwrites what an earlier merge left in the storage, which saves a pass; anything else is added to zeros.
+        Integer tensors are never sent by clients, and complex ones arrive as pairs of reals (`raafl.parts.merge.wide`). A
+        first update of the whole model overwrites what an earlier merge left in the storage, which saves a pass; other
+        updates are added to zeros.
+
+        Args:
+            tensors: values of the update.
+            spec: the submodel of these values.
+            weight: w_n.
+            factor: a_n, which scales the values but not the weight.
         """
         plan, scale = self.state.submodels.plan(spec), weight * factor
         if not self.updates and spec.is_full:
@@ -65,7 +78,7 @@ class Accumulator:
         self.updates.append((spec, weight))
 
     def _storage(self, name: str, *, zero: bool = True) -> FlatTensors:
-        """Take storage of the model's size out of the scratch; where no update ever lies it is zero in any case."""
+        """Take storage of the model's size out of the scratch; elements that no update ever covers are zero in any case."""
         flat: FlatTensors | None = self.state.scratch.pop(name, None)
         if flat is None:
             return zeros_like(self.state.values)
@@ -81,7 +94,7 @@ class Accumulator:
 
     @property
     def common(self) -> Spec | None:
-        """The spec that all updates share; None when they differ. With it, `weight` lies on every element that the spec covers."""
+        """The spec that all updates share; None if they differ. If there is one, `weight` lies on each of its elements."""
         first = self.updates[0][0]
         return first if all(spec == first for spec, _ in self.updates) else None
 
@@ -91,17 +104,22 @@ class Accumulator:
         return math.fsum(weight for _, weight in self.updates)
 
     def cover(self, factors: Sequence[float] | None = None, name: str = "count") -> FlatTensors:
-        """Return the weight on each element times each update's factor, in the scratch storage ``name``."""
-        on_spec: dict[Spec, float] = {}
+        """Return the weight on each element, times each update's factor.
+
+        Args:
+            factors: factor of each update; None = 1.
+            name: name of the scratch storage to use.
+        """
+        by_spec: dict[Spec, float] = {}
         for (spec, weight), factor in zip(self.updates, factors or [1.0] * len(self.updates), strict=True):
-            on_spec[spec] = on_spec.get(spec, 0.0) + weight * factor
+            by_spec[spec] = by_spec.get(spec, 0.0) + weight * factor
         count = self.state.scratch[name] = self._storage(name)
-        for spec, weight in on_spec.items():
+        for spec, weight in by_spec.items():
             self.state.submodels.plan(spec).cover_(count, weight)
         return count
 
     def clear(self) -> None:
-        """Reset; the storage is kept."""
+        """Remove all updates; the storage goes back to the scratch."""
         self.updates.clear()
         self.state.scratch["sum"] = self.memory.pop("sum")
 
@@ -113,7 +131,7 @@ def trained_values(state: GlobalState) -> FlatTensors:
 
 @dataclass(frozen=True)
 class Mean(Merge):
-    """Mix the global model with the weighted mean of the updates that cover each element.
+    """Merge that mixes the global model with the weighted mean of the updates that cover each element.
 
     For one update this is ``theta <- (1 - a) theta + a theta_new`` of FedAsync and Fed-RAA with ``a = alpha * s(t - tau)``
     (Xie et al. 2019, eq. 5; Fed-RAA, Algorithm 1). For several, with weights ``w_n`` = samples:
@@ -122,9 +140,9 @@ class Mean(Merge):
     for bit.
 
     Attributes:
-        alpha: mixing weight in (0, 1].
-        staleness: s.
-        by_samples: weigh by |D_n|; False = all clients equally.
+        alpha: mixing weight, in (0, 1].
+        staleness: staleness factor s.
+        by_samples: weight clients by |D_n|; False = equally.
     """
 
     alpha: float = 1.0
@@ -140,7 +158,7 @@ class Mean(Merge):
         return float(update.num_samples) if self.by_samples else 1.0, self.alpha * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Accept an update: a single one is mixed in by `apply` from its own tensors, several are summed first."""
+        """Accept an update: `apply` mixes a single one in from its own tensors; several are summed first."""
         memory = state.memory.setdefault("mean", {})
         weight, factor = self.weigh(update, staleness)
         memory.setdefault("received", []).append((weight, factor))
@@ -151,7 +169,7 @@ class Mean(Merge):
         Accumulator(state, memory).add(update.tensors, spec, weight, factor)
 
     def detach(self, state: GlobalState) -> None:
-        """Add a single update's values to the sum before its tensors are overwritten."""
+        """Add a single waiting update to the sum before its tensors are overwritten."""
         memory = state.memory.get("mean", {})
         if memory.get("lone") is None:
             return
@@ -160,7 +178,7 @@ class Mean(Merge):
         Accumulator(state, memory).add(tensors, spec, weight, factor)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge everything received."""
+        """Merge all received updates."""
         memory = state.memory["mean"]
         received: list[tuple[float, float]] = memory.pop("received")
         lone = memory.pop("lone", None)
@@ -180,34 +198,37 @@ class Mean(Merge):
         spec = sums.common
         if spec is None:
             self._apply_covered(state, sums, [factor for _, factor in received])
-        elif sums.weight:  # one part of the model, covered by all: plain numbers do
+        elif sums.weight:  # all updates cover the same elements, so one number replaces the weight on each
             mixed = math.fsum(weight * factor for weight, factor in received)
-            plan, whole = state.submodels.plan(spec), sums.weight
-            # theta + sum w a (theta_n - theta) / W = theta (1 - sum w a / W) + (sum w a theta_n) / W, with W = sum w: one pass
-            # over the model whatever the number of updates, and exactly the weighted mean where all a are 1
-            keep = 1.0 - mixed / whole
+            plan, weight = state.submodels.plan(spec), sums.weight
+            # theta + sum w a (theta_n - theta) / W = theta (1 - sum w a / W) + (sum w a theta_n) / W, with W = sum w. In this
+            # order one pass over the model suffices for any number of updates, and where all a are 1 the first term is exactly
+            # 0, so that the result is the weighted mean without rounding errors of theta.
+            keep = 1.0 - mixed / weight
             total = sums.total.prefix(plan.layout) if spec.is_full else plan.gather(sums.total)
-            plan.apply_(state.values, total, lambda target, source: _mix(target, source, keep, 1.0 / whole))
+            plan.apply_(state.values, total, lambda target, source: _mix(target, source, keep, 1.0 / weight))
         sums.clear()
 
     def _apply_covered(self, state: GlobalState, sums: Accumulator, factors: list[float]) -> None:
-        # the same as above, with W and sum w a of each element: those of the updates that cover it. With one factor
-        # for all, sum w a / W is that factor everywhere, and the second count is spared.
-        whole = sums.cover()
+        # as in _apply_sum, with W and sum w a of each element, over the updates that cover it; with one factor for all
+        # updates sum w a / W is that factor everywhere, and the second count is not needed
+        weights = sums.cover()
         alike = all(factor == factors[0] for factor in factors)
-        mixed = whole if alike else sums.cover(factors, "mixed")
+        mixed = weights if alike else sums.cover(factors, "mixed")
         for dtype, theta in trained_values(state).buffers.items():
-            flats = (theta, *(other.buffers[dtype][: len(theta)] for other in (sums.total, whole, mixed)))
-            for old, total, on, share in chunks(*flats):
-                keep = 1.0 - factors[0] if alike else 1.0 - share / on
-                new = torch.addcdiv(old * keep, total, on)  # NaN, 0 / 0, where nothing covers: not taken below
-                old.copy_(torch.where(on > 0, new, old))
+            flats = (theta, *(other.buffers[dtype][: len(theta)] for other in (sums.total, weights, mixed)))
+            for old, total, weight, share in chunks(*flats):
+                keep = 1.0 - factors[0] if alike else 1.0 - share / weight
+                new = torch.addcdiv(
+                    old * keep, total, weight
+                )  # 0 / 0 = NaN on elements that no update covers, which the next line leaves out
+                old.copy_(torch.where(weight > 0, new, old))
 
     def too_stale(self, staleness: float) -> str | None:
-        """Return a warning where hardly any of the clients' work is kept; docs/methods/fed-raa.md derives the rule.
+        """Return a warning if stale updates undo most of the clients' work; docs/methods/fed-raa.md derives the rule.
 
-        A fraction a of an update that arrives s merges late undoes a fraction a of what these s merges did. So of its own progress
-        Delta the model keeps p = a Delta - a s p, that is a Delta / (1 + a s): about Delta / s for any a, once a s is large, and
+        A fraction a of an update that arrives s merges late undoes a fraction a of these s merges. Of its own progress
+        Delta the model keeps p = a Delta - a s p, that is a Delta / (1 + a s): about Delta / s for any a once a s is large, and
         the model is then little more than the last few clients'.
         """
         share = self.alpha * self.staleness(staleness)
@@ -240,15 +261,16 @@ def _mix(target: Tensor, source: Tensor, keep: float, scale: float) -> None:
 
 @dataclass(frozen=True)
 class Deltas(Merge):
-    """FedBuff: ``theta <- theta + eta_g * (1/K) sum_i s(staleness_i) Delta_i`` (Nguyen et al. 2022, Algorithm 1).
+    """FedBuff's merge: ``theta <- theta + eta_g * (1/K) sum_i s(staleness_i) Delta_i`` (Nguyen et al. 2022, Algorithm 1).
 
-    Delta_i is the client's trained values minus the values *it* received, so it refers to the version that client started from,
-    whatever was merged since. K is the number of deltas that cover an element; for whole models, the buffer's size (a remainder at
-    the end of the run is divided by its own size). Floating-point buffers (running statistics) take the mean without eta_g.
+    Delta_i is the client's trained values minus the values *it* received, so it refers to the version from which that client
+    started, whatever was merged since. K is the number of deltas that cover an element; for whole models, the buffer's size
+    (the rest at the end of the run is divided by its own size). Floating-point buffers (running statistics) get the mean
+    without eta_g.
 
     Attributes:
-        server_lr: eta_g.
-        staleness: s, by default 1/sqrt(1 + staleness).
+        server_lr: server learning rate eta_g.
+        staleness: staleness factor s, by default 1/sqrt(1 + staleness).
     """
 
     server_lr: float = 1.0
@@ -268,20 +290,20 @@ class Deltas(Merge):
         Accumulator(state, memory).add(update.tensors, spec, 1.0, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
-        """Take one server step with the buffer's mean."""
+        """Take one server step along the buffer's mean."""
         sums = Accumulator(state, state.memory["deltas"])
-        if sums.common is not None:  # what it does not cover is zero in the sum
-            for _, rate, theta, mine in self._pieces(state, sums.total):
-                theta.add_(mine, alpha=rate / sums.weight)
+        if sums.common is not None:  # the sum is 0 on elements that no update covers
+            for _, rate, theta, total in self._pieces(state, sums.total):
+                theta.add_(total, alpha=rate / sums.weight)
         else:
             for dtype, rate, *flats in self._pieces(state, sums.total, sums.cover()):
-                for old, mine, on in chunks(*flats):
-                    # where nothing covers, 0 is divided by the smallest number: theta + 0 keeps its bits
-                    old.addcdiv_(mine, on.clamp_min(torch.finfo(dtype).tiny), value=rate)
+                for old, total, count in chunks(*flats):
+                    # an element that no update covers adds 0 / tiny = 0, so that theta keeps its bits
+                    old.addcdiv_(total, count.clamp_min(torch.finfo(dtype).tiny), value=rate)
         sums.clear()
 
     def _pieces(self, state: GlobalState, *others: FlatTensors) -> Iterator[tuple[Any, ...]]:
-        """Yield dtype, rate and matching pieces of values and ``others``: each buffer, cut where the rates differ."""
+        """Yield dtype, rate and matching pieces of the global values and ``others``, divided where the rate changes."""
         for dtype, theta in trained_values(state).buffers.items():
             flats = (theta, *(other.buffers[dtype][: len(theta)] for other in others))
             start = len(theta)
@@ -289,102 +311,9 @@ class Deltas(Merge):
                 buffers = (e for e in state.values.layout.entries if e.name not in state.submodels.parameter_names)
                 start = min((e.offset for e in buffers if e.dtype == dtype), default=start)
             yield dtype, self.server_lr, *(flat[:start] for flat in flats)
-            if start < len(theta):  # parameters that lie behind are frozen
+            if start < len(theta):  # parameters behind the first buffer are frozen
                 yield dtype, 1.0, *(flat[start:] for flat in flats)
 
     def __str__(self) -> str:
         stale = str(self.staleness)
         return f"mean of deltas{' x ' + stale if stale else ''}, server lr {self.server_lr:g}"
-
-
-ServerKind = Literal["adam", "yogi", "adagrad"]
-
-
-@dataclass(frozen=True)
-class ServerOptimizer(Merge):
-    """FedOpt: an adaptive server step with the mean delta as its pseudo-gradient (Reddi et al. 2021, Algorithm 2).
-
-    ``m <- beta1 m + (1 - beta1) Delta``; ``v`` by kind: adagrad ``v + Delta^2``, yogi
-    ``v - (1 - beta2) Delta^2 sign(v - Delta^2)``, adam ``beta2 v + (1 - beta2) Delta^2``;
-    ``theta <- theta + eta m / (sqrt(v) + tau)``. v starts at tau^2, m at 0; no bias correction, as in the paper.
-    Floating-point buffers (running statistics) take the plain mean. Elements that no update covers, or only those that
-    weigh nothing, keep theta, m and v.
-    Delta is ``sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the n that cover the element, each against the version that
-    client started from.
-
-    Attributes:
-        kind: adam, yogi or adagrad.
-        server_lr: eta.
-        beta1: decay of m.
-        beta2: decay of v (adam, yogi).
-        tau: adaptivity.
-        staleness: s.
-        by_samples: weigh by |D_n|; False = every client alike.
-    """
-
-    kind: ServerKind = "adam"
-    server_lr: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
-    staleness: Staleness = field(default_factory=Staleness)
-    by_samples: bool = True
-    sends: Literal["values", "delta"] = "delta"
-
-    def __post_init__(self) -> None:
-        one_of("server optimizer", self.kind, ServerKind)
-        positive("server_lr", self.server_lr)
-        positive("tau", self.tau)
-        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
-            if not 0 <= beta < 1:
-                raise BadInput(f"{name} is {beta}: give a number from 0 to below 1")
-
-    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the scaled delta to the sum."""
-        memory = state.memory.setdefault("fed_opt", {})
-        weight = float(update.num_samples) if self.by_samples else 1.0
-        Accumulator(state, memory).add(update.tensors, spec, weight, self.staleness(staleness))
-
-    def apply(self, state: GlobalState) -> None:
-        """Take one server step."""
-        memory = state.memory["fed_opt"]
-        sums = Accumulator(state, memory)
-        if not sums.weight:
-            sums.clear()
-            return
-        if "m" not in memory:
-            memory["m"], memory["v"] = zeros_like(state.values), zeros_like(state.values)
-            for buffer in memory["v"].prefix(state.submodels.layout(part="trained")).buffers.values():
-                buffer.fill_(self.tau**2)
-        count = None if sums.common == FULL else sums.cover()
-        for name, theta in trained_values(state).items():
-            is_parameter = name in state.submodels.parameter_names
-            flats = [theta, sums.total[name], memory["m"][name], memory["v"][name]]
-            if count is not None:
-                flats.append(count[name])
-            for old, total, m, v, *on in chunks(*flats):
-                delta = total / on[0].clamp_min(torch.finfo(theta.dtype).tiny) if on else total / sums.weight
-                if is_parameter:
-                    self._step(old, delta, m, v, on[0] > 0 if on else None)
-                else:
-                    old.add_(delta)
-        sums.clear()
-
-    def _step(self, theta: Tensor, delta: Tensor, m: Tensor, v: Tensor, where: Tensor | None) -> None:
-        square = delta * delta
-        new_m = torch.add(m * self.beta1, delta, alpha=1 - self.beta1)
-        if self.kind == "adagrad":
-            new_v = v + square
-        elif self.kind == "yogi":  # moves v by no more than (1 - beta2) Delta^2, where adam's may fall by (1 - beta2) v
-            new_v = v - (1 - self.beta2) * square * torch.sign(v - square)
-        else:
-            new_v = torch.add(v * self.beta2, square, alpha=1 - self.beta2)
-        new_theta = torch.addcdiv(theta, new_m, new_v.sqrt().add_(self.tau), value=self.server_lr)
-        for old, new in ((m, new_m), (v, new_v), (theta, new_theta)):
-            old.copy_(new if where is None else torch.where(where, new, old))
-
-    def __str__(self) -> str:
-        words = [f"server {self.kind}"]
-        words += [] if self.by_samples else ["unweighted"]
-        words += [f"deltas x {self.staleness}"] if str(self.staleness) else []
-        return ", ".join([*words, f"lr {self.server_lr:g}"])

@@ -1,4 +1,4 @@
-"""Pool running statistics of batch norm in any merge: variances of several clients become the variance of all their samples."""
+"""Pool batch norm's running statistics in any merge: variances of several clients become the variance of all their samples."""
 
 from __future__ import annotations
 
@@ -20,28 +20,32 @@ def pooled(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
 
 @dataclass(frozen=True)
 class Pooled(Wrapped):
-    """Merges running means and second moments, from which variances follow; the outermost wrapper but for numbers and bounds.
+    """Merge wrapper that merges running means and second moments, and computes variances from them.
 
-    Clients send second moments in place of variances (`raafl.local.train`); the inner merge sees them in the state, too. So after a
-    weighted mean, ``var = sum_n w_n (var_n + (mean_n - mean)^2) / sum_n w_n``.
+    It is the outermost wrapper except for `WideMerge` and `Bounded`. Clients send second moments in place of variances
+    (`raafl.local.train`), and the inner merge sees second moments in the state, too. So after a weighted mean,
+    ``var = sum_n w_n (var_n + (mean_n - mean)^2) / sum_n w_n``.
 
-    Where a merge takes deltas, clients still send their statistics as values, and the inner merge receives their difference from
-    the *server's*. A delta of statistics is no direction of a step: several against one old version, applied one after the other,
-    would overshoot all of them, down to variances below 0. So here FedBuff is a mix
-    ``theta <- theta + (1/K) sum_i s(staleness_i) (theta_i - theta)``; in a round of FedOpt, whose deltas all refer to the server's
-    values, the two are the same. Server learning rates and moments do not act on statistics.
+    If the inner merge takes deltas, clients still send their statistics as values, and the inner merge receives their
+    difference from the *server's*. A delta of statistics is not the direction of a step: several deltas against one old
+    version, applied one after another, would overshoot all of them, down to variances below 0. So for statistics FedBuff is a
+    mix ``theta <- theta + (1/K) sum_i s(staleness_i) (theta_i - theta)``; in a round of FedOpt, whose deltas all refer to the
+    server's values, both are the same. Server learning rates and moments do not act on statistics.
+
+    Attributes:
+        pooling: the model's running statistics that are merged.
     """
 
     pooling: Pooling = field(repr=False)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass the update on; where deltas are wanted, its statistics become differences in place."""
+        """Pass the update to the inner merge, with its statistics as differences if that takes deltas; changes it in place."""
         self.pooling.to_moments_(update.tensors, half=True)
         with self.pooling.merging(state.values):
             if self.sends == "delta":
-                mine = self.pooling.statistics_in(update.tensors)
+                received = self.pooling.statistics_in(update.tensors)
                 current = self.pooling.statistics_in(state.submodels.plan(spec).gather(state.values))
-                for tensors, others in zip(mine, current, strict=True):
+                for tensors, others in zip(received, current, strict=True):
                     for tensor, other in zip(tensors, others, strict=True):
                         tensor.sub_(other)
             super().receive(state, update, spec, staleness)

@@ -15,14 +15,14 @@ from raafl.submodel.extract import CopyPlan
 
 @dataclass(frozen=True)
 class Variates:
-    """One flat tensor per client over all trained parameters, initially 0, and their sum as of the last merge.
+    """Store of one flat tensor per client over all trained parameters, initially 0, and their sum as of the last merge.
 
-    The mean is over all N clients of the run, with 0 for those never heard of, as in the papers. Per element of submodels it leaves
-    out clients that have sent others and not this one: otherwise elements held by few would have a mean too small to cancel the
-    variates, and would be pulled from their optimum permanently.
+    The mean is over all N clients of the run, as in the papers, with 0 for clients that never sent an update. For elements of
+    submodels it leaves out clients that have sent other elements but not this one. Otherwise the mean of an element that few
+    clients have would be too small to cancel their variates, and would pull them away from their optimum permanently.
 
     Attributes:
-        name: of the entry in `GlobalState.clients` and of its bundle.
+        name: name of the store in `GlobalState.clients`, and of the bundle.
         mean: name of the bundle with the mean; None = it is not sent.
     """
 
@@ -30,7 +30,14 @@ class Variates:
     mean: str | None = None
 
     def own_(self, state: GlobalState, client: int, spec: Spec, out: FlatTensors) -> None:
-        """Write the client's variate, cut to ``spec``, into ``out``."""
+        """Write the client's variate, cut to ``spec``, into ``out``.
+
+        Args:
+            state: the global model, with the stored variates in ``clients``.
+            client: id of the client.
+            spec: the submodel.
+            out: overwritten.
+        """
         own = state.clients.find(self.name, client)
         if own is None:
             out.zero_()
@@ -38,7 +45,13 @@ class Variates:
             plan_of(state, spec).gather(own, out)
 
     def mean_(self, state: GlobalState, spec: Spec, out: FlatTensors) -> None:
-        """Write the mean, cut to ``spec``, into ``out``."""
+        """Write the mean, cut to ``spec``, into ``out``.
+
+        Args:
+            state: the global model.
+            spec: the submodel.
+            out: overwritten.
+        """
         memory, plan = self._memory(state), plan_of(state, spec)
         plan.gather(memory["sum"], out)
         count, unheard = plan.gather(memory["count"]), state.num_clients - len(memory["seen"])
@@ -46,7 +59,15 @@ class Variates:
             buffer.div_((count.buffers[dtype] + unheard).clamp_min(1))
 
     def add_(self, state: GlobalState, client: int, spec: Spec, change: FlatTensors, alpha: float = 1.0) -> None:
-        """Add ``alpha * change`` to the client's variate; `settle` adds it to the mean."""
+        """Add ``alpha * change`` to the client's variate; `settle` adds it to the mean.
+
+        Args:
+            state: the global model, whose ``clients`` change in place.
+            client: id of the client.
+            spec: the submodel of ``change``.
+            change: what to add.
+            alpha: its factor.
+        """
         memory, plan = self._memory(state), plan_of(state, spec)
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
         for flat in (own, memory["new"]):
@@ -64,7 +85,7 @@ class Variates:
         memory["received"].clear()
 
     def _count(self, state: GlobalState, memory: dict[str, Any], client: int, spec: Spec) -> None:
-        """Count a client at the elements that it has not trained before."""
+        """Count the client at the elements that it has not trained before."""
         seen: list[Spec] = memory["seen"].setdefault(client, [])
         if spec in seen:
             return
@@ -85,7 +106,7 @@ class Variates:
         return memory
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Report the memory used per client."""
+        """Return a note on the server's memory for the variates."""
         each = state.submodels.layout(part="trained").num_bytes
         return [
             f"the server keeps {self.name} for each client: {num_clients} clients x {each:,} bytes = {num_clients * each:,} bytes, "
@@ -95,30 +116,34 @@ class Variates:
 
 @dataclass(frozen=True)
 class WithVariates(Wrapped):
-    """Merge whose clients have variates: clients send changes of them, and the mean moves with the model."""
+    """Merge wrapper for clients with variates: clients send changes of these, and their mean changes at each merge.
+
+    Attributes:
+        variates: the store.
+    """
 
     variates: Variates
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Send the client its variate and the mean."""
+        """Write the client's variate and the mean into the bundles that it is sent."""
         self.variates.own_(state, client, spec, bundles[self.variates.name])
         if self.variates.mean is not None:
             self.variates.mean_(state, spec, bundles[self.variates.mean])
         super().personalize(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store the client's new variate, and pass its values on."""
+        """Update the client's variate, and pass its values to the inner merge."""
         self.variates.add_(state, update.client, spec, update.bundles[self.variates.name])
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge the model, then update the mean."""
+        """Apply the inner merge, then update the mean of the variates."""
         super().apply(state)
         self.variates.settle(state)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and the memory used per client."""
+        """Return the inner merge's notes, and one on the memory for the variates."""
         return super().notes(state, num_clients) + self.variates.notes(state, num_clients)
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""Merge half-precision models and complex parameters in real numbers of at least single precision.
+"""Merge half-precision models and complex parameters as real numbers of single precision or wider.
 
-Every merge, guard and privacy mechanism computes on float32 or float64. Sums in bfloat16 would lose terms below 1/256 of the
-total; order, sign, maximum and square are undefined for complex numbers, whose norm, noise and moments are those of their two
-parts.
+Every merge, guard and privacy mechanism computes in float32 or float64. Sums in bfloat16 would lose terms below 1/256 of the
+total. Order, sign, maximum and square are undefined for complex numbers; norm, noise and moments are computed on their real and
+imaginary parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.wide import WideSubmodels
 
 VALUES = "wide values"
-"""In `GlobalState.scratch`: the values, and the counters of changes to those that they were copied from."""
+"""Key in `GlobalState.scratch` of the wide values, and of the change counters of the values from which they were copied."""
 
 
 def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
@@ -35,23 +35,26 @@ def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
 
 @dataclass(frozen=True)
 class WideMerge(Wrapped):
-    """Presents the state and updates to a merge as wide tensors (`WideSubmodels`), and rounds its result once.
+    """Merge wrapper that gives the inner merge the state and updates as wide tensors (`WideSubmodels`), and rounds its result once.
 
-    What the merge stores between updates and for clients (sums, moments, variates) stays wide, also in checkpoints. The model
-    itself keeps its precision: a change below half a unit in the last place is lost at each merge. Wraps all other wrappers.
-    Memory: a wide copy of all values but the frozen base, and of one update.
+    Everything that the inner merge stores between updates and for clients (sums, moments, variates) is wide, also in
+    checkpoints. The model keeps its precision: a change below half a unit in the last place is lost at each merge. Wraps all
+    other wrappers. Memory: a wide copy of all values except the frozen base, and of one update.
+
+    Attributes:
+        submodels: the model with wide dtypes.
     """
 
     submodels: WideSubmodels = field(repr=False)
 
     def _wide(self, state: GlobalState) -> GlobalState:
-        """Return ``state`` with wide values; everything else is shared, and changed in place."""
-        # torch counts the writes to a storage, through whatever view: a merge's own, those of a resumed run, a callback's
-        written = [buffer._version for buffer in state.values.buffers.values()]
-        values, seen = state.scratch.get(VALUES, (None, None))
-        if written != seen:
+        """Return ``state`` with wide values; all other fields are shared, and changed in place."""
+        # `_version`, private to torch, counts all writes to a storage through any view: by a merge, a resume or a callback
+        counters = [buffer._version for buffer in state.values.buffers.values()]
+        values, seen_counters = state.scratch.get(VALUES, (None, None))
+        if counters != seen_counters:
             values = self.submodels.widen(state.values, values)
-            state.scratch[VALUES] = values, written
+            state.scratch[VALUES] = values, counters
         return replace(state, submodels=self.submodels, values=values)
 
     def check(self, state: GlobalState) -> list[str]:
@@ -68,19 +71,19 @@ class WideMerge(Wrapped):
         return self.inner.personalizes
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Let the inner merge write the client's values, and round them."""
+        """Let the inner merge write the client's values in wide numbers, and round them."""
         wide, wide_bundles = values.widen(), {name: bundle.widen() for name, bundle in bundles.items()}
         self.inner.personalize(self._wide(state), client, spec, wide, wide_bundles)
-        for own, given in ((values, wide), *((bundles[name], given) for name, given in wide_bundles.items())):
-            if given is not own:
-                own.round_(given)
+        for target, written in ((values, wide), *((bundles[name], written) for name, written in wide_bundles.items())):
+            if written is not target:
+                target.round_(written)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Ask the inner merge."""
         return self.inner.reject_reason(self._wide(state), _widened(state, update), spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass on a wide copy of the update."""
+        """Pass a wide copy of the update to the inner merge."""
         self.inner.receive(self._wide(state), _widened(state, update), spec, staleness)
 
     def detach(self, state: GlobalState) -> None:
@@ -103,21 +106,21 @@ class WideMerge(Wrapped):
 
 
 def _widened(state: GlobalState, update: Update) -> Update:
-    """Return the update in wide tensors, which are lent as its own are: the next update overwrites them."""
+    """Return the update in wide tensors, which the next update overwrites, like its own."""
     bundles = {name: bundle.widen(_room(state, name, bundle)) for name, bundle in update.bundles.items()}
     return replace(update, tensors=update.tensors.widen(_room(state, "", update.tensors)), bundles=bundles)
 
 
 def _room(state: GlobalState, name: str, flat: FlatTensors) -> FlatTensors | None:
-    """Return storage for a wide copy of ``flat``, reused where it is large enough: new pages cost more than the copy.
+    """Return storage for a wide copy of ``flat``; None if ``flat`` is wide already.
 
-    None where ``flat`` is wide already.
+    Storage is reused if it is large enough, since new memory pages cost more than the copy.
     """
     wide = flat.layout.wide
     if wide is flat.layout:
         return None
-    room = state.scratch.setdefault(f"wide update {name}", {})
+    storage = state.scratch.setdefault(f"wide update {name}", {})
     for dtype, numel in wide.numel.items():
-        if dtype not in room or len(room[dtype]) < numel or room[dtype].device != flat.device:
-            room[dtype] = torch.empty(numel, dtype=dtype, device=flat.device)
-    return FlatTensors(wide, {dtype: room[dtype][:numel] for dtype, numel in wide.numel.items()})
+        if dtype not in storage or len(storage[dtype]) < numel or storage[dtype].device != flat.device:
+            storage[dtype] = torch.empty(numel, dtype=dtype, device=flat.device)
+    return FlatTensors(wide, {dtype: storage[dtype][:numel] for dtype, numel in wide.numel.items()})

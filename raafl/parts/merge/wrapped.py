@@ -15,20 +15,20 @@ from raafl.submodel import FlatTensors, Spec
 
 @dataclass(frozen=True)
 class Wrapped(Merge):
-    """A merge around another one. It forwards every call; a subclass overrides what differs.
+    """Base of merges that wrap another merge: it forwards every call, and a subclass overrides those that differ.
 
-    A subclass that holds updates back until `apply` overrides `detach`, too, since the inner merge has received nothing yet.
+    A subclass that holds updates back until `apply` must override `detach`, too, since the inner merge has received nothing yet.
 
     Attributes:
         inner: the algorithm's own merge, or another wrapper.
-        sends: what the inner merge wants.
+        sends: what clients send, values or deltas; that of the inner merge.
     """
 
     inner: Merge
     sends: Literal["values", "delta"] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Ask clients for what the inner merge wants."""
+        """Take over what the inner merge wants clients to send."""
         object.__setattr__(self, "sends", self.inner.sends)
 
     def check(self, state: GlobalState) -> list[str]:
@@ -49,11 +49,11 @@ class Wrapped(Merge):
         self.inner.personalize(state, client, spec, values, bundles)
 
     def too_stale(self, staleness: float) -> str | None:
-        """Ask the inner merge."""
+        """Return the inner merge's warning."""
         return self.inner.too_stale(staleness)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Ask the inner merge."""
+        """Return the inner merge's reason."""
         return self.inner.reject_reason(state, update, spec, staleness)
 
     def numbers(self, update: Update) -> Sequence[float]:
@@ -65,7 +65,7 @@ class Wrapped(Merge):
         return self.inner.overflows(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Forward the update."""
+        """Forward the update to the inner merge."""
         self.inner.receive(state, update, spec, staleness)
 
     def detach(self, state: GlobalState) -> None:
@@ -90,7 +90,11 @@ class Wrapped(Merge):
 
 @dataclass(frozen=True)
 class WrappedSelect(Select):
-    """A select around another one. It forwards every call; a subclass overrides what differs."""
+    """Base of selects that wrap another select: it forwards every call, and a subclass overrides those that differ.
+
+    Attributes:
+        inner: the wrapped select.
+    """
 
     inner: Select
 

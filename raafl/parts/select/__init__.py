@@ -1,15 +1,15 @@
-"""Selectors: from axes, a rate or a budget, the state, and a seed to a submodel. Pure functions.
+"""Choose a submodel from axes, a rate or a budget, the state and a seed, with pure functions called selectors.
 
-| function | units kept of each axis | method |
+| function | units that each axis keeps | method |
 | --- | --- | --- |
 | `leading` | the first | HeteroFL |
-| `rolling` | a window that moves on with the round | FedRolex |
+| `rolling` | a window that moves on each round | FedRolex |
 | `at_random` | drawn anew in each round | Federated Dropout |
-| `magnitude` | of the largest weights | structured pruning |
-| `shared_fragments` | all, in ranges by ratio, at least one each | Fed-RAA |
+| `magnitude` | those with the largest weights | structured pruning |
+| `shared_fragments` | consecutive ranges by ratio, at least one unit each | Fed-RAA |
 
-The first four take ``(axes, rate, *, state, seed, round)`` and return a spec; `shared_fragments` returns one for each
-fragment. `largest_rate` finds the largest rate that keeps a budget.
+The first four take ``(axes, rate, *, state, seed, round)`` and return a spec; `shared_fragments` returns one spec for each
+fragment. `largest_rate` finds the largest rate within a budget.
 
 >>> from raafl.submodel import Axis, Member
 >>> hidden = {"hidden": Axis("hidden", 10, (Member("fc1.weight", 0), Member("fc2.weight", 1)))}
@@ -49,18 +49,18 @@ SELECTORS: dict[str, Callable[..., Spec]] = {
     "random": at_random,
     "magnitude": magnitude,
 }
-"""Those that a client's rate and the global model are enough for, by the name a config calls them."""
+"""Selectors that need only a client's rate and the global model, by their name in a config."""
 
 
 def width_of(rate: float) -> float:
-    """Return the rate of every axis at which a share ``rate`` of the model is kept, nominally: its square root.
+    """Return the rate of every axis at which the model nominally keeps the share ``rate``: its square root.
 
     A weight between two axes then keeps ``rate`` of its elements (HeteroFL: width 1/2 is 1/4 of the parameters); with
-    blocks as one more axis, width and depth have a square root each (Co-S2P: ``r_w = r_d = sqrt(r)``). What lies on one
+    blocks as one more axis, width and depth have a square root each (Co-S2P: ``r_w = r_d = sqrt(r)``). A tensor on one
     axis only (the first and the last layer, embeddings over an uncut width) keeps more.
 
     Raises:
-        BadInput: a rate that is not in (0, 1].
+        BadInput: the rate is not in (0, 1].
     """
     fraction("rate", rate)
     return math.sqrt(rate)

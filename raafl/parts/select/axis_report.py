@@ -1,4 +1,4 @@
-"""Report which axes of a model shrink, how much that leaves, and what stays whole and why, as plain data."""
+"""Report as plain data which axes of a model shrink, how much that leaves, and which dimensions stay whole and why."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ RATES = (1 / 2, 1 / 4)
 HALF_AND_QUARTER = {"1/2": 1 / 2, "1/4": 1 / 4}
 
 Shares = dict[str, dict[str, float]]
-"""By name of a rate, what is left of the parameters and of the FLOPs of a step."""
+"""By name of a rate, the shares of the "parameters" and of a step's "flops" that remain."""
 
 
 def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict[str, Any]:
-    """Return the axes of a model, what is left of it at these rates, and what stays whole.
+    """Return the axes of a model, the shares that remain at given rates, and the dimensions that stay whole.
 
     Axes over which norms compute statistics (the residual width) stay whole at every rate.
 
     Args:
-        submodels: proven.
+        submodels: of the model, with proven axes.
         rates: shares of each axis, in (0, 1].
-        batch_size: of the step whose FLOPs are counted.
+        batch_size: batch size of the step whose FLOPs are counted.
     """
     spanned = frozenset() if not submodels.axes or submodels.found is None else submodels.found.spanned
     cut = {name: axis for name, axis in submodels.axes.items() if name not in spanned}
@@ -37,7 +37,7 @@ def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict
 
 
 def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
-    """Return the axes in the model's order, each with the parameters and buffers that lie on it."""
+    """Return the axes in the model's order, each with the names of its parameters and buffers."""
     return [
         {"name": axis.name, "size": axis.size, "parameters": list(dict.fromkeys(m.name for m in axis.members))}
         for axis in submodels.axes.values()
@@ -45,21 +45,21 @@ def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
 
 
 def leaves(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[[Spec], Cost]) -> Shares:
-    """Return the share of the whole model's parameters and FLOPs that is left at each rate.
+    """Return the shares of the whole model's parameters and FLOPs that remain at each rate.
 
     Args:
-        axes: that shrink; everything else stays.
-        rates: by name.
+        axes: axes that shrink; all others stay whole.
+        rates: rates by name.
         cost: predicts the cost of a spec.
     """
     whole = cost(FULL)
     costs = {name: cost(leading(axes, rate)) for name, rate in rates.items()}
     return {
         name: {
-            "parameters": one.params / max(whole.params, 1),
-            "flops": one.flops_per_sample / max(whole.flops_per_sample, 1e-9),
+            "parameters": cost_at_rate.params / max(whole.params, 1),
+            "flops": cost_at_rate.flops_per_sample / max(whole.flops_per_sample, 1e-9),
         }
-        for name, one in costs.items()
+        for name, cost_at_rate in costs.items()
     }
 
 
@@ -69,15 +69,17 @@ def share(value: float) -> str:
 
 
 def sentence_of(shares: Shares) -> str:
-    """Describe what `leaves` returned in a sentence."""
-    kept = {rate: (percent(one["parameters"]), percent(one["flops"])) for rate, one in shares.items()}
-    (first, (parameters, flops)), *others = kept.items()
+    """Describe the shares that `leaves` returned in a sentence."""
+    percents = {
+        rate: (percent(share_of["parameters"]), percent(share_of["flops"])) for rate, share_of in shares.items()
+    }
+    (first, (parameters, flops)), *others = percents.items()
     words = [f"rate {first} keeps {parameters} of the parameters and {flops} of the FLOPs"]
     return ", ".join([*words, *(f"{rate} keeps {parameters} and {flops}" for rate, (parameters, flops) in others)])
 
 
 def _whole(submodels: Submodels) -> dict[tuple[str, int], str]:
-    """Return for each dimension of a parameter that is on no axis the reason."""
+    """Return the reason for each dimension of a parameter that lies on no axis."""
     on_axes = {(m.name, m.dim) for axis in submodels.axes.values() for m in axis.members}
     otherwise = submodels.problem or "the axes that the model declares do not name it"
     if submodels.found is not None and submodels.problem is None:

@@ -17,17 +17,17 @@ _INF = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits on the cost of a task; all that are given must be met.
+    """Limits on the cost of a task; all of them must be met. Infinite = no limit.
 
     Attributes:
-        memory_bytes: of the client's tensors, see `Cost.peak_bytes`.
+        memory_bytes: bytes of the client's tensors, see `Cost.peak_bytes`.
         flops: training FLOPs of a task.
-        wire_bytes: bytes of a task, down and up.
-        seconds: predicted time of a task on ``profile``: download, compute, upload.
-        params: parameters present.
-        profile: of the client, for ``seconds``.
-        samples: on which a task trains, for ``flops`` and ``seconds``.
-        tested: on which the client then evaluates, for ``seconds``.
+        wire_bytes: bytes of a task, download and upload together.
+        seconds: predicted time of a task on ``profile``: download, computation, upload.
+        params: number of parameters present.
+        profile: device profile of the client, for ``seconds``.
+        samples: number of samples on which a task trains, for ``flops`` and ``seconds``.
+        tested: number of samples on which the client then evaluates, for ``seconds``.
     """
 
     memory_bytes: float = _INF
@@ -44,7 +44,7 @@ class Budget:
             positive(name, getattr(self, name))
 
     def needs(self, cost: Cost) -> dict[str, float]:
-        """Map each limit's name to the need of a task of this cost."""
+        """Return the need of a task of this cost, by name of the limit."""
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,
@@ -54,12 +54,12 @@ class Budget:
         }
 
     def over(self, cost: Cost) -> dict[str, float]:
-        """Map each broken limit's name to the task's need; empty if the task fits."""
+        """Return the need of the task for each limit that it exceeds; empty if it fits."""
         return {name: need for name, need in self.needs(cost).items() if need > getattr(self, name)}
 
 
 def steps(axes: Axes) -> list[float]:
-    """Return, ascending, every rate at which one more unit of some axis is kept; the last is 1."""
+    """Return, ascending, every rate at which some axis keeps one more unit; the last is 1."""
     return sorted({number / size for size in set(map(size_of, axes.values())) for number in range(1, size + 1)} | {1.0})
 
 
@@ -71,17 +71,17 @@ def largest_rate(
     rates: Sequence[float],
     who: str = "the client",
 ) -> float:
-    """Return the largest of ``rates`` whose spec meets the budget, by bisection; the result has been checked.
+    """Return the largest of ``rates`` whose spec is within the budget, by bisection; the result has been checked.
 
     Args:
         spec_of_rate: returns the spec of a rate.
         cost_of: predicts the cost of a spec; a larger rate must not cost less.
         budget: the limits.
         rates: ascending, such as `steps` of the axes.
-        who: named in the error.
+        who: subject of the error message.
 
     Raises:
-        BadInput: not even the smallest rate meets the budget; names who, each broken limit, and what is needed.
+        BadInput: not even the smallest rate is within the budget; the message has each exceeded limit and the need.
     """
     if not budget.over(cost_of(spec_of_rate(rates[-1]))):
         return rates[-1]

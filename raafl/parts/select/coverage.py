@@ -1,9 +1,9 @@
-"""Schedule which clients train which regions in which round (RA-Fed, Wang et al., sections 4 and 6).
+"""Schedule which clients train which regions in each round (RA-Fed, Wang et al., sections 4 and 6).
 
 The neurons are split into K regions; in round q client n trains ``m_n`` of them. Three numbers determine convergence, and hold in
-every round: ``S* = min_q |S_q|``, how many regions are trained at all; ``Gamma* = min |N_q^i|`` over the trained regions, by how
-many clients (eq. 3); and ``tau_q = max tau_{q,n}^i``, for how many rounds in a row a client has not trained a region
-(Assumption 6).
+every round: ``S* = min_q |S_q|``, the least number of regions that are trained; ``Gamma* = min |N_q^i|``, the least number of
+clients that train a trained region (eq. 3); and ``tau_q = max tau_{q,n}^i``, the largest number of consecutive rounds in which a
+client has not trained a region (Assumption 6).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Level = Literal["L-Arb", "S-Arb", "MIX-Arb"]
 LEVELS: tuple[Level, ...] = ("L-Arb", "S-Arb", "MIX-Arb")
 
 Taken = tuple[tuple[int, ...], ...]
-"""Regions, from 0, of each client."""
+"""Indices of the regions that each client trains, from 0."""
 
 
 def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]:
-    """Return m_n of each client, of 4 regions (section 6.2): L-Arb 2, S-Arb 1, MIX-Arb 2 for half of them and 1 for the others.
+    """Return m_n of each client for 4 regions (section 6.2): L-Arb 2, S-Arb 1, MIX-Arb 2 for half of them and 1 for the others.
 
     Args:
         level: L-Arb, S-Arb or MIX-Arb.
         num_clients: N.
-        seed: decides which half.
+        seed: seed that decides which half.
 
     Raises:
-        BadInput: unknown level, or no client.
+        BadInput: an unknown level, or no client.
     """
     one_of("mask level", level, LEVELS)
     at_least("num_clients", num_clients, 1)
@@ -49,15 +49,15 @@ class RegionCoverage:
     """Schedule of regions, a pure function of seed and round.
 
     Without ``rest`` each round is drawn independently. With it, the S regions of a round and a client's regions among them
-    rotate, so that each client has trained all regions after ``period`` rounds; slack within ``rest`` is used to vary the order
-    of rounds.
+    rotate, so that each client has trained all regions after ``period`` rounds; a larger ``rest`` than that needs is used to
+    vary the order of rounds.
 
     Attributes:
-        takes: m_n, regions that client n trains in a round.
-        regions: K.
-        trained: S*, regions trained in each round; None = all K.
-        coverage: Gamma*, least number of clients that train a trained region.
-        rest: tau, rounds in a row for which a client may not train a region; None = no bound.
+        takes: m_n, the number of regions that client n trains in a round.
+        regions: K, the number of regions.
+        trained: S*, the number of regions trained in each round; None = all K.
+        coverage: Gamma*, the least number of clients that train a trained region.
+        rest: tau, the largest number of consecutive rounds in which a client skips a region; None = no limit.
     """
 
     takes: tuple[int, ...]
@@ -92,12 +92,12 @@ class RegionCoverage:
 
     @property
     def num_trained(self) -> int:
-        """S: regions trained in a round."""
+        """S, the number of regions trained in a round."""
         return self.regions if self.trained is None else self.trained
 
     @property
     def period(self) -> int:
-        """Rounds within which every client can train every region: ``ceil(K / S) * ceil(S / min m_n)``."""
+        """The number of rounds in which every client can train every region: ``ceil(K / S) * ceil(S / min m_n)``."""
         return -(-self.regions // self.num_trained) * self._visits
 
     @property
@@ -107,53 +107,60 @@ class RegionCoverage:
     def taken(self, round: int, seed: int = 0) -> Taken:
         """Return the regions that each client trains in ``round``, ascending."""
         taken = self._drawn(round, seed) if self.rest is None else self._in_turn(round, seed, self.rest)
-        return tuple(tuple(sorted(mine)) for mine in taken)
+        return tuple(tuple(sorted(regions)) for regions in taken)
 
     def _drawn(self, round: int, seed: int) -> list[list[int]]:
-        """Cover the regions of this round ``coverage`` times in turn; clients that are left over draw."""
+        """Assign the round's regions in turn until each has ``coverage`` clients; the remaining clients draw at random."""
         rng = random.Random(derive_seed(seed, "coverage", round))
         open_now = rng.sample(range(self.regions), self.num_trained)
         taken: list[list[int]] = [[] for _ in self.takes]
-        at = 0
+        position = 0
         for n in rng.sample(range(len(self.takes)), len(self.takes)):
-            if at < self.coverage * self.num_trained:
-                taken[n] = [open_now[(at + i) % self.num_trained] for i in range(self.takes[n])]
-                at += self.takes[n]
+            if position < self.coverage * self.num_trained:
+                taken[n] = [open_now[(position + i) % self.num_trained] for i in range(self.takes[n])]
+                position += self.takes[n]
             else:
                 taken[n] = rng.sample(open_now, self.takes[n])
         return taken
 
     def _in_turn(self, round: int, seed: int, rest: int) -> list[list[int]]:
-        """Take the steps of one period in an order in which nothing rests longer than ``rest``."""
-        cycle, place = divmod(round, self.period)
-        is_free = rest >= 2 * self.period - 2  # first in one cycle, last in the next: even that is allowed
+        """Order the steps of one period so that no client skips a region for more than ``rest`` rounds."""
+        cycle, step = divmod(round, self.period)
+        is_free = (
+            rest >= 2 * self.period - 2
+        )  # even a region that is first in one cycle and last in the next rests no longer
         ring_rng = random.Random(derive_seed(seed, "ring", cycle if is_free else 0))
         ring = ring_rng.sample(range(self.regions), self.regions)
         clients = ring_rng.sample(range(len(self.takes)), len(self.takes))
         length = self.period if is_free else rest - self.period + 2
-        start = place - place % length
+        start = step - step % length
         steps = range(start, min(start + length, self.period))
         order = random.Random(derive_seed(seed, "order", cycle, start)).sample(steps, len(steps))
-        window, visit = divmod(order[place - start], self._visits)
+        window, visit = divmod(order[step - start], self._visits)
         open_now = [ring[(window * self.num_trained + i) % self.regions] for i in range(self.num_trained)]
         taken: list[list[int]] = [[] for _ in self.takes]
-        at = visit * min(self.takes)
+        position = visit * min(self.takes)
         for n in clients:
-            taken[n] = [open_now[(at + i) % self.num_trained] for i in range(self.takes[n])]
-            at += self.takes[n]
+            taken[n] = [open_now[(position + i) % self.num_trained] for i in range(self.takes[n])]
+            position += self.takes[n]
         return taken
 
 
 def topped_up(taken: Taken, takes: Sequence[int], rng: random.Random) -> Taken:
-    """Return a round in which each client trains ``takes`` regions: those in ``taken``, plus regions that somebody trains already.
+    """Add regions to a round: each client trains those in ``taken``, plus random ones that other clients train already.
 
-    The regions of the round, their coverage and the clients' rests stay the same or improve.
+    The set of trained regions stays the same; coverage and rests stay the same or improve.
+
+    Args:
+        taken: regions of each client.
+        takes: number of regions that each client should train.
+        rng: for the draws.
     """
-    open_now = sorted({i for mine in taken for i in mine})
+    open_now = sorted({i for regions in taken for i in regions})
     more = []
-    for mine, take in zip(taken, takes, strict=True):
-        others = [i for i in open_now if i not in mine]
-        more.append(tuple(sorted([*mine, *rng.sample(others, min(take - len(mine), len(others)))])))
+    for regions, take in zip(taken, takes, strict=True):
+        others = [i for i in open_now if i not in regions]
+        more.append(tuple(sorted([*regions, *rng.sample(others, min(take - len(regions), len(others)))])))
     return tuple(more)
 
 
@@ -161,11 +168,18 @@ def of_regions(axes: Axes, taken: Iterable[int], regions: int) -> Spec:
     """Return the submodel of the regions ``taken`` out of ``regions`` equal ranges of every axis.
 
     On an axis with fewer units than regions, neighbouring regions share a unit.
+
+    Args:
+        axes: axes of the model, by name.
+        taken: indices of the regions.
+        regions: number of regions (K).
     """
     parts = shared_fragments(axes, [1.0] * regions)
     chosen = [parts[i] for i in taken]
-    kept = {}
+    units = {}
     for name, axis in axes.items():
-        found = [dict(part.kept if isinstance(axis, Axis) else part.blocks).get(name) for part in chosen]
-        kept[name] = sorted({i for mine in found for i in (range(size_of(axis)) if mine is None else mine)})
-    return spec_of(axes, kept)
+        selected = [dict(part.kept if isinstance(axis, Axis) else part.blocks).get(name) for part in chosen]
+        units[name] = sorted(
+            {i for indices in selected for i in (range(size_of(axis)) if indices is None else indices)}
+        )
+    return spec_of(axes, units)

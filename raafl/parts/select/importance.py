@@ -13,55 +13,66 @@ from raafl.submodel import Axis, Spec, Stack
 from raafl.submodel.flat import reals
 
 State = Mapping[str, Tensor]
-"""Tensors of the full model by name. What is not in it does not count, such as running statistics."""
+"""Tensors of the full model by name; tensors that are left out, such as running statistics, do not count."""
 
 
 def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int = 0, round: int = 0) -> Spec:
     """Return the units with the largest L2 norm over all coupled slices of a unit (for a head: q, k, v and o).
 
-    ``state`` holds the model's parameters; seed and round are ignored.
+    Args:
+        axes: axes of the model, by name.
+        rate: kept share of each axis.
+        state: the model's parameters by name.
+        seed: ignored.
+        round: ignored.
 
     Raises:
-        BadInput: no state, or no parameter of an axis in it.
+        BadInput: ``state`` is None, or has no parameter of an axis.
     """
     if state is None:
         raise BadInput("state is None: units are chosen by importance, give the model's parameters")
-    kept = {}
+    units = {}
     for name, number in counts(axes, rate).items():
         scores = unit_scores(axes[name], state)
-        # a stable sort: of equals the first
-        kept[name] = torch.sort(scores, descending=True, stable=True).indices[:number].tolist()
-    return spec_of(axes, kept)
+        # a stable sort: among units of equal norm the first wins, on every machine
+        units[name] = torch.sort(scores, descending=True, stable=True).indices[:number].tolist()
+    return spec_of(axes, units)
 
 
 @torch.no_grad()
 def unit_scores(axis: Axis | Stack, state: State, *, squared: bool = True) -> Tensor:
-    """Return for each unit the sum over its elements, or of their squares; shape (size,), float64, on the CPU.
+    """Return for each unit the sum over its elements, or over their squares; shape (size,), float64, on the CPU.
+
+    Args:
+        axis: axis, or stack of blocks, which are then the units.
+        state: tensors by name.
+        squared: sum the squares of the elements.
 
     Raises:
-        BadInput: ``state`` has no parameter of the axis.
+        BadInput: ``state`` has no tensor of the axis.
     """
     scores = torch.zeros(size_of(axis), dtype=torch.float64)
-    found = False
+    has_tensor = False
     if isinstance(axis, Stack):
-        places = {axis.block(i): i for i in range(len(axis))}
+        blocks = {axis.block(i): i for i in range(len(axis))}
         for name, tensor in state.items():
-            place = next((i for path, i in places.items() if name.startswith(f"{path}.")), None)
-            if place is not None:
-                scores[place] += _sums(tensor.reshape(1, -1), squared).item()
-                found = True
+            block = next((i for path, i in blocks.items() if name.startswith(f"{path}.")), None)
+            if block is not None:
+                scores[block] += _sums(tensor.reshape(1, -1), squared).item()
+                has_tensor = True
     else:
         for member in axis.members:
             if member.name in state:
                 tensor = state[member.name].narrow(member.dim, member.offset, member.unit * axis.size)
                 scores += _sums(tensor.movedim(member.dim, 0).reshape(axis.size, -1), squared)
-                found = True
-    if not found:
+                has_tensor = True
+    if not has_tensor:
         named = axis.path if isinstance(axis, Stack) else axis.name
         raise BadInput(f"state has no tensor of the axis '{named}': give the model's parameters by name")
     return scores
 
 
 def _sums(rows: Tensor, squared: bool) -> Tensor:
+    # float32 elements, float64 sums: half precision would overflow in the squares, and long sums would lose small terms
     rows = reals(rows.detach()).flatten(1).float()
     return (rows.square() if squared else rows).sum(1, dtype=torch.float64).cpu()

@@ -1,4 +1,4 @@
-"""Maintain the offline assignment of Fed-RAA while clients come and go."""
+"""Maintain the offline assignment of Fed-RAA while clients join and leave."""
 
 from __future__ import annotations
 
@@ -12,55 +12,65 @@ _KEY, _CLIENT, _COSTS = 0, 1, 2  # rows of the table: minus the capability, the 
 class Ranking:
     """Clients ordered by capability, best first, with the cost of each fragment for each of them.
 
-    Adding or removing a client shifts those behind it (about 0.1 ms among 100,000 clients); nothing is predicted or sorted again.
-    Among equally capable clients the earliest comes first.
+    Adding or removing a client shifts those behind it (about 0.1 ms among 100,000 clients); costs are neither predicted nor sorted
+    again. Among equally capable clients the earliest comes first.
     """
 
     def __init__(self, sizes: Sequence[float], clients: Iterable[tuple[int, float, Sequence[float]]]) -> None:
-        """Rank ``clients``, given as id, capability (higher is faster) and cost of each fragment."""
+        """Rank ``clients``.
+
+        Args:
+            sizes: size of each fragment.
+            clients: id, capability (higher is faster) and cost of each fragment, for each client.
+        """
         self._fragments = sorted(range(len(sizes)), key=lambda j: -sizes[j])
         rows = sorted(clients, key=lambda row: -row[1])
         self._num = len(rows)
         self._table = np.empty((_COSTS + len(sizes), max(self._num, 1)))
-        for place, (client, capability, costs) in enumerate(rows):
-            self._table[:, place] = (-capability, client, *costs)
+        for i, (client, capability, costs) in enumerate(rows):
+            self._table[:, i] = (-capability, client, *costs)
 
     def __len__(self) -> int:
         return self._num
 
     def add(self, client: int, capability: float, costs: Sequence[float]) -> None:
-        """Add a client behind those of equal capability."""
+        """Insert a client behind those of equal capability.
+
+        Args:
+            client: id of the client.
+            capability: higher is faster.
+            costs: cost of each fragment, in seconds.
+        """
         table, num = self._table, self._num
         if num == table.shape[1]:
             self._table = table = np.concatenate([table, np.empty_like(table)], axis=1)
-        place = int(np.searchsorted(table[_KEY, :num], -capability, side="right"))
-        table[:, place + 1 : num + 1] = table[:, place:num]
-        table[:, place] = (-capability, client, *costs)
+        i = int(np.searchsorted(table[_KEY, :num], -capability, side="right"))
+        table[:, i + 1 : num + 1] = table[:, i:num]
+        table[:, i] = (-capability, client, *costs)
         self._num = num + 1
 
     def remove(self, client: int, capability: float) -> None:
         """Remove a client that was added with this capability."""
         table, num = self._table, self._num
         start, stop = (int(np.searchsorted(table[_KEY, :num], -capability, side=side)) for side in ("left", "right"))
-        place = start + int(np.flatnonzero(table[_CLIENT, start:stop] == client)[0])
-        table[:, place : num - 1] = table[:, place + 1 : num]
+        i = start + int(np.flatnonzero(table[_CLIENT, start:stop] == client)[0])
+        table[:, i : num - 1] = table[:, i + 1 : num]
         self._num = num - 1
 
     def bound(self) -> float:
         """Return K, the largest cost in the offline assignment (Fed-RAA, appendix B).
 
-        Clients by capability and fragments by size, both descending: fragment j goes to clients
+        Order clients by capability and fragments by size, both descending: fragment j goes to clients
         ``(j-1) floor(N/M) + 1 .. j floor(N/M)``; remaining clients take the smallest fragment. With fewer clients than fragments
-        the same rule assigns fragments to clients, each client cycling through its own set; remaining fragments go to the
+        the same rule assigns fragments to clients, and each client trains its fragments in turn; remaining fragments go to the
         weakest client.
         """
         num, num_fragments, costs = self._num, len(self._fragments), self._table[_COSTS:]
         if num < num_fragments:
             share = num_fragments // num
-            return max(float(costs[j, min(place // share, num - 1)]) for place, j in enumerate(self._fragments))
+            return max(float(costs[j, min(i // share, num - 1)]) for i, j in enumerate(self._fragments))
         share = num // num_fragments
         ends = [*range(share, share * num_fragments, share), num]
         return max(
-            float(costs[j, place * share : end].max())
-            for place, (j, end) in enumerate(zip(self._fragments, ends, strict=True))
+            float(costs[j, i * share : end].max()) for i, (j, end) in enumerate(zip(self._fragments, ends, strict=True))
         )

@@ -1,4 +1,4 @@
-"""Select submodels by rate: each client gets its share of the model, reduced to what its memory and a task's limits allow."""
+"""Select submodels by rate: each client gets its share of the model, reduced to fit its memory and a task's limits."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from raafl.parts.select.submodels import uncut
 from raafl.submodel import Spec
 
 Rates = float | list[float] | dict[str, float]
-"""One for all clients; a list dealt to them in turn; or by name of device."""
+"""One number for all clients; a list that they take in turn; or a mapping from device name."""
 
 RateOf = Literal["model", "width", "parameters"]
 Rounds = Literal["client", "server"]
 
 
-# No slots: dataclass would make the class twice, and a config could not name it without its path.
+# No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class RateSelect(Select):
-    """Each client's share of the model, cut by a selector; less where its memory or a limit says so.
+    """Select that gives each client its share of the model, reduced to fit its memory and the task's limits.
 
-    A rate is the most that a client gets. Of the sizes up to it the largest is taken whose predicted peak stays within the
-    client's memory and whose task keeps all limits given; so ``RateSelect()`` gives everyone as much as fits. A model without
-    axes is trained whole, whatever the rates.
+    A rate is the largest share that a client gets. Of the sizes up to it, the client gets the largest one whose predicted peak is
+    within its memory and whose task meets all given limits; so ``RateSelect()`` gives every client as much as fits. A model
+    without axes is trained whole, whatever the rates.
 
     Attributes:
         selector: leading (HeteroFL), rolling (FedRolex), random or magnitude.
-        rates: one for all clients; a list dealt to clients 1, 2, ... and again from its beginning; or by name of device.
-        rate_of: what a rate is a share of: the model, nominally, where each axis keeps its square root (`width_of`); the
-            width of each axis; or the parameters as counted, for which the width is searched.
-        rounds: what moves rolling and random on: each client's own merged updates, or the versions of the server.
+        rates: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a mapping from device
+            name.
+        rate_of: quantity of which a rate is a share: model = nominal size, where each axis keeps the square root of the rate
+            (`width_of`); width = each axis; parameters = counted parameters, for which the width is searched.
+        rounds: counter that moves rolling windows and random draws on: each client's own merged updates, or the server's
+            versions.
         seconds: limit on a task's predicted time, links included; None = no limit.
-        flops: limit on a task's training FLOPs.
-        wire_bytes: limit on a task's bytes, down and up.
-        steps_within_s: of the steps that `train` says, make only as many as are predicted to be done within so many seconds,
-            links included, and 1 at least, so that nobody is waited for longer; None = all of them, whatever they take.
+        flops: limit on a task's training FLOPs; None = no limit.
+        wire_bytes: limit on a task's bytes, download and upload together; None = no limit.
+        steps_within_s: reduce the local steps that `train` sets to those predicted to finish within so many seconds, links
+        included,
+            but at least 1, so that no client delays others longer; None = all steps.
     """
 
     selector: Literal["leading", "rolling", "random", "magnitude"] = "leading"
@@ -54,8 +57,8 @@ class RateSelect(Select):
 
     def __post_init__(self) -> None:
         choices = {"selector": SELECTORS, "rate_of": RateOf, "rounds": Rounds}
-        for name, known in choices.items():
-            one_of(name, getattr(self, name), known)
+        for name, allowed in choices.items():
+            one_of(name, getattr(self, name), allowed)
         for rate in self._all_rates():
             fraction("a rate in rates", rate)
         if not self._all_rates():
@@ -84,7 +87,7 @@ class RateSelect(Select):
         return self.rates[client.profile.name]
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the work for ``client``; it counts as region ``client.id``. Raises `BadInput` when nothing fits."""
+        """Return the work for ``client``, as region ``client.id``; raises `BadInput` if no size fits."""
         width = self._size(client, fleet)
         submodels, counts = fleet.state.submodels, fleet.state.counts
         round = fleet.state.version if self.rounds == "server" else counts.get(client.id, 0)
@@ -96,44 +99,44 @@ class RateSelect(Select):
         return Work(spec, region=client.id, num_steps=self._steps(client, spec, fleet))
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return each client that has no rate, or that no submodel fits."""
+        """Return a problem for each client that has no rate, or that no submodel fits."""
         return fleet.problems(lambda client: self._size(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete what was computed for the client; other clients do not depend on it."""
+        """Delete the client's cached size; those of other clients do not depend on it."""
         fleet.cache.pop(client.id, None)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a note where rates have no effect."""
+        """Return a warning if rates have no effect, since the model has no axes."""
         submodels = fleet.state.submodels
         cuts = min(self._all_rates()) < 1 and not submodels.axes
         return uncut(submodels, "cut by rates") if cuts else []
 
-    # ---- how much ----
+    # ---- size and steps ----
 
     def _steps(self, client: ClientInfo, spec: Spec, fleet: SelectContext) -> int | None:
-        """Count the steps that fit into `steps_within_s`; None = all, as where there is no such limit."""
+        """Return the number of steps that fit into `steps_within_s`; None = all steps."""
         limit_s = self.steps_within_s
         if limit_s is None or fleet.cost_s(client, Work(spec)) <= limit_s:
             return None
         one_s, two_s = (fleet.cost_s(client, Work(spec, num_steps=num)) for num in (1, 2))
-        if two_s <= one_s:  # it is the links that take so long
+        if two_s <= one_s:  # the links alone take the time, however few the steps
             return 1
-        # what a step more costs is the same for each, and a hair's breadth is forgiven
+        # each further step costs the same; the small constant absorbs rounding errors
         return max(1 + math.floor((limit_s - one_s) / (two_s - one_s) + 1e-9), 1)
 
     def _size(self, client: ClientInfo, fleet: SelectContext) -> float:
         """Return the client's rate for each axis."""
         if client.id not in fleet.cache:
-            fleet.cache[client.id] = self._found(client, fleet)
+            fleet.cache[client.id] = self._largest_size(client, fleet)
         size: float = fleet.cache[client.id]
         return size
 
-    def _found(self, client: ClientInfo, fleet: SelectContext) -> float:
+    def _largest_size(self, client: ClientInfo, fleet: SelectContext) -> float:
         axes, budget, rate = fleet.state.submodels.axes, self._budget(client, fleet), self.rate(client)
         most = {"model": width_of(rate), "width": rate, "parameters": 1.0}[self.rate_of]
         rates = [step for step in steps(axes) if step < most] + [most] if axes else [1.0]
-        # which units are kept makes no difference to the cost
+        # the choice of units does not change the cost, so the cheapest selector stands for all
         return largest_rate(
             lambda width: leading(axes, width), fleet.cost, budget, rates=rates, who=f"client {client.id}"
         )
@@ -169,14 +172,14 @@ def by_rate(
     levels: Sequence[float],
     rounds: Rounds = "client",
 ) -> Select:
-    """Return ``submodel`` if given, else a `RateSelect` whose rates are shares of the width.
+    """Return ``submodel`` if it is given, else a `RateSelect` whose rates are shares of the width.
 
     Args:
-        submodel: the user's own select; None = by rate.
-        selector: which units a rate keeps.
-        rates: share of the width by client; None = ``levels``, in turn.
+        submodel: the user's own select; None = select by rate.
+        selector: choice of units, see `RateSelect.selector`.
+        rates: share of the width by client; None = ``levels``, which clients take in turn.
         levels: the paper's shares.
-        rounds: whether a client's merges or the server's versions move windows and draws on.
+        rounds: counter that moves rolling windows and random draws on, see `RateSelect.rounds`.
 
     Raises:
         BadInput: both ``submodel`` and ``rates`` are given.

@@ -14,7 +14,7 @@ from raafl.parts.select.windows import RollingWindows, split_rate, window_notes
 from raafl.submodel import Spec, Submodels
 
 
-# No slots: dataclass would make the class twice, and a config could not name it without its path.
+# No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class WindowPieces(OneOf):
     """Windows of consecutive blocks (`RollingWindows`), each cut into disjoint slices of its width, for every rate.

@@ -100,7 +100,7 @@ class _Size:
         return len(self.masks) + merged, ()
 
 
-# No slots: dataclass would make the class twice, and a config could not name it without its path.
+# No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class RollingWindows(Select):
     """A window of ``ceil(r_d L)`` blocks that moves up with each of a client's rounds, r_w of the segments of each axis.

@@ -11,7 +11,7 @@ from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, Work
 from raafl.parts.local.mask_training import SCORES
-from raafl.parts.merge.personal import AT_WORK, WithScores, forget_work, note_work, scores_of
+from raafl.parts.merge.personal import AT_WORK, WithScores, forget_work, record_work, scores_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import filled, line_state
 
@@ -41,11 +41,11 @@ def test_two_clients_one_of_them_late_by_hand():
     step is (0.5 * 0.5 + 1/3 * 1) / (0.5 + 1/3) = 0.7.
     """
     state, merge = line_state(value=3.0), ImportanceMerge(segments=2)
-    note_work(state, 2, Work(FIRST))
+    record_work(state, 2, Work(FIRST))
     merge.receive(state, update(state, 1, -2.0), FULL, 0)
     merge.apply(state)
     assert {float(v) for b in state.values.buffers.values() for v in b} == {1.0}
-    note_work(state, 1, Work())
+    record_work(state, 1, Work())
     merge.receive(state, update(state, 1, 0.5), FULL, 0)
     merge.receive(state, update(state, 2, 1.0, FIRST), FIRST, 1)
     merge.apply(state)
@@ -161,7 +161,7 @@ def test_starts_are_kept_only_where_the_model_changes_under_a_client():
         (2, Work(FIRST)),
         (3, Work(Spec(trained=()), extra={"masks": ["hidden"]})),
     ):
-        note_work(state, client, work)
+        record_work(state, client, work)
     merge.receive(state, update(state, 1, 1.0), FULL, 0)
     merge.apply(state)
     at_work = state.memory[AT_WORK]
@@ -182,7 +182,7 @@ def test_scores_are_remembered_and_do_not_reach_the_inner_merge():
     state, merge = line_state(value=1.0), WithScores(ImportanceMerge())
     frozen = Spec(trained=())
     for client in (1, 2):
-        note_work(state, client, Work(frozen, extra={"masks": ["hidden"]}))
+        record_work(state, client, Work(frozen, extra={"masks": ["hidden"]}))
     nothing = FlatTensors.empty(state.submodels.layout(frozen, "trained"))
     sent = FlatTensors.from_named({"hidden": torch.full((4,), 2e4), "other": torch.zeros(2)})
     mine = Update(0, 1, 0, nothing, 1, bundles={SCORES: sent})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from raafl.parts.local.swap_parameters import at
+from raafl.parts.local.swap_parameters import with_parameters
 from raafl.submodel import FlatTensors
 
 
@@ -16,7 +16,7 @@ def test_values_are_others_within_and_own_again_after_however_it_ends():
     storage = module[0].weight.data_ptr()
     other = FlatTensors.from_named({"0.weight": torch.full((1, 1), 7.0)})
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with pytest.raises(ZeroDivisionError), at(module, other):
+    with pytest.raises(ZeroDivisionError), with_parameters(module, other):
         assert module[0].weight.item() == 7.0
         module(torch.ones(2, 1)).sum().backward()  # counts a batch
         module.log("loss", 1.0)

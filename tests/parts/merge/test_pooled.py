@@ -11,8 +11,9 @@ from raafl.core.algorithm import Local, Training
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.local.train import LocalTrainer
-from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
+from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.pooled import Pooled, pooled
+from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.robust import CoordinateWise, NormFilter
 from raafl.submodel import FULL, Spec, Submodels

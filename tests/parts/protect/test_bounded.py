@@ -11,7 +11,8 @@ from raafl.algorithms import fed_avg, fed_buff, fed_dyn, scaffold
 from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Suspend, Update
-from raafl.parts.merge.mean import Deltas, Mean, ServerOptimizer
+from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.bounded import Bounded, bounded
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels

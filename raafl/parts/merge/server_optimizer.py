@@ -1,0 +1,109 @@
+"""Step the global model with an adaptive optimizer on the server: FedAdam, FedYogi and FedAdagrad (FedOpt)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from raafl.core.algorithm import Merge
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.errors import BadInput, one_of, positive
+from raafl.parts.merge.mean import Accumulator, chunks, trained_values, zeros_like
+from raafl.parts.merge.staleness import Staleness
+from raafl.submodel import FULL, Spec
+
+ServerKind = Literal["adam", "yogi", "adagrad"]
+
+
+@dataclass(frozen=True)
+class ServerOptimizer(Merge):
+    """FedOpt's merge: an adaptive server step with the mean delta as its pseudo-gradient (Reddi et al. 2021, Algorithm 2).
+
+    ``m <- beta1 m + (1 - beta1) Delta``; ``v`` by kind: adagrad ``v + Delta^2``, yogi
+    ``v - (1 - beta2) Delta^2 sign(v - Delta^2)``, adam ``beta2 v + (1 - beta2) Delta^2``;
+    ``theta <- theta + eta m / (sqrt(v) + tau)``. v starts at tau^2, m at 0; no bias correction, as in the paper.
+    Floating-point buffers (running statistics) get the plain mean. Elements that no update covers, or only updates of weight 0,
+    keep theta, m and v.
+    Delta is ``sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the n that cover the element, each against the version from which
+    that client started.
+
+    Attributes:
+        kind: adam, yogi or adagrad.
+        server_lr: server learning rate eta.
+        beta1: decay of m.
+        beta2: decay of v (adam, yogi).
+        tau: constant added to sqrt(v), the degree of adaptivity.
+        staleness: staleness factor s.
+        by_samples: weight clients by |D_n|; False = equally.
+    """
+
+    kind: ServerKind = "adam"
+    server_lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+    staleness: Staleness = field(default_factory=Staleness)
+    by_samples: bool = True
+    sends: Literal["values", "delta"] = "delta"
+
+    def __post_init__(self) -> None:
+        one_of("server optimizer", self.kind, ServerKind)
+        positive("server_lr", self.server_lr)
+        positive("tau", self.tau)
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0 <= beta < 1:
+                raise BadInput(f"{name} is {beta}: give a number from 0 to below 1")
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Add the scaled delta to the sum."""
+        memory = state.memory.setdefault("fed_opt", {})
+        weight = float(update.num_samples) if self.by_samples else 1.0
+        Accumulator(state, memory).add(update.tensors, spec, weight, self.staleness(staleness))
+
+    def apply(self, state: GlobalState) -> None:
+        """Take one server step along the mean delta."""
+        memory = state.memory["fed_opt"]
+        sums = Accumulator(state, memory)
+        if not sums.weight:
+            sums.clear()
+            return
+        if "m" not in memory:
+            memory["m"], memory["v"] = zeros_like(state.values), zeros_like(state.values)
+            for buffer in memory["v"].prefix(state.submodels.layout(part="trained")).buffers.values():
+                buffer.fill_(self.tau**2)
+        count = None if sums.common == FULL else sums.cover()
+        for name, theta in trained_values(state).items():
+            is_parameter = name in state.submodels.parameter_names
+            flats = [theta, sums.total[name], memory["m"][name], memory["v"][name]]
+            if count is not None:
+                flats.append(count[name])
+            for old, total, m, v, *weight in chunks(*flats):
+                delta = total / weight[0].clamp_min(torch.finfo(theta.dtype).tiny) if weight else total / sums.weight
+                if is_parameter:
+                    self._step(old, delta, m, v, weight[0] > 0 if weight else None)
+                else:
+                    old.add_(delta)
+        sums.clear()
+
+    def _step(self, theta: Tensor, delta: Tensor, m: Tensor, v: Tensor, where: Tensor | None) -> None:
+        square = delta * delta
+        new_m = torch.add(m * self.beta1, delta, alpha=1 - self.beta1)
+        if self.kind == "adagrad":
+            new_v = v + square
+        elif self.kind == "yogi":  # changes v by at most (1 - beta2) Delta^2, while adam's may fall by (1 - beta2) v
+            new_v = v - (1 - self.beta2) * square * torch.sign(v - square)
+        else:
+            new_v = torch.add(v * self.beta2, square, alpha=1 - self.beta2)
+        new_theta = torch.addcdiv(theta, new_m, new_v.sqrt().add_(self.tau), value=self.server_lr)
+        for old, new in ((m, new_m), (v, new_v), (theta, new_theta)):
+            old.copy_(new if where is None else torch.where(where, new, old))
+
+    def __str__(self) -> str:
+        words = [f"server {self.kind}"]
+        words += [] if self.by_samples else ["unweighted"]
+        words += [f"deltas x {self.staleness}"] if str(self.staleness) else []
+        return ", ".join([*words, f"lr {self.server_lr:g}"])

@@ -101,9 +101,8 @@ class AllReported(Trigger):
             return arrived_s[enough - 1]
         if self.deadline is None or len(arrived_s) < half:
             return None
-        median_s = (
-            arrived_s[half - 1] - waiting.opened_s
-        )  # tasks still active take longer, so later reports do not change the median
+        # tasks still active take longer, so later reports do not change the median
+        median_s = arrived_s[half - 1] - waiting.opened_s
         return waiting.opened_s + self.deadline * median_s if median_s > 0 else None
 
     def __str__(self) -> str:

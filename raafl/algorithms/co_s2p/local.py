@@ -104,7 +104,7 @@ class MaskedAndDistilled(Local):
             plain, own = (_followed(submodels, spec, batch_size, local, extra) for local in (Local(), self))
         except (
             Exception
-        ):  # the user's step needs values and cannot run on meta tensors: the plain cost is the best prediction
+        ):  # the user's step needs values, which meta tensors lack: the plain cost is the best prediction
             return 0.0, 0, 0.0, 0.0
         samples = max(batch_size, 1)
         return (

@@ -30,9 +30,8 @@ class Split(Local):
         cut: path of the module whose output ends the client's part.
     """
 
-    leaves_out: ClassVar[frozenset[str]] = frozenset(
-        TASK_HOOKS
-    )  # they would run twice, once in each half, or in one half alone
+    # they would run twice, once in each half, or in one half alone
+    leaves_out: ClassVar[frozenset[str]] = frozenset(TASK_HOOKS)
 
     client_layers: int | None = 2
     share: float | None = None

@@ -303,9 +303,8 @@ def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return U, S and V^T of a product of thin factors (out, n) and (n, in), without forming the product."""
     (q, r), (p, t) = torch.linalg.qr(left), torch.linalg.qr(right.T)
     core = r @ t.T
-    if (
-        not core.isfinite().all()
-    ):  # LAPACK raises, or never returns: let a diverged model become NaN, which the run detects
+    # on such input LAPACK raises or never returns: let a diverged model become NaN, which the run detects
+    if not core.isfinite().all():
         return q * math.nan, core.diagonal() * math.nan, p.T * math.nan
     u, s, v = torch.linalg.svd(core, full_matrices=False)
     return q @ u, s, v @ p.T

@@ -219,9 +219,8 @@ class Mean(Merge):
             flats = (theta, *(other.buffers[dtype][: len(theta)] for other in (sums.total, weights, mixed)))
             for old, total, weight, share in chunks(*flats):
                 keep = 1.0 - factors[0] if alike else 1.0 - share / weight
-                new = torch.addcdiv(
-                    old * keep, total, weight
-                )  # 0 / 0 = NaN on elements that no update covers, which the next line leaves out
+                # 0 / 0 = NaN on elements that no update covers, which the next line leaves out
+                new = torch.addcdiv(old * keep, total, weight)
                 old.copy_(torch.where(weight > 0, new, old))
 
     def too_stale(self, staleness: float) -> str | None:

@@ -15,18 +15,18 @@ from raafl.parts.trigger import AllReported
 def with_options(
     algorithm: Algorithm, rounds: Rounds, guard: Guard, privacy: Privacy, num_clients: int, noise_key: bytes = b""
 ) -> Algorithm:
-    """Return ``algorithm`` with its rounds closed, its merge guarded and made private, in that order, innermost first.
+    """Return ``algorithm`` with early closing of rounds, a guarded merge and privacy, wrapped in this order, innermost first.
 
     Args:
         algorithm: the five parts as its factory makes them.
-        rounds: when a round closes without its last clients.
+        rounds: conditions on which a round closes without its last clients.
         guard: clipping, refusal of outliers, robust means.
         privacy: client-level differential privacy.
         num_clients: N, for the accountant.
-        noise_key: seed of the privacy noise, which only the server has; empty where the result is only checked.
+        noise_key: seed of the privacy noise, which only the server has; empty if the result is only checked.
 
     Raises:
-        BadInput: an option does not go with the algorithm, or with another option.
+        BadInput: an option does not work with the algorithm, or with another option.
     """
     if rounds.is_on:
         if not isinstance(algorithm.trigger, AllReported):

@@ -1,4 +1,4 @@
-"""Combine updates by centred clipping: each is pulled towards the last merge's mean (Karimireddy et al. 2021)."""
+"""Combine updates by centred clipping: each is clipped around the mean of the last merge (Karimireddy et al. 2021)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.flat import is_merged
 
 MEMORY = "centred"
-"""Key in `GlobalState.memory`: the "stored" updates, and the "centre" of the last merge."""
+"""Key in `GlobalState.memory` of the "stored" updates and the "centre" v of the last merge."""
 
 Stored = tuple[Spec, int, FlatTensors]
 """Submodel, staleness, and a copy of an update's tensors."""
@@ -24,16 +24,17 @@ Stored = tuple[Spec, int, FlatTensors]
 
 @dataclass(frozen=True)
 class Centred(Wrapped):
-    """Centred clipping: ``v <- v + 1/K sum_i (d_i - v) min(1, tau / ||d_i - v||)``, starting from the last merge's v.
+    """Merge wrapper for centred clipping: ``v <- v + 1/K sum_i (d_i - v) min(1, tau / ||d_i - v||)``, from the last merge's v.
 
-    Karimireddy et al. 2021, equation 3, with one iteration. d_i is an update's difference as in `raafl.parts.protect.robust`, K the
-    number of updates that cover an element. At the first merge v is the coordinate-wise median. Without a radius, tau is the median
-    distance of the merge; distances are over parameters, and those of submodels are compared by their root mean square, so that a
-    small one is not always near. Unweighted. v replaces every update in the inner merge (`feed`); on elements that no update covers
-    it stays for the next merge. Deterministic. Memory: K updates, and three of the model's size.
+    Karimireddy et al. 2021, equation 3, with one iteration. d_i is an update's difference as in `raafl.parts.protect.robust`,
+    K the number of updates that cover an element. At the first merge v is the coordinate-wise median. Without a radius, tau
+    is the median distance of the merge. Distances are over parameters; those of submodels are compared by their root mean
+    square, since otherwise a small one would always be near. Unweighted. v replaces every update in the inner merge (`feed`);
+    on elements that no update covers it stays for the next merge. Deterministic. Memory: K updates, and three tensors of the
+    model's size.
 
-    The paper's clients send momentum, which makes honest updates alike over time. Here they send a task's change: clients with very
-    different data are as far from each other as from an attacker, and no distance tells them apart.
+    The paper's clients send momentum, which makes honest updates similar over time. Here they send a task's change: clients
+    with very different data are as far from each other as from an attacker, and no distance tells them apart.
 
     Attributes:
         radius: tau, an L2 norm; None = the median distance.
@@ -42,11 +43,11 @@ class Centred(Wrapped):
     radius: float | None
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and what a joint update leaves out."""
+        """Return the inner merge's notes, and one on joint updates."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store a copy."""
+        """Store a copy of the update."""
         memory = state.memory.setdefault(MEMORY, {})
         memory.setdefault("stored", []).append((spec, staleness, update.tensors.clone()))
 
@@ -54,7 +55,7 @@ class Centred(Wrapped):
         """Do nothing, since copies are stored."""
 
     def apply(self, state: GlobalState) -> None:
-        """Move the centre, and pass it to the inner merge."""
+        """Move the centre v, and pass it to the inner merge."""
         memory = state.memory[MEMORY]
         stored: list[Stored] = memory.pop("stored")
         if "centre" not in memory:
@@ -64,7 +65,7 @@ class Centred(Wrapped):
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 
     def _median(self, state: GlobalState, stored: list[Stored]) -> FlatTensors:
-        """Return the coordinate-wise median of the differences; 0 where there are none."""
+        """Return the coordinate-wise median of the differences; 0 on elements that no update covers."""
         centre = zeros_like(state.values)
         for spec, values in locate(state, [(spec, tensors) for spec, _, tensors in stored], "median", 0.0).items():
             change = values.clone()
@@ -73,12 +74,12 @@ class Centred(Wrapped):
         return centre
 
     def _subtract(self, state: GlobalState, spec: Spec, tensors: FlatTensors) -> None:
-        """Make a difference of values, in place; of deltas they are it."""
+        """Subtract the global values in place, if the updates are values and not deltas."""
         if self.sends == "values":
             _sub_(tensors, state.submodels.plan(spec).gather(state.values))
 
     def _move(self, state: GlobalState, centre: FlatTensors, stored: list[Stored]) -> None:
-        """Move ``centre`` by the mean of what the updates, in whose storage this works, are away from it, clipped."""
+        """Move ``centre`` by the mean of the clipped distances of the updates, whose tensors are overwritten."""
         distances = []
         for spec, _, tensors in stored:
             self._subtract(state, spec, tensors)
@@ -96,16 +97,16 @@ class Centred(Wrapped):
                 old.add_(step.div_(on.clamp_min(1)))
 
     def _moved(self, state: GlobalState, centre: FlatTensors, spec: Spec) -> FlatTensors:
-        """Return the update of a client of ``spec`` whose difference is ``centre``."""
+        """Return the update of ``spec`` whose difference is ``centre``."""
         plan = state.submodels.plan(spec)
-        found = plan.gather(centre)
+        moved = plan.gather(centre)
         if self.sends == "values":
             for dtype, buffer in plan.gather(state.values).buffers.items():
-                found.buffers[dtype].add_(buffer)
-        return found
+                moved.buffers[dtype].add_(buffer)
+        return moved
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Report under "guard" that updates were combined by centred clipping."""
+        """Report, under "guard", that updates were combined by centred clipping."""
         inner = super().report(state)
         return {**inner, "guard": {**inner.get("guard", {}), "combine": "centred_clip", "radius": self.radius}}
 

@@ -13,10 +13,10 @@ from raafl.parts.trigger import EachArrival
 
 
 def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
-    """Return ``algorithm`` with its merge protected as ``guard`` says.
+    """Return ``algorithm`` with its merge wrapped as ``guard`` says.
 
     Raises:
-        BadInput: a median or trimmed mean is asked for where updates are merged one by one, or separately for each client.
+        BadInput: a robust mean is requested, but updates are merged one by one, or separately for each client.
     """
     merge = algorithm.merge
     if guard.combine != "mean":

@@ -17,16 +17,16 @@ class Guard:
 
     Attributes:
         clip_norm: scale an update's difference down to at most this L2 norm; null = no clipping.
-        outlier: refuse an update whose norm is above this many times the median of those accepted; null = none is.
-        warm_up: how many updates of a size are accepted before one is judged.
+        outlier: refuse an update whose norm exceeds this multiple of the median of accepted norms; null = refuse none.
+        warm_up: number of updates of a size that are accepted before one is judged.
         combine: mean (the algorithm's own), trimmed_mean or median of each coordinate over the updates that cover it, or
-            centred_clip: a mean of updates that are clipped around the last one.
-        radius: of centred_clip: L2 distance from the last mean beyond which an update is clipped; null = the median distance.
-        max_weight: of a client with data of its own (`raafl join --data`): it counts as no more than so many times the median
-            of the clients' samples; null = as it says. Others are held to the share that they were dealt.
-        max_norm_ratio: refuse an update whose norm is above this many times the median of those accepted of the same layout, once
-            eight are; null = none is. See `raafl.parts.protect.bounded`.
-        own_data: whether a client may train on data of its own at all; false = it is turned away when it joins.
+            centred_clip, a mean of updates that are clipped around the last one.
+        radius: L2 distance from the last mean beyond which centred_clip clips an update; null = the median distance.
+        max_weight: largest weight of a client with data of its own (`raafl join --data`), as a multiple of the median of the
+            clients' samples; null = as it reports. Other clients have the number of samples in their share of the run's data.
+        max_norm_ratio: refuse an update whose norm exceeds this multiple of the median of accepted norms of the same layout, once
+            eight are accepted; null = refuse none. See `raafl.parts.protect.bounded`.
+        own_data: let clients train on data of their own; false = refuse such a client when it joins.
         trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
     """
 
@@ -58,7 +58,7 @@ class Guard:
 
     @property
     def is_on(self) -> bool:
-        """Whether the merge is changed beyond what is on by default."""
+        """Whether an option changes the merge that is off by default."""
         return self.clip_norm is not None or self.outlier is not None or self.combine != "mean"
 
 
@@ -67,11 +67,11 @@ class Privacy:
     """Client-level differential privacy; off unless a clipping norm is given.
 
     Attributes:
-        clip_norm: L2 norm that each update is clipped to (S or C); null = no differential privacy.
+        clip_norm: L2 norm to which each update is clipped (S or C); null = no differential privacy.
         noise_multiplier: standard deviation of the noise on a merge's sum, as a multiple of clip_norm (z or sigma).
         delta: probability with which epsilon may fail to hold; below 1 / clients.
-        divisor: what the noisy sum is divided by; null = updates expected in a merge (cohort, buffer size or 1).
-        seed_file: file with the secret seed of the noise, made anew where there is none; null = derived from the run's seed.
+        divisor: number by which the noisy sum is divided; null = updates expected in a merge (cohort, buffer size or 1).
+        seed_file: file with the secret seed of the noise, created if missing; null = derive it from the run's seed.
     """
 
     clip_norm: float | None = None
@@ -104,7 +104,8 @@ class Rounds:
 
     Attributes:
         close_at: share of the round's tasks whose updates close it, rounded up; 1 = all.
-        deadline: multiple of the median time from the start of the round to an update, above 1; null = none.
+        deadline: time after which the round closes, as a multiple, above 1, of the median time from its start to an update;
+            null = none.
     """
 
     close_at: float = 1.0

@@ -2,11 +2,12 @@
 
 DP-FedAvg (McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018, Algorithm 1) in rounds; the same
 at every full buffer or every arrival of asynchronous algorithms. `private` wraps an algorithm's own merge: everything that the
-merge does (mixing, staleness, a server optimiser) is post-processing of what is released here.
+merge does (mixing, staleness, a server optimizer) is post-processing of the noisy mean that is released here.
 
-Accounting: a client's updates compose one after the other as Gaussian mechanisms, without amplification by sampling, whose
+Accounting: a client's updates compose one after another as Gaussian mechanisms, without amplification by sampling, whose
 conditions raafl's sampling does not meet (docs/privacy.md). Neighbouring runs differ in one client's updates, all of them replaced
-by zero (zero-out: Kairouz et al. 2021, definition 1.1); who took part, when, and on which submodel is public.
+by zero (zero-out: Kairouz et al. 2021, definition 1.1). The participants of each merge, their times and their submodels are
+public.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ MECHANISM = "Gaussian noise on the sum of clipped updates at each merge; compose
 
 
 def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes) -> Algorithm:
-    """Return ``algorithm`` with its merge made private.
+    """Return ``algorithm`` with a private merge; unchanged if privacy is off.
 
     Args:
-        algorithm: whose merge is wrapped.
+        algorithm: the algorithm whose merge is wrapped.
         privacy: the options.
         num_clients: N.
         key: seed of the noise.
@@ -73,7 +74,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
 
 
 def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
-    """Return the usual number of updates in a merge: a cohort (or everyone), a full buffer, or one."""
+    """Return the usual number of updates in a merge: a cohort (or all clients), a full buffer, or one."""
     trigger: Any = algorithm.trigger
     if trigger.restart == "merge":
         return float(getattr(algorithm.sample, "cohort", None) or num_clients)
@@ -104,10 +105,15 @@ def noise_key(privacy: Privacy, seed: int) -> bytes:
 
 
 def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float | None:
-    """Return the epsilon of ``compositions`` Gaussian mechanisms of sensitivity 1, by dp-accounting; None when it is infinite.
+    """Return the epsilon of repeated Gaussian mechanisms of sensitivity 1, by dp-accounting; None if it is infinite.
 
     Their composition is one Gaussian mechanism with ``noise_multiplier / sqrt(compositions)`` (Dong et al. 2019, corollary 3.3),
     whose epsilon is exact (Balle and Wang 2018, theorem 8).
+
+    Args:
+        noise_multiplier: standard deviation of the noise of one mechanism.
+        compositions: number of mechanisms.
+        delta: probability with which epsilon may fail to hold.
     """
     if compositions == 0:
         return 0.0
@@ -115,21 +121,21 @@ def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float |
         return None
     import dp_accounting
 
-    found = float(dp_accounting.get_epsilon_gaussian(noise_multiplier / math.sqrt(compositions), delta))
-    return found if math.isfinite(found) else None
+    value = float(dp_accounting.get_epsilon_gaussian(noise_multiplier / math.sqrt(compositions), delta))
+    return value if math.isfinite(value) else None
 
 
 def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
     """Yield ``num`` standard normal numbers in pieces of `CHUNK`, float64, as a function of ``key`` alone.
 
-    Box and Muller's transform of SHAKE-256's output. torch's CPU generator has only 2^32 seeds, which an attacker could try one
-    by one until the noise of a published model is found.
+    They are Box and Muller's transform of SHAKE-256's output. torch's CPU generator has only 2^32 seeds, which an attacker
+    could try one by one until the noise of a published model is found.
     """
     for number, start in enumerate(range(0, num, CHUNK)):
         pairs = -(-min(CHUNK, num - start) // 2)
         stream = hashlib.shake_256(key + number.to_bytes(8, "little")).digest(16 * pairs)
         bits = np.frombuffer(stream, dtype="<u8") >> np.uint64(11)
-        # 53 bits are all that a double between 0 and 1 can hold; the half keeps log away from 0, so |noise| is below 8.7
+        # a double in [0, 1) has 53 random bits; adding a half avoids log(0), and bounds |noise| by 8.7
         uniform = (bits + 0.5) * 2.0**-53
         radius, angle = np.sqrt(-2.0 * np.log(uniform[:pairs])), 2.0 * math.pi * uniform[pairs:]
         both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
@@ -138,11 +144,11 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Private(Wrapped):
-    """Releases ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m`` and passes it to the inner merge.
+    """Merge wrapper that releases ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m`` to the inner merge.
 
-    d_n is an update's difference as in `raafl.parts.protect.robust`, its norm taken over everything it trains; noise is
+    d_n is an update's difference as in `raafl.parts.protect.robust`, with its norm over everything it trains; noise is
     added to every element that an update of the merge covers. m does not depend on data: it is fixed before the run, also
-    for elements that few submodels cover. Weights are 1, never a client's claimed number of samples. Staleness acts on
+    for elements that few submodels cover. Weights are 1, never a client's claimed number of samples. Staleness scales
     the release, by its mean factor. Memory: one sum per distinct submodel in a merge.
 
     The noise of a merge derives from the key and the ids of its assignments, which no other merge has, so that runs replay and
@@ -151,7 +157,7 @@ class Private(Wrapped):
     Attributes:
         clip_norm: C.
         noise_multiplier: sigma.
-        delta: at which epsilon is reported.
+        delta: delta for which epsilon is reported.
         divisor: m.
         key: seed of the noise.
     """
@@ -163,7 +169,7 @@ class Private(Wrapped):
     key: bytes = field(repr=False)
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems, and running statistics, to which no noise can be added."""
+        """Return the inner merge's problems, and one if the model has running statistics, to which no noise can be added."""
         trained = state.submodels.layout(part="trained").entries
         problems = super().check(state)
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
@@ -176,7 +182,7 @@ class Private(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and what a joint update leaves out."""
+        """Return the inner merge's notes, and one on joint updates."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -196,7 +202,7 @@ class Private(Wrapped):
         """Do nothing, since sums are stored."""
 
     def apply(self, state: GlobalState) -> None:
-        """Release the noisy mean."""
+        """Release the noisy mean to the inner merge, and count it in the budget."""
         memory = state.memory["privacy"]
         received: list[tuple[Spec, int, int, int]] = memory.pop("received")
         sums: dict[Spec, FlatTensors] = memory.pop("sums")
@@ -205,15 +211,15 @@ class Private(Wrapped):
         self._spend(state, Counter(client for *_, client, _ in received))
 
     def _spend(self, state: GlobalState, contributions: Mapping[int, int]) -> None:
-        """Count one release, with so many updates of each client in its sum."""
+        """Count one release; ``contributions`` is the number of each client's updates in its sum."""
         memory = state.memory.setdefault("privacy", {"updates": {}, "squares": {}})
         for client, num in contributions.items():
             memory["updates"][client] = memory["updates"].get(client, 0) + num
-            # a client that is j times in one sum moves it by up to j C: as much as j^2 mechanisms with sensitivity C
+            # j updates of one client move a sum by up to j C, which costs as much as j^2 mechanisms of sensitivity C
             memory["squares"][client] = memory["squares"].get(client, 0) + num**2
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Count releases that a crash has undone, since clients saw them."""
+        """Count releases that a crash has rolled back, since clients have seen them."""
         for version in {version for _, version in merged}:
             self._spend(state, Counter(client for client, of in merged if of == version))
         super().on_rollback(state, merged)
@@ -221,18 +227,18 @@ class Private(Wrapped):
     def _release(
         self, state: GlobalState, sums: dict[Spec, FlatTensors], assignments: list[int]
     ) -> dict[Spec, FlatTensors]:
-        """Return the noisy mean (on top of the global values where the inner merge takes values) on each submodel."""
+        """Return the noisy mean on each submodel, plus the global values if the inner merge takes values."""
         total = next(iter(sums.values()))
         if len(sums) > 1:
             total = zeros_like(state.values)
             for spec, part in sums.items():
                 state.submodels.plan(spec).add_(total, part)
         scale = self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
-        for place, (dtype, buffer) in enumerate(total.buffers.items()):
-            if not is_merged(dtype):  # integers beside what trains: no update has any
+        for number, (dtype, buffer) in enumerate(total.buffers.items()):
+            if not is_merged(dtype):  # integer buffers, which no update contains
                 continue
             if scale:
-                key = hashlib.blake2b(self.key + repr((assignments, place)).encode(), digest_size=32).digest()
+                key = hashlib.blake2b(self.key + repr((assignments, number)).encode(), digest_size=32).digest()
                 for piece, noise in zip(torch.split(buffer, CHUNK), gaussian(key, len(buffer)), strict=True):
                     piece.add_((noise * scale).to(piece))
             buffer.div_(self.divisor)
@@ -246,7 +252,7 @@ class Private(Wrapped):
         return sums
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the budget spent, under "privacy": the epsilon of the client that took part most often."""
+        """Return, as "privacy", the budget spent: the epsilon of the client that contributed most often."""
         memory = state.memory.get("privacy", {"updates": {}, "squares": {}})
         compositions = max(memory["squares"].values(), default=0)
         spent = {

@@ -1,9 +1,9 @@
-"""Merge although some updates are bad: clip norms, refuse outliers, trim means, take medians.
+"""Make merges robust against bad updates: clip norms, refuse outliers, trim means, take medians.
 
-`raafl.parts.protect.guard` wraps an algorithm's own merge in these. An update is judged by the *difference* it would make: what a
-client sends where the merge takes deltas (FedBuff, FedOpt), else its trained values minus the global values of that submodel at
-arrival. The latter bounds a merge's effect on the model, is defined for every submodel, and needs no old versions; in a
-synchronous round, where the global values do not change, both are the same.
+`raafl.parts.protect.guard` wraps an algorithm's own merge in these. An update is judged by the *difference* it would make: the
+delta that a client sends if the merge takes deltas (FedBuff, FedOpt), else its trained values minus the global values of that
+submodel at arrival. The latter bounds a merge's effect on the model, is defined for every submodel, and needs no old versions; in
+a synchronous round, where the global values do not change, both are the same.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.flat import is_merged
 
 WINDOW = 101
-"""Accepted norms remembered for each size class; the oldest goes first."""
+"""Number of the latest accepted norms that are stored for each size class."""
 
 
 # ---- differences and their norms ----
 
 
 def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> FlatTensors:
-    """Return ``update`` minus the model: its own tensors where those are deltas (read only), otherwise new storage."""
+    """Return ``update`` minus the model: its own tensors, read only, if those are deltas; otherwise new storage.
+
+    Args:
+        state: the global model.
+        update: the update.
+        spec: its submodel.
+        sends: what updates contain, values or delta.
+    """
     if sends == "delta":
         return update.tensors
     change = state.submodels.plan(spec).gather(state.values)
@@ -46,7 +53,15 @@ def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> Fl
 
 
 def scaled(state: GlobalState, update: Update, spec: Spec, sends: str, factor: float) -> FlatTensors:
-    """Return ``update``'s tensors with their difference times ``factor``, in new storage."""
+    """Return ``update``'s tensors with their difference multiplied by ``factor``, in new storage.
+
+    Args:
+        state: the global model.
+        update: the update.
+        spec: its submodel.
+        sends: what updates contain, values or delta.
+        factor: factor of the difference.
+    """
     if sends == "delta":
         buffers = {dtype: buffer * factor for dtype, buffer in update.tensors.buffers.items()}
         return FlatTensors(update.tensors.layout, buffers)
@@ -57,13 +72,13 @@ def scaled(state: GlobalState, update: Update, spec: Spec, sends: str, factor: f
 
 
 def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
-    """Return the L2 norm over the parameters of a trained part, summed in double precision: no finite update overflows.
+    """Return the L2 norm over the parameters of a trained part, summed in double precision, where no finite update overflows.
 
-    Running statistics are not counted: their scale has nothing to do with the parameters'.
+    Running statistics are not counted: their scale is unrelated to that of parameters.
     """
     squares = []
     for dtype, buffer in tensors.buffers.items():
-        # parameters come before the running statistics in every buffer
+        # every buffer stores parameters before running statistics
         size = sum(e.numel for e in tensors.layout.entries if e.dtype == dtype and e.name in submodels.parameter_names)
         for piece in torch.split(buffer[:size], CHUNK if buffer.device.type == "cpu" else max(size, 1)):
             squares.append(piece.double().square().sum().item())
@@ -75,17 +90,17 @@ def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
 
 @dataclass(frozen=True)
 class NormFilter(Wrapped):
-    """Clips and refuses updates by norm before the inner merge sees them (norm bounding: Sun et al. 2019, section 4).
+    """Merge wrapper that clips and refuses updates by norm (norm bounding: Sun et al. 2019, section 4).
 
     Clipping: ``d <- d * min(1, C / ||d||)``, with the parameters' norm; running statistics are scaled along, but not bounded.
-    Refusing: ``||d|| > outlier * median`` of the last `WINDOW` accepted norms (before clipping) in the same size class: number of
-    trained parameters in octaves, so that small submodels are compared with small ones. Updates of the warm-up are not judged.
-    Memory: `WINDOW` numbers per size class.
+    Refusing: ``||d|| > outlier * median`` of the last `WINDOW` accepted norms (before clipping) in the same size class. The
+    class is the number of trained parameters in octaves, so that small submodels are compared with small ones. Updates of the
+    warm-up are not judged. Memory: `WINDOW` numbers per size class.
 
     Attributes:
-        clip_norm: C, or None.
-        outlier: multiple of the median, or None.
-        warm_up: accepted norms of a class before one is judged.
+        clip_norm: C; None = no clipping.
+        outlier: multiple of the median above which an update is refused; None = refuse none.
+        warm_up: number of accepted norms of a class before an update is judged.
     """
 
     clip_norm: float | None
@@ -93,17 +108,17 @@ class NormFilter(Wrapped):
     warm_up: int
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "outlier" for a norm far above those of its class."""
+        """Return "outlier" for a norm far above those of its class; otherwise the inner merge's reason."""
         if self.outlier is not None:
             norm = self._measure(state, update, spec)
-            known = self._memory(state)["norms"].get(_size_class(update.tensors), [])
-            if len(known) >= self.warm_up and norm > self.outlier * statistics.median(known) > 0:
+            accepted = self._memory(state)["norms"].get(_size_class(update.tensors), [])
+            if len(accepted) >= self.warm_up and norm > self.outlier * statistics.median(accepted) > 0:
                 return "outlier"
             self._memory(state)["measured"] = [update.assignment, norm]
         return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Clip the update and pass it on; within bounds it is passed on unchanged, bit for bit."""
+        """Clip the update and pass it to the inner merge; within bounds it stays unchanged, bit for bit."""
         memory = self._memory(state)
         number, norm = memory.pop("measured", None) or (None, 0.0)
         if number != update.assignment:
@@ -119,10 +134,10 @@ class NormFilter(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Report the number of clipped updates under "guard"; refusals are counted with all others."""
+        """Return, as "guard", the number of clipped updates; refusals are counted with all others."""
         memory = self._memory(state)
-        mine = {"clip_norm": self.clip_norm, "clipped": memory["clipped"], "outlier": self.outlier}
-        return _reported(super().report(state), mine)
+        counts = {"clip_norm": self.clip_norm, "clipped": memory["clipped"], "outlier": self.outlier}
+        return _reported(super().report(state), counts)
 
     def _measure(self, state: GlobalState, update: Update, spec: Spec) -> float:
         return norm_of(difference(state, update, spec, self.sends), state.submodels)
@@ -137,8 +152,8 @@ class NormFilter(Wrapped):
         return f"{', '.join(words)}, then {self.inner}"
 
 
-def _reported(inner: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
-    return {**inner, "guard": {**inner.get("guard", {}), **mine}}
+def _reported(inner: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    return {**inner, "guard": {**inner.get("guard", {}), **own}}
 
 
 def _size_class(tensors: FlatTensors) -> int:
@@ -149,10 +164,17 @@ def _size_class(tensors: FlatTensors) -> int:
 
 
 def num_dropped(combine: Combine, trim: float, num: int) -> int:
-    """Return the number of values dropped at each end of ``num``: floor(trim * num), or all but the middle one or two."""
+    """Return the number of values dropped at each end of ``num``: floor(trim * num); for a median all but the middle one or two.
+
+    Args:
+        combine: way to combine.
+        trim: share dropped at each end by trimmed_mean.
+        num: number of values.
+    """
     if combine == "median":
         return max(num - 1, 0) // 2
-    return int(trim * num + 1e-9) if combine == "trimmed_mean" else 0  # 0.29 * 100 is a little less than 29
+    # in floating point 0.29 * 100 is slightly below 29
+    return int(trim * num + 1e-9) if combine == "trimmed_mean" else 0
 
 
 @functools.cache
@@ -179,7 +201,7 @@ def trimmed(values: Tensor, drop: Tensor) -> Tensor:
 
     Args:
         values: shape (K, n); overwritten.
-        drop: shape (K + 1,), values to drop at each end of a column that has so many.
+        drop: shape (K + 1,); entry k is the number of values dropped at each end of a column with k values.
 
     Returns:
         shape (n,); NaN for a column without values.
@@ -195,8 +217,8 @@ def trimmed(values: Tensor, drop: Tensor) -> Tensor:
     num = len(values) - absent.sum(dim=0)
     first_n = drop[num]
     total = torch.zeros_like(values[0])
-    for place, row in enumerate(values):
-        total += torch.where((place >= first_n) & (place < num - first_n), row, 0.0)
+    for rank, row in enumerate(values):
+        total += torch.where((rank >= first_n) & (rank < num - first_n), row, 0.0)
     return total / (num - 2 * first_n)
 
 
@@ -205,8 +227,14 @@ def locate(
 ) -> dict[Spec, FlatTensors]:
     """Return the trimmed mean or median of each coordinate over the updates that cover it, cut to each spec.
 
-    Memory beside ``stored``: one result of the submodel's size where all updates share a spec; else the K updates and the result at
+    Memory beside ``stored``: one result of the submodel's size if all updates share a spec; else the K updates and the result at
     the size of the whole model.
+
+    Args:
+        state: the global model.
+        stored: spec and tensors of each update.
+        combine: trimmed_mean or median.
+        trim: share dropped at each end by trimmed_mean.
     """
     drop = torch.tensor([num_dropped(combine, trim, num) for num in range(len(stored) + 1)])
     specs = dict.fromkeys(spec for spec, _ in stored)
@@ -224,7 +252,7 @@ def locate(
 
 
 def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors:
-    """Return a submodel's values at their places in the whole model, inf everywhere else."""
+    """Return a submodel's values at their places in the whole model, and inf everywhere else."""
     whole = FlatTensors.zeros(state.values.layout, state.values.device)
     for dtype in filter(is_merged, whole.buffers):
         whole.buffers[dtype].fill_(math.inf)
@@ -235,16 +263,22 @@ def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors
 def feed(
     merge: Merge, state: GlobalState, received: Sequence[tuple[Spec, int]], values: Mapping[Spec, FlatTensors]
 ) -> None:
-    """Pass one joint result to ``merge`` in place of the updates it stands for.
+    """Pass one joint result to ``merge`` in place of the updates that it replaces, and apply the merge.
 
-    Each update of ``received`` (spec, staleness) is replaced by the joint result on its submodel, with weight 1. Any coverage
-    mean of those is the joint result again, at the mean of their staleness factors; elements that no update covers stay
-    unchanged. Where all are equally stale, one of each spec suffices.
+    Each update of ``received`` is replaced by the joint result on its submodel, with weight 1. Any coverage
+    mean of these is the joint result again, at the mean of their staleness factors; elements that no update covers stay
+    unchanged. If all are equally stale, one update of each spec suffices.
+
+    Args:
+        merge: the inner merge.
+        state: the global model.
+        received: spec and staleness of each update.
+        values: the joint result on each spec.
     """
     if len({staleness for _, staleness in received}) == 1:
         received = list(dict.fromkeys(received))
-    for place, (spec, staleness) in enumerate(received):
-        if place:
+    for i, (spec, staleness) in enumerate(received):
+        if i:
             merge.detach(state)
         merge.receive(state, Update(0, 0, 0, values[spec], 1), spec, staleness)
     merge.apply(state)
@@ -252,27 +286,28 @@ def feed(
 
 @dataclass(frozen=True)
 class CoordinateWise(Wrapped):
-    """Coordinate-wise trimmed mean or median of the updates that cover each element (Yin et al. 2018, definitions 1 and 2).
+    """Merge wrapper: coordinate-wise trimmed mean or median of the updates that cover each element (Yin et al. 2018).
 
-    Of the k updates that cover an element, floor(beta * k) are dropped at each end, so a trimmed mean of too few to trim (k <
-    1/beta) is their mean; a median is the mean of the middle one or two. Unweighted: a client's claimed number of samples gives
-    it no more weight. The result replaces every update in the inner merge (`feed`). Deterministic. Memory: every update is
-    stored until the merge, K times an update's bytes, and see `locate`.
+    These are the paper's definitions 1 and 2. Of the k updates that cover an element, floor(beta * k) are dropped at each
+    end, so a trimmed mean of too few to trim (k < 1/beta) is their mean; a median is the mean of the middle one or two.
+    Unweighted: a client's claimed number of samples gives it no more weight. The result replaces every update in the inner
+    merge (`feed`). Deterministic. Memory: every update is stored until the merge, K times an update's bytes; see also
+    `locate`.
 
     Attributes:
         combine: trimmed_mean or median.
-        trim: beta.
+        trim: beta, share dropped at each end by trimmed_mean.
     """
 
     combine: Combine
     trim: float
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and what a joint update leaves out."""
+        """Return the inner merge's notes, and one on joint updates."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store a copy."""
+        """Store a copy of the update."""
         state.memory.setdefault("located", []).append((spec, staleness, update.tensors.clone()))
 
     def detach(self, state: GlobalState) -> None:
@@ -285,9 +320,9 @@ class CoordinateWise(Wrapped):
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Report under "guard" the way in which updates were combined."""
-        mine = {"combine": self.combine, **({"trim": self.trim} if self.combine == "trimmed_mean" else {})}
-        return _reported(super().report(state), mine)
+        """Return, as "guard", the way in which updates were combined."""
+        combined = {"combine": self.combine, **({"trim": self.trim} if self.combine == "trimmed_mean" else {})}
+        return _reported(super().report(state), combined)
 
     def __str__(self) -> str:
         words = f"mean without {self.trim:.0%} at each end" if self.combine == "trimmed_mean" else "median"

@@ -126,9 +126,8 @@ class RegionCoverage:
     def _in_turn(self, round: int, seed: int, rest: int) -> list[list[int]]:
         """Order the steps of one period so that no client skips a region for more than ``rest`` rounds."""
         cycle, step = divmod(round, self.period)
-        is_free = (
-            rest >= 2 * self.period - 2
-        )  # even a region that is first in one cycle and last in the next rests no longer
+        # a region that is first in one cycle and last in the next rests 2 * period - 2 rounds: then any order is allowed
+        is_free = rest >= 2 * self.period - 2
         ring_rng = random.Random(derive_seed(seed, "ring", cycle if is_free else 0))
         ring = ring_rng.sample(range(self.regions), self.regions)
         clients = ring_rng.sample(range(len(self.takes)), len(self.takes))

@@ -42,8 +42,7 @@ class RateSelect(Select):
         flops: limit on a task's training FLOPs; None = no limit.
         wire_bytes: limit on a task's bytes, download and upload together; None = no limit.
         steps_within_s: reduce the local steps that `train` sets to those predicted to finish within so many seconds, links
-        included,
-            but at least 1, so that no client delays others longer; None = all steps.
+            included, but at least 1, so that no client delays others longer; None = all steps.
     """
 
     selector: Literal["leading", "rolling", "random", "magnitude"] = "leading"

@@ -1,6 +1,8 @@
 """Split axes into segments that a mask keeps or drops whole, and emulate masks by gates without cutting (Co-S2P, section IV-A).
 
 A head of an attention is a segment; any other axis, such as the hidden units of a feed-forward part, is split into ranges.
+
+Shapes: a weight is (rows, columns, ...), where columns read the units of an axis; gates are (segments,), one per segment.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from raafl.submodel.axes import Member
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Segments of one axis: segment i holds the units ``bounds[i]`` to ``bounds[i + 1] - 1``.
+    """Segments of one axis: segment i contains the units ``bounds[i]`` to ``bounds[i + 1] - 1``.
 
     Attributes:
         bounds: ascending, from 0 to the size of the axis.
         is_heads: whether the units are heads of an attention.
-        block: index of the block, in the model's only stack, that contains the axis; None = it reaches outside, or there is no
-            such stack.
-        can_train: whether a mask of it can be trained, see `readers`.
+        block: index of the block, in the model's only stack, that contains the axis; None = the axis reaches outside a block, or
+            the model has no such stack.
+        can_train: whether a mask of the axis can be trained, see `readers`.
     """
 
     bounds: tuple[int, ...]
@@ -45,7 +47,7 @@ class Segments:
 
 
 def cuts_of(submodels: Submodels, number: int) -> dict[str, Segments]:
-    """Return the segments of each axis: one per head; otherwise ``number`` ranges as equal as possible, or one per unit."""
+    """Return the segments of each axis by its name: one per head; otherwise ``number`` nearly equal ranges, or one per unit."""
     return submodels.cached(
         "segments", number, lambda: {name: _cut(submodels, axis, number) for name, axis in submodels.axes.items()}
     )
@@ -61,16 +63,16 @@ def _cut(submodels: Submodels, axis: Axis, number: int) -> Segments:
 
 
 def stack_of(submodels: Submodels) -> Stack | None:
-    """Return the only stack of blocks; None if there is none, or several."""
+    """Return the only stack of blocks; None if the model has none, or several."""
     return next(iter(submodels.stacks.values())) if len(submodels.stacks) == 1 else None
 
 
 def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
-    """Return the weights that read the axis's units: without these columns the units have no effect, as if they were cut.
+    """Return the weights whose columns read the axis's units: with these columns at 0, the units have no effect, as if cut.
 
-    Empty where that does not hold, as for the state of a recurrent layer or a width that a layer norm spans.
+    Empty if no set of columns does that, as for the state of a recurrent layer or a width that a layer norm spans.
     """
-    found = []
+    weights = []
     for member in axis.members:
         path, _, kind = member.name.rpartition(".")
         layer = submodels.module.get_submodule(path)
@@ -81,8 +83,8 @@ def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
             return ()
         if member.name in submodels.aliases.values() or _is_shared(submodels, axis, member):
             return ()
-        found.append(member)
-    return tuple(found)
+        weights.append(member)
+    return tuple(weights)
 
 
 def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
@@ -92,14 +94,20 @@ def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
 
 
 class Gates:
-    """Multiplies what reads the units of a segment by a number, in a module whose axes are whole.
+    """Multiplies the weights that read a segment's units by a number, in a module whose axes are whole.
 
-    This is the Hadamard product of weight matrices and a mask: with 0 and 1, the loss and the gradients of kept parameters are
-    those of the small module that the mask cuts.
+    This is the Hadamard product of weight matrices and a mask: with gates of 0 and 1, the loss and the gradients of kept parameters
+    equal those of the small module that the mask cuts.
     """
 
     def __init__(self, module: nn.Module, submodels: Submodels, segments: Mapping[str, Segments]) -> None:
-        """Find the weights in ``module``, a submodel, that read each axis in ``segments``."""
+        """Find the weights that read each axis.
+
+        Args:
+            module: a submodel in which these axes are whole.
+            submodels: of the model.
+            segments: segments of each gated axis.
+        """
         self._places: list[tuple[nn.Module, str, Tensor]] = []
         for axis, cut in segments.items():
             layers: dict[str, list[Member]] = {}
@@ -111,7 +119,7 @@ class Gates:
 
     @contextmanager
     def set(self, gates: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the module runs with these gates, one number per segment, by axis."""
+        """Return a context in which the module runs with these gates, by axis, each of shape (segments,)."""
         own: list[Any] = [layer._parameters["weight"] for layer, _, _ in self._places]
         try:
             for (layer, axis, spread), weight in zip(self._places, own, strict=True):
@@ -124,7 +132,13 @@ class Gates:
 
 
 def _spread(cut: Segments, members: Iterable[Member], weight: Tensor) -> Tensor:
-    """Return for each column of ``weight`` in which segment it is, as a row of 0 and a 1; the last place is for none."""
+    """Return the segment of each column of ``weight`` as a one-hot row, shape (columns, segments + 1); the last place means none.
+
+    Args:
+        cut: segments of the axis.
+        members: dimensions of the weight that lie on the axis.
+        weight: the weight, (rows, columns, ...).
+    """
     spread = torch.zeros(weight.shape[1], len(cut) + 1, dtype=weight.dtype)
     spread[:, -1] = 1.0
     for member in members:

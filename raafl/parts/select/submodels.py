@@ -1,4 +1,4 @@
-"""Select the whole model, or one of a fixed set of submodels: Fed-RAA's fragments with Gre-RAA."""
+"""Select the whole model, or one of a fixed set of submodels: Fed-RAA's fragments, assigned by Gre-RAA."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ TABLE_4: dict[int, tuple[float, ...]] = {
     4: (0.1, 0.2, 0.3, 0.4),
     5: (0.05, 0.1, 0.2, 0.3, 0.35),
 }
-"""Fed-RAA, Table 4: share of the neurons in each of M fragments."""
+"""Share of the neurons in each of M fragments, by M (Fed-RAA, Table 4)."""
 
 Choice = Literal["gre_raa", "random", "fewest_updates"]
 
 
 @dataclass(frozen=True, slots=True)
 class Full(Select):
-    """Select the whole model for every client."""
+    """Select that gives every client the whole model."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the full model."""
+        """Return the whole model."""
         return Work()
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return each client whose memory the whole model exceeds."""
+        """Return a problem for each client whose memory the whole model exceeds."""
         spec = Work().spec
         return [
             f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, the full model needs "
@@ -50,7 +50,12 @@ class Full(Select):
 
 
 def uncut(submodels: Submodels, what: str) -> list[str]:
-    """Return a warning that there is nothing to ``what``, so that everyone trains the whole model; empty if there is."""
+    """Return a warning that the model has no axes, so that every client trains all of it; empty if it has.
+
+    Args:
+        submodels: of the model.
+        what: what the method would do with axes, such as "prune".
+    """
     if submodels.axes:
         return []
     return [Warn(f"every client trains all of the model, which has no axes to {what}: {submodels.why_whole()}")]
@@ -77,22 +82,23 @@ def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
 
 
 def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec, ...]:
-    """Cut every axis into consecutive disjoint ranges by ``ratios``; return one spec per fragment.
+    """Cut every axis into consecutive disjoint ranges by ``ratios``, and return one spec per fragment.
 
-    Parameters on no axis (the output bias, norms over a kept width) belong to every fragment. On an axis with fewer units than
-    fragments each fragment has one unit, and several share it (`shared_fragments`). A model without axes is one fragment.
+    Every fragment contains the parameters that lie on no axis (the output bias, norms over an uncut width). On an axis with
+    fewer units than fragments each fragment has one unit, and several share it (`shared_fragments`). A model without axes is
+    one fragment.
     """
     return shared_fragments(submodels.axes, ratios if submodels.axes else [1.0])
 
 
 class OneOf(Select):
-    """Select one of a fixed set of submodels for each task (Fed-RAA, Algorithm 2); subclasses define the set.
+    """Base of selects that assign one of a fixed set of submodels for each task (Fed-RAA, Algorithm 2); subclasses define the set.
 
-    For an idle client n, ``S = {j : c(n, j) <= K}``; of S the submodel with the smallest q(j), ties at random (gre_raa); any of S
-    (random); or the smallest q(j) of all (fewest_updates, the paper's MP). One that exceeds the client's memory is never chosen.
-    c(n, j) is the predicted time of the task: the paper's ``|theta_j| |D_n| / cmp_n`` as the training FLOPs of the fragment over
-    the client's data and epochs, divided by the client's FLOP/s, plus download, upload and the client's own evaluation:
-    `SelectContext.task_time`.
+    For an idle client n, ``S = {j : c(n, j) <= K}`` contains the submodels that it can train in time. gre_raa takes the one
+    with the smallest q(j) in S, ties at random; random any of S; fewest_updates (the paper's MP) the smallest q(j) of all. A
+    submodel that exceeds the client's memory is never chosen. c(n, j) is the predicted time of the task
+    (`SelectContext.task_time`): the paper's ``|theta_j| |D_n| / cmp_n``, as the training FLOPs of the fragment over the
+    client's data and epochs divided by its FLOP/s, plus download, upload and the client's own evaluation.
 
     Attributes:
         how: gre_raa, random or fewest_updates.
@@ -108,7 +114,7 @@ class OneOf(Select):
 
     @abstractmethod
     def what(self) -> str:
-        """Describe the set in words."""
+        """Describe the set in a few words."""
 
     def __post_init__(self) -> None:
         one_of("select", self.how, Choice)
@@ -119,7 +125,7 @@ class OneOf(Select):
             )
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the fragment for ``client``; raises `BadInput` when none is within K and memory."""
+        """Return the submodel for ``client``; raises `BadInput` if none is within K and its memory."""
         allowed = self.allowed(client, fleet)
         if not allowed:
             raise BadInput(self._problem(client, fleet))
@@ -131,7 +137,7 @@ class OneOf(Select):
         return Work(self.specs(fleet)[j - 1], region=j)
 
     def specs(self, fleet: SelectContext) -> tuple[Spec, ...]:
-        """Return the spec of each submodel, smallest index first."""
+        """Return the specs of the set, cached, for j = 1, 2, ..."""
         if "specs" not in fleet.cache:
             fleet.cache["specs"] = self.pieces(fleet.state.submodels)
         specs: tuple[Spec, ...] = fleet.cache["specs"]
@@ -143,9 +149,9 @@ class OneOf(Select):
             return self.bound_s
         cache = fleet.cache
         if "K" not in cache:
-            known, K = cache.get("last K"), self._ranking(fleet).bound()
+            last, K = cache.get("last K"), self._ranking(fleet).bound()
             cache["K"] = cache["last K"] = K
-            if known != K:
+            if last != K:
                 cache["S"] = {}
         return float(cache["K"])
 
@@ -158,7 +164,7 @@ class OneOf(Select):
         return ranking
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Rank the client among the others."""
+        """Add the client to the ranking."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].add(client.id, client.profile.flops_per_s, self._costs(client, fleet))
         self.forget(client, fleet)
@@ -170,25 +176,26 @@ class OneOf(Select):
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete K, and what was computed for the client."""
+        """Delete K, and the client's cached set S."""
         fleet.cache.pop("K", None)
         fleet.cache.get("S", {}).pop(client.id, None)
 
     def allowed(self, client: ClientInfo, fleet: SelectContext) -> list[int]:
-        """Return S, the fragments (counted from 1) that ``client`` may get."""
+        """Return S, the numbers (from 1) of the submodels that ``client`` may get; cached."""
+        # K is the cost of some fragment on some client, which rounding must not exclude
         limit = float("inf") if self.how == "fewest_updates" else self.bound(fleet) * (1 + 1e-9)
-        known: dict[int, list[int]] = fleet.cache.setdefault("S", {})
-        if client.id not in known:
+        cached: dict[int, list[int]] = fleet.cache.setdefault("S", {})
+        if client.id not in cached:
             costs = self._costs(client, fleet)
-            known[client.id] = [
+            cached[client.id] = [
                 j
                 for j, spec in enumerate(self.specs(fleet), start=1)
                 if costs[j - 1] <= limit and fleet.fits(client, spec)
             ]
-        return known[client.id]
+        return cached[client.id]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return each client that no fragment suits."""
+        """Return a problem for each client that no submodel suits."""
         return [self._problem(c, fleet) for c in fleet.clients.values() if not self.allowed(c, fleet)]
 
     def _costs(self, client: ClientInfo, fleet: SelectContext) -> list[float]:
@@ -222,7 +229,13 @@ class OneOf(Select):
 
 @dataclass(frozen=True, slots=True)
 class Fragments(OneOf):
-    """Select among disjoint fragments of the width (Fed-RAA)."""
+    """Choice among disjoint fragments of the width (Fed-RAA).
+
+    Attributes:
+        ratios: share of the units in each fragment.
+        how: gre_raa, random or fewest_updates.
+        bound_s: K in seconds; None = the offline bound of the present clients.
+    """
 
     ratios: tuple[float, ...]
     how: Choice = "gre_raa"
@@ -233,9 +246,9 @@ class Fragments(OneOf):
         return fragment_specs(submodels, self.ratios)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a warning where the model has no fragments."""
+        """Return a warning if the model cannot be cut into fragments."""
         return uncut(fleet.state.submodels, "cut into fragments") if len(self.ratios) > 1 else []
 
     def what(self) -> str:
-        """Describe the ratios in words."""
+        """Describe the ratios in a few words."""
         return f"fragments {'/'.join(f'{100 * r:g}' for r in self.ratios)} %"

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from raafl.submodel import Submodels
 
 Axes = Mapping[str, Axis | Stack]
-"""What may be cut, by name: axes of width, and stacks of blocks, which are one more axis."""
+"""Axes of width and stacks of blocks, which are axes of depth, by name."""
 
 Rate = float | Mapping[str, float]
-"""Share kept of every axis, or of each by name; an axis that is not named is kept whole."""
+"""Kept share of every axis, or a mapping from its name; an axis that is not named stays whole."""
 
 
 def axes_of(submodels: Submodels) -> dict[str, Axis | Stack]:
-    """Return everything that can be cut: axes and stacks of blocks.
+    """Return all axes of the model and its stacks of blocks, by name.
 
     Raises:
         BadInput: a stack has the name of an axis.
@@ -50,7 +50,7 @@ def count(size: int, rate: float) -> int:
         BadInput: the rate is not in (0, 1].
     """
     fraction("rate", rate)
-    # 0.1 * 30 is a little more than 3
+    # in floating point 0.1 * 30 is slightly above 3
     return max(1, math.ceil(rate * size - 1e-9 * size))
 
 
@@ -67,12 +67,16 @@ def counts(axes: Axes, rate: Rate) -> dict[str, int]:
         rates = dict(rate)
     else:
         rates = dict.fromkeys(axes, rate)
-    kept = {name: count(size_of(axes[name]), share) for name, share in rates.items()}
-    return {name: number for name, number in kept.items() if number < size_of(axes[name])}
+    numbers = {name: count(size_of(axes[name]), share) for name, share in rates.items()}
+    return {name: number for name, number in numbers.items() if number < size_of(axes[name])}
 
 
 def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
-    """Return the spec that keeps these units; axes that are not named are kept whole.
+    """Return the spec that keeps these units; axes that are not named stay whole.
+
+    Args:
+        axes: axes and stacks of the model, by name.
+        kept: indices of the kept units, by name of the axis.
 
     Raises:
         SpecError: a missing axis, no unit of an axis, or a unit that the axis does not have.
@@ -91,36 +95,59 @@ def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
     return Spec.select(width, blocks=depth)
 
 
-# ---- each client for itself ----
+# ---- submodels of one client ----
 
 
 def leading(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return the first units of every axis, so that submodels are nested (HeteroFL, Diao et al. 2021, section 3.1)."""
+    """Return the first units of every axis, so that submodels are nested (HeteroFL, Diao et al. 2021, section 3.1).
+
+    Args:
+        axes: axes of the model, by name.
+        rate: kept share of each axis.
+        state: ignored.
+        seed: ignored.
+        round: ignored.
+    """
     return spec_of(axes, {name: range(number) for name, number in counts(axes, rate).items()})
 
 
 def rolling(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, round: int = 0) -> Spec:
     """Return a window of units that moves on by one each round (FedRolex, Alam et al. 2022, section 3.2).
 
-    On an axis with K units it starts at ``j = round mod K`` and wraps around. Within K rounds each unit is trained equally
-    often. (The paper rounds the window down; this rounds up, as every selector does.)
+    On an axis with K units the window starts at ``j = round mod K`` and wraps around. Within K rounds each unit is trained equally
+    often. (The paper rounds the size of the window down; this rounds up, as every selector does.)
+
+    Args:
+        axes: axes of the model, by name.
+        rate: kept share of each axis.
+        state: ignored.
+        seed: ignored.
+        round: number of the round.
     """
-    kept = {}
+    windows = {}
     for name, number in counts(axes, rate).items():
         size = size_of(axes[name])
-        kept[name] = [(round + i) % size for i in range(number)]
-    return spec_of(axes, kept)
+        windows[name] = [(round + i) % size for i in range(number)]
+    return spec_of(axes, windows)
 
 
 def at_random(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return units drawn without replacement, independently in each round (Federated Dropout, Caldas et al. 2018)."""
-    kept = {}
+    """Return units drawn without replacement, independently in each round (Federated Dropout, Caldas et al. 2018).
+
+    Args:
+        axes: axes of the model, by name.
+        rate: kept share of each axis.
+        state: ignored.
+        seed: seed of the draws.
+        round: number of the round.
+    """
+    draws = {}
     for name, number in counts(axes, rate).items():
-        kept[name] = random.Random(derive_seed(seed, round, name)).sample(range(size_of(axes[name])), number)
-    return spec_of(axes, kept)
+        draws[name] = random.Random(derive_seed(seed, round, name)).sample(range(size_of(axes[name])), number)
+    return spec_of(axes, draws)
 
 
-# ---- all clients together ----
+# ---- disjoint submodels of all clients ----
 
 
 def shared_fragments(axes: Axes, ratios: Sequence[float]) -> tuple[Spec, ...]:
@@ -138,8 +165,8 @@ def shared_fragments(axes: Axes, ratios: Sequence[float]) -> tuple[Spec, ...]:
     for name in axes:
         size = size_of(axes[name])
         ranges = _filled_ranges(bounds, size) if size >= len(ratios) else _shared_units(bounds, size)
-        for part, kept in zip(parts, ranges, strict=True):
-            part[name] = kept
+        for part, units in zip(parts, ranges, strict=True):
+            part[name] = units
     return tuple(spec_of(axes, part) for part in parts)
 
 
@@ -151,7 +178,7 @@ def _filled_ranges(bounds: Sequence[float], size: int) -> list[range]:
 
 
 def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
-    """Return the unit at the middle of each share, moved so that no unit is left out."""
+    """Return the unit at the middle of each share, moved so that every unit is in a fragment."""
     num, units = len(bounds) - 1, [0]
     for j in range(1, num):
         middle = int((bounds[j] + bounds[j + 1]) / 2 * size)
@@ -160,7 +187,7 @@ def _shared_units(bounds: Sequence[float], size: int) -> list[range]:
 
 
 def _bounds(ratios: Sequence[float]) -> list[float]:
-    """Return where each share of [0, 1] begins, and where the last one ends."""
+    """Return the start of each share within [0, 1], and the end of the last."""
     for ratio in ratios:
         positive("a ratio in fragments", ratio)
     total = math.fsum(ratios)

@@ -17,17 +17,17 @@ from raafl.submodel import Spec, Submodels
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class WindowPieces(OneOf):
-    """Windows of consecutive blocks (`RollingWindows`), each cut into disjoint slices of its width, for every rate.
+    """Choice among windows of consecutive blocks (`RollingWindows`), each cut into disjoint slices of its width, for every rate.
 
     A rate r gives windows of ``ceil(r_d L)`` blocks, and ``ceil(1 / r_w)`` slices of ``ceil(r_w S)`` heads and segments each, which
-    together cover all of them. Each piece is a region j with its own count q(j) of merges. Gre-RAA then gives a client, of all
-    that it finishes within K, what has been trained least.
+    together cover all of them. Each piece is a region j with its own count q(j) of merges. Gre-RAA then assigns a client, among the
+    pieces that it finishes within K, the one merged least often.
 
     Attributes:
         rates: shares r of the model.
-        ratio: how width and depth share r, see `raafl.parts.select.windows.split_rate`.
-        segments: ranges that an axis without heads is cut into.
-        distils: keep the exits inside a window, to be trained as well.
+        ratio: ratio by which width and depth share r, see `raafl.parts.select.windows.split_rate`.
+        segments: number of ranges into which an axis without heads is cut.
+        distils: keep the exits inside a window, so that they train, too.
         how: gre_raa, random or fewest_updates.
         bound_s: K in seconds; None = the offline bound.
     """
@@ -51,25 +51,25 @@ class WindowPieces(OneOf):
         return RollingWindows(ratio=self.ratio, segments=self.segments, mask_rounds=0, distils=self.distils)
 
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
-        """Return windows and slices of every rate, the largest rate first."""
+        """Return the windows and slices of every rate, the largest rate first."""
         windows, stack, cuts = self._windows(), stack_of(submodels), cuts_of(submodels, self.segments)
-        found: dict[Spec, None] = {}
+        pieces: dict[Spec, None] = {}
         for rate in sorted(self.rates, reverse=True):
             width, depth = split_rate(rate, self.ratio)
             num_blocks = 1 if stack is None else count(len(stack), depth)
             for start in windows.starts(submodels, num_blocks, depth):
                 stop = start + num_blocks
                 for part in range(math.ceil(1.0 / width - 1e-9)):
-                    kept = {}
+                    units = {}
                     for name, cut in cuts.items():
                         number = count(len(cut), width)
                         if number < len(cut) and (cut.block is None or cut.block < stop):
-                            kept[name] = cut.units([(part * number + i) % len(cut) for i in range(number)])
-                    found[windows.window(submodels, start, stop, kept, distils=self.distils)] = None
-        return tuple(found)
+                            units[name] = cut.units([(part * number + i) % len(cut) for i in range(number)])
+                    pieces[windows.window(submodels, start, stop, units, distils=self.distils)] = None
+        return tuple(pieces)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """List the differences from Co-S2P, and the cuts that the model does not allow."""
+        """Return notes on differences from Co-S2P, and on cuts that the model does not allow."""
         return [
             "windows of Co-S2P without its training: slices of the width are fixed, no mask is trained, no exit has a loss of its "
             "own and nothing is distilled",
@@ -77,7 +77,7 @@ class WindowPieces(OneOf):
         ]
 
     def what(self) -> str:
-        """Describe the rates in words."""
+        """Describe the rates in a few words."""
         return (
             f"windows of blocks and slices of their width, {', '.join(f'{rate:g}' for rate in self.rates)} of the model"
         )

@@ -23,13 +23,13 @@ from raafl.submodel import Spec, Submodels, depth_window
 Masks = Literal["trained", "random"]
 MAX_MASK_ROUNDS = 10_000
 STEPS = 16
-"""A client whose memory is too small for its rate gets the largest multiple of rate / STEPS that fits."""
+"""Number of rates tried for a client whose memory is too small: it gets the largest multiple of rate / STEPS that fits."""
 
 
 def split_rate(rate: float, ratio: float) -> tuple[float, float]:
     """Return r_w and r_d with ``r_w * r_d = rate`` and ``log r_w = ratio * log r_d`` (Table VIII).
 
-    Ratio 1 cuts width and depth alike, ``sqrt(rate)`` each; 0 cuts depth alone, infinity width alone.
+    Ratio 1 cuts width and depth equally, ``sqrt(rate)`` each; 0 cuts depth alone, infinity width alone.
     """
     share = 1.0 if ratio == float("inf") else ratio / (1.0 + ratio)
     width: float = rate**share
@@ -38,33 +38,33 @@ def split_rate(rate: float, ratio: float) -> tuple[float, float]:
 
 
 def window_notes(submodels: Submodels) -> list[str]:
-    """Return which cuts of depth and width this model does not allow."""
-    found: list[str] = []
+    """Return notes on the cuts of depth and width that this model does not allow."""
+    notes: list[str] = []
     if stack_of(submodels) is None:
         what = "several stacks" if submodels.stacks else "no stack"
-        found.append(Warn(f"the model has {what} of blocks: its depth stays whole, only its width is cut"))
+        notes.append(Warn(f"the model has {what} of blocks: its depth stays whole, only its width is cut"))
     elif not exit_depths(submodels):
-        found.append("the model has no exits: its own last layers end windows of blocks of every depth")
+        notes.append("the model has no exits: its own last layers end windows of blocks of every depth")
     if not submodels.axes:
-        found.append(Warn(f"the model's width stays whole: {submodels.why_whole()}"))
-    return found
+        notes.append(Warn(f"the model's width stays whole: {submodels.why_whole()}"))
+    return notes
 
 
 def window_starts(num_blocks: int, rate: float) -> list[int]:
     """Return the first blocks of all windows of ``ceil(rate * num_blocks)`` blocks.
 
-    They follow each other, and the last ends with the last block: of all rolling windows these train the blocks most evenly, as
-    Co-S2P asks for.
+    Windows follow each other without a gap, and the last ends with the last block: of all sequences of windows this trains the
+    blocks most evenly, as Co-S2P requires.
     """
     length = count(num_blocks, rate)
     return [min(start, num_blocks - length) for start in range(0, num_blocks, length)]
 
 
 def first_window(client: int, num: int) -> int:
-    """Return which of ``num`` windows a client begins with, so that clients are spread over all of them from the start.
+    """Return the index of the window, of ``num``, from which a client starts, so that clients are spread over all windows.
 
-    The sum of the digits of ``client - 1`` to base ``num``: client 1 begins with the lowest; any ``num`` neighbours cover all
-    windows, and so do clients of one kind at equal distances.
+    It is the digit sum of ``client - 1`` to base ``num``, modulo ``num``: client 1 starts with the lowest; any ``num`` consecutive
+    clients cover all windows, and so do clients at equal distances, such as those of one kind of device.
     """
     left, total = client - 1, 0
     while left and num > 1:
@@ -75,10 +75,13 @@ def first_window(client: int, num: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """What one client gets: r_w, the number of blocks that train, where windows begin, first its first, and its masks.
+    """Submodels of one client: width, number of blocks, windows and masks.
 
     Attributes:
-        masks: for each of its rounds until every score has trained, the axes whose scores train before the window does.
+        width: r_w, kept share of each axis.
+        num_blocks: number of blocks that train.
+        starts: first blocks of the windows, in the client's order.
+        masks: for each of the client's rounds until every score has trained, the axes whose scores train before the window does.
     """
 
     width: float
@@ -87,7 +90,7 @@ class _Size:
     masks: tuple[tuple[str, ...], ...] = ()
 
     def turn(self, merged: int) -> tuple[int, tuple[str, ...]]:
-        """Count the rounds of a client after so many merged tasks, and name the axes whose scores train now."""
+        """Return the client's round after ``merged`` merged tasks, and the axes whose scores train in the next task."""
         for round, axes in enumerate(self.masks):
             if not axes or merged == 0:
                 if merged == 0:
@@ -103,24 +106,25 @@ class _Size:
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class RollingWindows(Select):
-    """A window of ``ceil(r_d L)`` blocks that moves up with each of a client's rounds, r_w of the segments of each axis.
+    """Select that gives a window of ``ceil(r_d L)`` blocks, which moves up each round, and a share r_w of each axis.
 
-    Blocks below the window are frozen and as narrow as the client's mask makes them, blocks above absent; the exit at the
-    window's top ends the submodel. Clients begin with different windows (`first_window`). In a client's first ``mask_rounds``
-    visits of a block (of any window: for what lies outside of all blocks) a task that trains the block's scores comes before the
-    one that trains the window; after these the scores stay as they are. Of each axis the ``ceil(r_w S)`` segments with the
-    largest scores are kept.
+    Blocks below the window are frozen and as narrow as the client's mask, blocks above absent; the exit at the window's top
+    ends the submodel. Clients start with different windows (`first_window`). In a client's first ``mask_rounds`` visits of a
+    block (for axes outside all blocks: of any window) a task that trains the block's scores precedes the one that trains the
+    window; after these visits the scores stay constant. On each axis the ``ceil(r_w S)`` segments with the largest scores are
+    kept.
 
     Attributes:
-        rates: r for all clients; a list dealt to clients 1, 2, ... and again from its beginning; or by name of device.
-        ratio: how width and depth share r, see `split_rate`.
-        linear: trained or random masks of axes that are not heads; random ones are drawn anew for each task.
-        attention: the same of heads.
-        segments: S of an axis that is not heads.
-        mask_rounds: a client's visits of each block before which the block's scores train.
+        rates: r: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a mapping from
+            device name.
+        ratio: ratio by which width and depth share r, see `split_rate`.
+        linear: trained or random masks of axes without heads; random ones are drawn anew for each task.
+        attention: trained or random masks of heads.
+        segments: S, number of segments of an axis without heads.
+        mask_rounds: number of a client's visits of each block that begin with training its scores.
         mask_epochs: local epochs of a task that trains scores.
-        mask_steps: local steps instead of epochs.
-        distils: keep the exits inside the window, to be trained as well.
+        mask_steps: local steps of such a task, instead of epochs; None = epochs.
+        distils: keep the exits inside the window, so that they train, too.
     """
 
     rates: Rates = 1.0
@@ -148,7 +152,7 @@ class RollingWindows(Select):
     # ---- the work ----
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the task of ``client``, which counts as region ``client.id``; raises `BadInput` when nothing fits."""
+        """Return the task of ``client``, as region ``client.id``; raises `BadInput` if no submodel fits its memory."""
         size, submodels = self._size(client, fleet), fleet.state.submodels
         round, wanted = size.turn(fleet.state.counts.get(client.id, 0))
         start = size.starts[round % len(size.starts)]
@@ -170,7 +174,7 @@ class RollingWindows(Select):
         return cut.can_train and (self.attention if cut.is_heads else self.linear) == "trained"
 
     def _trained_axes(self, submodels: Submodels, start: int, stop: int, width: float) -> list[str]:
-        """Return the axes of a window whose scores train: those of its blocks, and those outside of all blocks."""
+        """Return the axes of a window whose scores train: those of its blocks, and those outside all blocks."""
         return [
             name
             for name, cut in self._cuts(submodels).items()
@@ -182,20 +186,20 @@ class RollingWindows(Select):
     def _masks(
         self, submodels: Submodels, starts: Sequence[int], num_blocks: int, width: float
     ) -> tuple[tuple[str, ...], ...]:
-        """Return for each round the axes whose scores train before the window does, until all are trained."""
-        cuts, visits, found = self._cuts(submodels), Counter[int | None](), []
+        """Return, for each round until all scores are trained, the axes whose scores train before the window does."""
+        cuts, visits, masks = self._cuts(submodels), Counter[int | None](), []
         wanted = [self._trained_axes(submodels, start, start + num_blocks, width) for start in starts]
         for round in range(self.mask_rounds * len(starts) if any(wanted) else 0):
             start = starts[round % len(starts)]
-            found.append(tuple(a for a in wanted[round % len(starts)] if visits[cuts[a].block] < self.mask_rounds))
+            masks.append(tuple(a for a in wanted[round % len(starts)] if visits[cuts[a].block] < self.mask_rounds))
             visits.update([None, *range(start, start + num_blocks)])
-        return tuple(found)
+        return tuple(masks)
 
     def _kept(
         self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
     ) -> dict[str, list[int]]:
-        """Return the units kept of each axis below ``stop`` and outside of all blocks."""
-        kept = {}
+        """Return the kept units of each axis below ``stop`` and outside all blocks."""
+        units = {}
         for name, cut in self._cuts(submodels).items():
             number = count(len(cut), width)
             if number == len(cut) or (cut.block is not None and cut.block >= stop):
@@ -204,15 +208,23 @@ class RollingWindows(Select):
                 chosen = best(scores[name], number)
             else:
                 chosen = random.Random(derive_seed(seed, name)).sample(range(len(cut)), number)
-            kept[name] = cut.units(chosen)
-        return kept
+            units[name] = cut.units(chosen)
+        return units
 
     # ---- depth ----
 
     def window(
         self, submodels: Submodels, start: int, stop: int, kept: Mapping[str, Sequence[int]], *, distils: bool
     ) -> Spec:
-        """Return the submodel that trains a window with the exit at its top and, for distillation, those inside."""
+        """Return the submodel that trains a window, with the exit at its top and, for distillation, the exits inside.
+
+        Args:
+            submodels: of the model.
+            start: index of the first block that trains.
+            stop: index after the last block.
+            kept: units of each narrowed axis.
+            distils: keep the exits inside the window.
+        """
         stack, exits = stack_of(submodels), exit_depths(submodels)
         none = () if exits else None
         if stack is None or (start, stop) == (0, len(stack)):
@@ -223,35 +235,41 @@ class RollingWindows(Select):
         top = depth_window(submodels, start, stop, kept=kept)
         if not inside:
             return top
-        # an exit that is named takes the place of the model's own last layers: they all stay, and these train
+        # naming exits would replace the model's own last layers, so all exits stay, and those inside the window train
         heads = [path for name in inside for path in submodels.exits[name].paths]
         return Spec(top.kept, top.blocks, (*(top.trained or ()), *heads), None)
 
     def _frozen_window(self, submodels: Submodels, start: int, stop: int, kept: Mapping[str, Sequence[int]]) -> Spec:
-        """Return the submodel in which scores train: its values are frozen, and of the exits it has the one at the top."""
+        """Return the submodel in which scores train: its values are frozen, and it has only the exit at the top."""
         spec = self.window(submodels, start, stop, kept, distils=False)
         return Spec(spec.kept, spec.blocks, (), spec.exits)
 
     def starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
-        """Return the first blocks of windows, such that each window ends at an exit or at the model's own end."""
+        """Return the first blocks of the windows, such that each window ends at an exit or at the model's own end.
+
+        Args:
+            submodels: of the model.
+            num_blocks: number of blocks in a window.
+            depth: r_d, from which the windows follow.
+        """
         stack = stack_of(submodels)
         if stack is None:
             return (0,)
         ends = [*exit_depths(submodels), len(stack)]
         tops = [start + num_blocks for start in window_starts(len(stack), depth)]
-        if len(ends) > 1:  # without any exit, the model's own last layers end each window
+        if len(ends) > 1:  # a model without exits ends every window with its own last layers
             tops = [
                 max((e for e in ends if num_blocks <= e <= top), default=min(e for e in ends if e >= num_blocks))
                 for top in tops
             ]
         return tuple(dict.fromkeys(top - num_blocks for top in tops))
 
-    # ---- how much ----
+    # ---- size ----
 
     def _size(self, client: ClientInfo, fleet: SelectContext) -> _Size:
         key = ("size", client.id)
         if key not in fleet.cache:
-            fleet.cache[key] = self._found(client, fleet)
+            fleet.cache[key] = self._largest_size(client, fleet)
         size: _Size = fleet.cache[key]
         return size
 
@@ -260,7 +278,7 @@ class RollingWindows(Select):
         width, depth = split_rate(rate, self.ratio)
         return width, 1 if stack is None else count(len(stack), depth), depth
 
-    def _found(self, client: ClientInfo, fleet: SelectContext) -> _Size:
+    def _largest_size(self, client: ClientInfo, fleet: SelectContext) -> _Size:
         submodels, rate = fleet.state.submodels, RateSelect(rates=self.rates).rate(client)
         budget = Budget(client.profile.memory_bytes)
 
@@ -276,7 +294,7 @@ class RollingWindows(Select):
         width, num_blocks, depth = self._shape(submodels, rate)
         starts, fit = self.starts(submodels, num_blocks, depth), True
         if budget.memory_bytes < float("inf"):
-            # frozen blocks below make windows dearer: the first fits
+            # higher windows cost more, since frozen blocks lie below them; the first one is known to fit
             starts = starts[:1] + tuple(s for s in starts[1:] if not budget.over(fleet.cost(spec(rate, s))))
             fit = self.mask_rounds == 0 or all(self._mask_fits(s, width, num_blocks, budget, fleet) for s in starts)
         first = first_window(client.id, len(starts))
@@ -293,20 +311,20 @@ class RollingWindows(Select):
     # ---- the fleet ----
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return each client that has no rate, or that no submodel fits."""
+        """Return a problem for each client that has no rate, or that no submodel fits."""
         return fleet.problems(lambda client: self._size(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete what was computed for the client; other clients do not depend on it."""
+        """Delete the client's cached size; those of other clients do not depend on it."""
         fleet.cache.pop(("size", client.id), None)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """List the cuts that this model or a client does not allow."""
-        submodels, found = fleet.state.submodels, window_notes(fleet.state.submodels)
+        """Return notes on the cuts that the model or a client does not allow."""
+        submodels, notes = fleet.state.submodels, window_notes(fleet.state.submodels)
         stack = stack_of(submodels)
         random_ones = [name for name, cut in self._cuts(submodels).items() if len(cut) > 1 and not cut.can_train]
         if random_ones and "trained" in (self.linear, self.attention):
-            found.append(f"masks of {', '.join(random_ones[:3])} cannot be trained: they are drawn at random")
+            notes.append(f"masks of {', '.join(random_ones[:3])} cannot be trained: they are drawn at random")
         wanted = any(self._trained_axes(submodels, 0, len(stack) if stack else 1, 0.5)) and self.mask_rounds > 0
         small = [
             str(c.id)
@@ -314,10 +332,10 @@ class RollingWindows(Select):
             if wanted and self._size(c, fleet).width < 1 and not any(self._size(c, fleet).masks)
         ]
         if small:
-            found.append(
+            notes.append(
                 f"client {', '.join(small[:8])}: too little memory to train masks in, they are drawn at random"
             )
-        return found
+        return notes
 
     def __str__(self) -> str:
         words = f"rolling windows of blocks, {self.linear} masks of segments and {self.attention} ones of heads"

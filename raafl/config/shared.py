@@ -8,6 +8,9 @@ from dataclasses import fields
 
 from raafl.config.experiment import marked
 from raafl.devices import Device, load_devices
+from raafl.devices.checks import CHANGES
+
+_SERVERS_OWN = (*CHANGES, "repeat_s", "recorded")
 
 
 def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
@@ -21,7 +24,10 @@ def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
 
 
 def for_clients(config_yaml: str) -> str:
-    """Select the sections of the server's config that a client without one is given, device files as what they hold."""
+    """Select the sections of the server's config that a client without one is given.
+
+    Device files go as what they hold. What a device was recorded to do stays here: the server alone emulates it.
+    """
     import yaml
 
     config = yaml.safe_load(config_yaml) or {}
@@ -31,6 +37,8 @@ def for_clients(config_yaml: str) -> str:
         names = [field.name for field in fields(Device) if field.init]
         rows = [{name: _as_list(getattr(device, name)) for name in names} for device in devices]
         kept["devices"] = rows
+    if isinstance(kept.get("devices"), list):
+        kept["devices"] = [{name: row[name] for name in row if name not in _SERVERS_OWN} for row in kept["devices"]]
     return yaml.safe_dump(kept, sort_keys=False) if kept else ""
 
 

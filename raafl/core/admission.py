@@ -299,7 +299,10 @@ class Admission:
 
     def _pace_s(self, client: ClientInfo, work: Work, now: float) -> float:
         """Return the least duration of a wall-clock task in seconds: what the emulated device would take; 0 = as fast as it can."""
-        return client.profile.as_it_goes(self.fleet.task_time(client, work), now).total_s if self.pace else 0.0
+        if not self.pace:
+            return 0.0
+        predicted, task = self.fleet.task_time(client, work), self.roster.tasks[client.id]
+        return self.fleet.real_time(client, predicted, now, task).total_s
 
 
 def _raises(call: Callable[[], None]) -> bool:

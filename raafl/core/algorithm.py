@@ -19,6 +19,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
@@ -26,9 +27,10 @@ from raafl.core.part import Part
 from raafl.core.payload import Bundles, Wire
 from raafl.core.state import GlobalState
 from raafl.core.training import Training
-from raafl.core.types import Assignment, ClientInfo, Update, Warn, Work
+from raafl.core.types import Assignment, ClientInfo, Update, Warn, Work, derive_seed
 from raafl.devices.profiles import TaskTime
 from raafl.devices.times import time_on
+from raafl.devices.variation import real_time
 from raafl.errors import BadInput
 from raafl.submodel.cost import Cost
 from raafl.submodel.flat import FlatTensors
@@ -138,6 +140,17 @@ class SelectContext:
         samples = self.training.samples(work, client.num_samples, self.batch_size)
         spec = self.held(client, work.spec, work.extra)
         return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
+
+    def real_time(self, client: ClientInfo, predicted: TaskTime, now: float, task: int) -> TaskTime:
+        """Return the real duration of a task, on a device that may vary; see `raafl.devices.variation`.
+
+        Args:
+            client: whose device it is.
+            predicted: see `task_time`.
+            now: when the task is assigned, in seconds of the run's clock.
+            task: the client's number of it, see `Assignment.task`.
+        """
+        return real_time(client.profile, predicted, now, task, partial(derive_seed, self.seed, "device", client.id))
 
     def task_options(self, client: ClientInfo) -> dict[str, Any]:
         """Return the entries of `Work.extra` that all tasks of ``client`` share; see `Local.task_options`."""

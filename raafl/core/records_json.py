@@ -25,12 +25,21 @@ def client_to_json(client: ClientInfo) -> dict[str, Any]:
     }
 
 
+_ADDED = {
+    one.name: one.default
+    for one in fields(Profile)
+    if one.name
+    in ("launch_s", "link_changes", "repeat_s", "speed_jitter", "link_jitter", "speed_drift", "link_drift", "drift_s")
+}
+
+
 @lru_cache(maxsize=1024)
 def _profile_to_json(profile: Profile) -> dict[str, Any]:
     """Describe a device, of which a large fleet has few kinds, once; the answer is shared, and not to be changed."""
     values = {one.name: getattr(profile, one.name) for one in fields(profile)}
-    if not profile.launch_s:  # most devices have no such price: their rows stay short
-        del values["launch_s"]
+    for name, default in _ADDED.items():  # most devices have none of these: their rows stay short
+        if values[name] == default:
+            del values[name]
     if profile.availability is not None and profile.availability[-1][1] == math.inf:
         values["availability"] = (*profile.availability[:-1], (profile.availability[-1][0], None))
     return {name: None if value == math.inf else value for name, value in values.items()}

@@ -16,6 +16,9 @@ MOST_S = 1e12
 """Seconds; 30,000 years."""
 LEAST_PERIOD_S = 1e-3
 LEAST_FACTOR, MOST_FACTOR = 1e-6, 1e6
+MOST_SPREAD = 2.0
+CHANGES = ("speed_changes", "link_changes")
+"""Fields of a profile that are series of times and factors."""
 
 
 def number(field: str, value: Any) -> float:
@@ -102,22 +105,53 @@ def window_problems(profile: Any) -> Iterator[str]:
 
 
 def change_problems(profile: Any) -> Iterator[str]:
-    """Yield what is wrong with the changes of speed."""
-    changes = profile.speed_changes
-    if changes is None:
+    """Yield what is wrong with the changes of speed and link, and with the time after which they repeat."""
+    given = [name for name in CHANGES if getattr(profile, name) is not None]
+    problems = [text for name in given if (text := _pairs_problem(name, getattr(profile, name)))]
+    yield from problems
+    repeat_s = profile.repeat_s
+    if repeat_s is None or problems:
         return
+    if not is_number(repeat_s) or not LEAST_PERIOD_S <= repeat_s <= MOST_S:
+        yield f"repeat_s is {_shown(repeat_s)}; it must be a finite number of seconds, {LEAST_PERIOD_S:g} to {MOST_S:g}"
+    elif not given and getattr(profile, "recorded", None) is None:
+        yield f"repeat_s is {repeat_s!r} but nothing repeats; give speed_changes, link_changes or recorded"
+    for name in given:
+        last = getattr(profile, name)[-1][0]
+        if is_number(repeat_s) and last >= repeat_s:
+            yield f"{name} has a change at {last:g} s but repeat_s is {repeat_s:g}; changes must lie before it"
+
+
+def _pairs_problem(name: str, changes: Any) -> str | None:
     if not are_pairs(changes) or not changes:
-        yield f"speed_changes is {_shown(changes)}; write [seconds, factor] pairs, or leave it out for a steady speed"
-        return
+        return f"{name} is {_shown(changes)}; write [seconds, factor] pairs, or leave it out for a steady rate"
     last = -1.0
     for at_s, factor in changes:
         if not last < at_s <= MOST_S or at_s < 0 or not LEAST_FACTOR <= factor <= MOST_FACTOR:
-            yield (
-                f"speed_changes has [{_shown(at_s)}, {_shown(factor)}]; write increasing times up to {MOST_S:g} s, and factors "
+            return (
+                f"{name} has [{_shown(at_s)}, {_shown(factor)}]; write increasing times up to {MOST_S:g} s, and factors "
                 f"above 0, {LEAST_FACTOR:g} to {MOST_FACTOR:g} (availability is for leaving)"
             )
-            return
         last = at_s
+    return None
+
+
+def spread_problems(profile: Any) -> Iterator[str]:
+    """Yield what is wrong with jitter and drift."""
+    for field in ("speed_jitter", "link_jitter", "speed_drift", "link_drift"):
+        value = getattr(profile, field)
+        if not is_number(value) or not 0 <= value <= MOST_SPREAD:
+            yield (
+                f"{field} is {_shown(value)}; it must be the standard deviation of a factor's logarithm, 0 to {MOST_SPREAD:g} "
+                "(0.1 is about 10 %)"
+            )
+    drift_s, drifts = profile.drift_s, bool(profile.speed_drift or profile.link_drift)
+    if drift_s is None and drifts:
+        yield "drift_s is not given; speed_drift and link_drift need it: the seconds in which they wander, such as 600"
+    elif drift_s is not None and (not is_number(drift_s) or not LEAST_PERIOD_S <= drift_s <= MOST_S):
+        yield f"drift_s is {_shown(drift_s)}; it must be a finite number of seconds, {LEAST_PERIOD_S:g} to {MOST_S:g}"
+    elif drift_s is not None and not drifts:
+        yield f"drift_s is {drift_s!r} but nothing drifts; give speed_drift or link_drift, or leave it out"
 
 
 def joined(windows: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:

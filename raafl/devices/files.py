@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from raafl.devices.catalog import names
-from raafl.devices.checks import number
+from raafl.devices.checks import CHANGES, number
 from raafl.errors import nearest, no_utf8
 
 _NUMBERS = (
     "flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes", "bytes_per_s", "latency_s", "launch_s", "period_s",
-    "on_s", "off_s",
+    "on_s", "off_s", "repeat_s", "speed_jitter", "link_jitter", "speed_drift", "link_drift", "drift_s",
 )  # fmt: skip
 _WHOLE = ("count", "seed")
-_PAIRS = ("availability", "speed_changes")
+_PAIRS = ("availability", *CHANGES)
 
 
 def read_rows(path: Path) -> list[Any]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from raafl.devices import catalog, sampling
-from raafl.devices.checks import change_problems, joined, rate_problems, window_problems
+from raafl.devices import catalog, recordings, sampling
+from raafl.devices.checks import CHANGES, change_problems, joined, rate_problems, spread_problems, window_problems
 from raafl.devices.files import is_list, read_list, read_rows, values
 from raafl.devices.sampling import Presence
 from raafl.errors import nearest
+
+Pairs = tuple[tuple[float, float], ...]
 
 _INF = math.inf
 _AS_NAMED = math.nan  # what the shipped profile of that name says, or else the default of `Profile`
@@ -23,11 +25,16 @@ _AS_NAMED = math.nan  # what the shipped profile of that name says, or else the 
 
 @dataclass(frozen=True, slots=True)
 class TaskTime:
-    """Predicted duration of one task: receive the submodel, train it, send it back (seconds)."""
+    """Duration of one task: receive the submodel, train it, send it back (seconds).
+
+    Attributes:
+        latency_s: of ``down_s``, and of ``up_s``, what no rate of the link changes.
+    """
 
     down_s: float
     compute_s: float
     up_s: float
+    latency_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -53,7 +60,15 @@ class Profile:
         launch_s: seconds that each operation takes however small it is: to launch a kernel on a GPU, to dispatch it on a CPU. 0 =
             not looked at.
         speed_changes: ``[seconds, factor]`` pairs: from that time on the device computes at that factor of its speed, until
-            the next. No prediction knows of them: what a task really takes is said by `as_it_goes`.
+            the next; None = always at its speed. No prediction includes this, nor what follows: the time that a task really
+            takes is computed by `raafl.devices.variation.real_time`.
+        link_changes: the same for both directions of its link.
+        repeat_s: both series start again after so many seconds; None = never.
+        speed_jitter: standard deviation of the logarithm of a factor of the speed that is drawn for each task; 0 = none.
+        link_jitter: the same of the link, drawn for each transfer.
+        speed_drift: standard deviation of the logarithm of a factor of the speed that wanders in time; 0 = none.
+        link_drift: the same of the link.
+        drift_s: seconds after which a drift has wandered to a value that does not depend on the one before; None = no drift.
 
     Raises:
         ValueError: a field is out of range; every bad field is named, with its value and what to write instead.
@@ -65,22 +80,29 @@ class Profile:
     up_bytes_per_s: float = _INF
     latency_s: float = 0.0
     memory_bytes: float = _INF
-    availability: tuple[tuple[float, float], ...] | None = None
+    availability: Pairs | None = None
     period_s: float | None = None
     bytes_per_s: float | None = None
-    speed_changes: tuple[tuple[float, float], ...] | None = None
+    speed_changes: Pairs | None = None
     launch_s: float = 0.0
+    link_changes: Pairs | None = None
+    repeat_s: float | None = None
+    speed_jitter: float = 0.0
+    link_jitter: float = 0.0
+    speed_drift: float = 0.0
+    link_drift: float = 0.0
+    drift_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check every field; touching windows are joined, so that each boundary is a real change."""
-        problems = [*rate_problems(self), *window_problems(self), *change_problems(self)]
+        problems = [*rate_problems(self), *window_problems(self), *change_problems(self), *spread_problems(self)]
         if problems:
             raise ValueError(f"device profile {self.name!r}: " + "; ".join(problems))
         if self.availability is not None:
             object.__setattr__(self, "availability", joined(self.availability))
-        if self.speed_changes is not None:
-            changes = tuple((float(at_s), float(factor)) for at_s, factor in self.speed_changes)
-            object.__setattr__(self, "speed_changes", changes)
+        for name in CHANGES:
+            if (pairs := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple((float(at_s), float(factor)) for at_s, factor in pairs))
 
     def task_time(
         self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0, padding_flops: float = 0.0,
@@ -98,22 +120,8 @@ class Profile:
             down_s=latency_s + down_bytes / self.down_bytes_per_s,
             compute_s=flops / self.flops_per_s + more_s + num_kernels * self.launch_s,
             up_s=latency_s + up_bytes / self.up_bytes_per_s,
+            latency_s=latency_s,
         )
-
-    def as_it_goes(self, predicted: TaskTime, start_s: float) -> TaskTime:
-        """Return the real duration of a task that starts at ``start_s``: the prediction, corrected for `speed_changes`."""
-        if self.speed_changes is None:
-            return predicted
-        begun = now = start_s + predicted.down_s
-        left_s, factor = predicted.compute_s, 1.0  # left of it at full speed
-        for at_s, next_factor in self.speed_changes:
-            if at_s > now:
-                if left_s <= (at_s - now) * factor:
-                    break
-                left_s -= (at_s - now) * factor
-                now = at_s
-            factor = next_factor
-        return replace(predicted, compute_s=now + left_s / factor - begun)
 
     def available(self, at_s: float) -> bool:
         """Check whether the client may work at this time."""
@@ -163,6 +171,8 @@ class Device(Profile):
         on_s: seconds there, of presence.
         off_s: seconds away, of presence.
         seed: of what is drawn.
+        recorded: a CSV file of times and factors, which gives `speed_changes`, `link_changes` and availability, see
+            `raafl.devices.recordings`; None = none. Of a file of several devices, each client takes the next one.
 
     Raises:
         ValueError: a field is out of range, or nothing says what it can do: the name is no shipped profile, and stands alone.
@@ -178,6 +188,7 @@ class Device(Profile):
     on_s: float | None = None
     off_s: float | None = None
     seed: int = 0
+    recorded: str | None = None
     given: tuple[str, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -197,12 +208,13 @@ class Device(Profile):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 problems.append(f"{name} is {number!r}; it must be a whole number, {least} or more")
+        problems += recordings.problems(self)
         if problems:
             raise ValueError(f"device {self.name!r}: " + "; ".join(problems))
 
     def _says_nothing(self) -> bool:
         """Check whether the entry has only a name, for devices that are all the default."""
-        more = (self.bytes_per_s, self.availability, self.period_s, self.speed_changes)
+        more = (self.bytes_per_s, self.availability, self.period_s)
         return self.name != _DEFAULTS["name"] and self.presence == "always" and more == (None,) * len(more)
 
     @property
@@ -212,7 +224,7 @@ class Device(Profile):
 
     def profiles(self) -> list[Profile]:
         """Return the profile of each of its clients."""
-        if self.presence == "always" and not catalog.is_drawn(self.name):
+        if self.presence == "always" and not catalog.is_drawn(self.name) and self.recorded is None:
             return [self.profile] * self.count
         return [self._drawn(number) for number in range(self.count)]
 
@@ -224,6 +236,9 @@ class Device(Profile):
         if self.presence != "always":
             windows, period_s = sampling.presence(self.presence, self.on_s, self.off_s, self.seed, number)
             own |= {"availability": windows, "period_s": period_s}
+        if self.recorded is not None:
+            devices = recordings.load(self.recorded)
+            own |= devices[number % len(devices)].fields(self.repeat_s)
         return Profile(**own)
 
 
@@ -267,8 +282,8 @@ def load_devices(path: str | Path) -> list[Device]:
 
     A text such as ``[{name: a100}]`` is no path but the list itself.
 
-    Keys and CSV column names are the fields of `Device`; an empty CSV cell leaves the default. In CSV, availability and
-    speed_changes are written `start:stop` and `seconds:factor`, with `;` between pairs.
+    Keys and CSV column names are the fields of `Device`; an empty CSV cell leaves the default. In CSV, availability is written
+    `start:stop`, speed_changes and link_changes `seconds:factor`, with `;` between pairs.
 
     Raises:
         FileNotFoundError: there is no such file.

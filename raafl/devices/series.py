@@ -1,15 +1,19 @@
-"""Refer to a profile's long series (availability, speed changes) by digest, on the wire and in the journal."""
+"""Refer to a profile's series (availability, changes of speed and link) by digest, on the wire and in the journal."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-FIELDS = ("availability", "speed_changes")
+from raafl.devices.checks import CHANGES
+
+FIELDS = ("availability", *CHANGES)
 MOST_PAIRS = 100
-"""Pairs of a series that are written out; a longer one is named by its digest."""
+"""Pairs of a series that are written out; a longer one is named by its digest. A client writes out no changes at all."""
+_DIGEST = re.compile(r"[0-9a-f]{32}")
 
 Known = Mapping[str, Any]
 """Series by digest."""
@@ -21,10 +25,10 @@ def digest(pairs: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def long_series(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the long series of a profile's plain data, by digest."""
+def long_series(profile: Mapping[str, Any], longer_than: int = MOST_PAIRS) -> dict[str, Any]:
+    """Return the series of a profile's plain data that have more than so many pairs, by digest."""
     found = (profile.get(name) for name in FIELDS)
-    return {digest(pairs): pairs for pairs in found if pairs is not None and len(pairs) > MOST_PAIRS}
+    return {digest(pairs): pairs for pairs in found if pairs is not None and len(pairs) > longer_than}
 
 
 def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
@@ -47,6 +51,26 @@ def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None =
     return short
 
 
+def as_sent(profile: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a profile's plain data as a client sends it: scalars, short availability, the digest of any other series."""
+    changes = {name: {"digest": digest(pairs)} for name in CHANGES if (pairs := profile.get(name)) is not None}
+    return {**shortened(profile), **changes}
+
+
+def as_known(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete a client's plain data with series from the server's ``own`` plain data of that client.
+
+    A client that names no changes has those of the server, whose emulation they are for.
+
+    Raises:
+        ValueError: it names a series by a digest that is none of the server's for that client.
+    """
+    whole = restored(profile, long_series(own, longer_than=0))
+    if all(whole.get(name) is None for name in CHANGES):
+        whole |= {name: own[name] for name in (*CHANGES, "repeat_s") if name in own}
+    return whole
+
+
 def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
     """Undo `shortened`.
 
@@ -67,10 +91,15 @@ def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
     return whole
 
 
-def too_long(profile: Mapping[str, Any]) -> str | None:
-    """Return the name of a series with too many pairs to be written out, or None."""
+def problem_of_sent(profile: Mapping[str, Any]) -> str | None:
+    """Return the fault of a series in a profile that a client sent, or None."""
     for name in FIELDS:
-        pairs = profile.get(name)
-        if isinstance(pairs, list) and len(pairs) > MOST_PAIRS:
-            return f"{name} has {len(pairs)} pairs, at most {MOST_PAIRS} are sent"
+        value = profile.get(name)
+        if isinstance(value, Mapping):
+            if set(value) != {"digest"} or not isinstance(key := value["digest"], str) or not _DIGEST.fullmatch(key):
+                return f"{name} is named by no digest"
+        elif name in CHANGES and value is not None:
+            return f"{name} is written out, and only its digest is sent"
+        elif isinstance(value, list) and len(value) > MOST_PAIRS:
+            return f"{name} has {len(value)} pairs, at most {MOST_PAIRS} are sent"
     return None

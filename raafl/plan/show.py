@@ -142,6 +142,14 @@ def _advice(plan: Plan) -> list[str]:
         f"The whole model takes the median client {seconds(advice.median_s)} s a task, the slowest "
         f"{seconds(advice.slowest_s)} s."
     ]
+    varying: dict[str, list[str]] = {}
+    for row in plan.devices:
+        varying.setdefault(row.varies, []).append(row.name)
+    lines += [
+        f"Times are at the rates that profiles state; {', '.join(_first(names, _MOST_SUBMODELS))} varies: {how}."
+        for how, names in varying.items()
+        if how
+    ]
     slow = advice.stragglers
     if slow:
         shown = ", ".join(map(str, slow[:12])) + (f" and {len(slow) - 12} more" if len(slow) > 12 else "")

@@ -9,6 +9,7 @@ from statistics import median_low
 
 from raafl.core.algorithm import SelectContext
 from raafl.core.types import ClientInfo, Work
+from raafl.devices.variation import description
 from raafl.parts.select import leading
 from raafl.parts.select.submodels import TABLE_4, OneOf, fragment_specs
 from raafl.parts.select.units import axes_of
@@ -48,6 +49,7 @@ class DeviceRow:
         seconds: of a task of each submodel, in their order; None where it does not fit the memory.
         seconds_range: least and most over the clients for the whole model, memory aside.
         stragglers: ids of those that are.
+        varies: how the median client's rates vary, in words, which no time here includes; empty if they do not.
     """
 
     name: str
@@ -58,6 +60,7 @@ class DeviceRow:
     seconds: list[float | None]
     seconds_range: tuple[float, float]
     stragglers: list[int]
+    varies: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,7 @@ def device_rows(
                 seconds,
                 ends,
                 [c.id for c in members if c.id in slow],
+                description(middle.profile),
             )
         )
     return rows

@@ -194,8 +194,8 @@ def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Ch
     tables.insert(0, Table(["run", *USES], rows, "Shares of all clients' time, from the start to the end of the run."))
     note = (
         "Shares of the time from the start to the end. Transfer is what a device's links take for the bytes of its tasks, by"
-        " its profile; training is the rest of a task, which includes tests on a client's own samples. A task in real time"
-        " whose links have no profile is not divided. Work that was not merged was lost, refused, not used, or under way at"
+        " its profile; training is the rest of a task, which includes tests on a client's own samples. A task whose links vary,"
+        " or in real time have no profile, is not divided. Work that was not merged was lost, refused, not used, or under way at"
         " the end."
     ) + _others(left_out)
     many = any(len(run.client_ids()) > _MAX_LANES for _, run in runs)

@@ -79,7 +79,7 @@ def _first(times: Sequence[float], since: float, otherwise: float) -> float:
 def uses(run: RecordedRun, found: Stretches) -> dict[int, dict[str, float]]:
     """Divide each client's seconds, from 0 to the run's end, among `USES`.
 
-    A task's transfers take what its device's links need for its bytes; where the links are unknown, a task is not divided.
+    A task's transfers take what its device's links need for its bytes; where the links are unknown or vary, a task is not divided.
     """
     end_s = run.end_s
     times = {client: dict.fromkeys(USES, 0.0) for client in run.client_ids()}
@@ -128,11 +128,13 @@ def transfer_s(run: RecordedRun) -> Numbers:
 
 
 def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float]:
-    """Return seconds per byte down and up, and the latency; NaN for a real link of unknown speed."""
+    """Return seconds per byte down and up, and the latency; NaN for a real link of unknown speed, and for one that varies."""
     down, up = (number(client.profile.get(name)) for name in ("down_bytes_per_s", "up_bytes_per_s"))
     latency = number(client.profile.get("latency_s"))
     latency = 0.0 if math.isnan(latency) else latency
     if not client.profile or (not is_simulated and math.isnan(down) and math.isnan(up)):
+        return math.nan, math.nan, math.nan
+    if any(client.profile.get(name) for name in ("link_changes", "link_drift", "link_jitter")):
         return math.nan, math.nan, math.nan
     down_s, up_s = (0.0 if math.isnan(rate) or rate <= 0 else 1 / rate for rate in (down, up))
     return down_s, up_s, latency

@@ -9,7 +9,7 @@ from typing import Any, Self
 from raafl._version import __version__
 from raafl.core.records_json import client_from_json, client_to_json
 from raafl.core.types import ClientInfo
-from raafl.devices.series import long_series, restored, too_long
+from raafl.devices.series import as_known
 from raafl.sanitize import sanitize_text
 from raafl.submodel import Submodels
 from raafl.transport import Refused
@@ -90,7 +90,7 @@ def client_info(
         hello: fields of the HELLO.
         num_samples: how many training samples it claims.
         known: what the server knows of it: its id, how many samples of the run's data it was dealt (0 = not known), and
-            its profile, whose long series it may name by digest.
+            its profile, whose series it may name by digest.
         incarnation: number of this connection of the client.
         own_data: whether it may train on data of its own.
 
@@ -101,12 +101,8 @@ def client_info(
     try:
         if not isinstance(profile, dict):
             raise ValueError("it is no table")
-        if (problem := too_long(profile)) is not None:
-            raise ValueError(
-                f"{problem}: give client {client} the same devices in the server's config, or a shorter series"
-            )
-        series = long_series(client_to_json(known)["profile"])
-        profile = {**restored(profile, series), "name": sanitize_text(profile.get("name", "default"))}
+        profile = as_known(profile, client_to_json(known)["profile"])
+        profile["name"] = sanitize_text(profile.get("name", "default"))
         info = client_from_json({**hello, "client": client, "incarnation": incarnation, "profile": profile})
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Refused("bad-json", f"profile of client {client}: {sanitize_text(error)}") from None

@@ -32,7 +32,7 @@ from typing import Any, Final, Literal, Self, cast
 
 from raafl.core.records_json import assignment_from_json, assignment_to_json, client_to_json
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
-from raafl.devices.series import shortened
+from raafl.devices.series import as_sent, problem_of_sent
 from raafl.errors import LONGEST, GpuLost, TaskFailed
 from raafl.runtime.identity import Identity
 from raafl.sanitize import sanitize_text
@@ -100,7 +100,7 @@ class Hello:
     Attributes:
         identity: what it and the server must have alike.
         unsent: id of an assignment that it answered on an earlier connection without being heard; None = none.
-        client: a client's `client_to_json`, whose long series go by digest; empty from a rank.
+        client: a client's `client_to_json`, whose series go by digest; empty from a rank.
         memory_bytes: of a process of a client: what it may use; None = no limit.
     """
 
@@ -111,9 +111,9 @@ class Hello:
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
-        """Describe a client; a long series of its profile goes by digest, for a server that has the series itself."""
+        """Describe a client; a series of its profile goes by digest, for a server that has the series itself."""
         data = client_to_json(info)
-        return cls(identity, unsent, {**data, "profile": shortened(data["profile"])})
+        return cls(identity, unsent, {**data, "profile": as_sent(data["profile"])})
 
     def to_meta(self) -> dict[str, Any]:
         """Return the message's fields."""
@@ -122,11 +122,15 @@ class Hello:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; raises `Refused` for an `unsent` or a `memory_bytes` that is no number above 0."""
+        """Read a message; raises `Refused` for an `unsent` or a `memory_bytes` that is no number above 0, or a series in full."""
         unsent = None if meta.get("unsent") is None else count_of(meta, "unsent", least=1)
         memory = meta.get("memory_bytes")
         if memory is not None and not (isinstance(memory, int | float) and 0 < memory < math.inf):
             raise Refused("bad-json", f"memory_bytes is {sanitize_text(memory)}")
+        profile = meta.get("profile")
+        if isinstance(profile, dict) and (problem := problem_of_sent(profile)) is not None:
+            remedy = "give it the same devices in the server's config, or a shorter series"
+            raise Refused("bad-json", f"profile of client {sanitize_text(meta.get('client'), 20)}: {problem}: {remedy}")
         return cls(Identity.from_meta(meta), unsent, meta, memory)
 
     @property

@@ -241,7 +241,7 @@ class Simulation(Driver):
         more_bytes = self._snapshots.more_bytes(assignment)
         if more_bytes:
             time = replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s)
-        return client.profile.as_it_goes(time, self.now)
+        return fleet.real_time(client, time, self.now, assignment.task)
 
     def _measure(self, version: int, now: float) -> None:
         assert self.evaluator is not None

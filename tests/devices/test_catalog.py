@@ -1,4 +1,4 @@
-"""Profiles by name, devices that are drawn, hours that are drawn, and speeds that change."""
+"""Profiles by name, devices that are drawn, and hours that are drawn."""
 
 import json
 import math
@@ -7,11 +7,8 @@ import statistics
 import numpy as np
 import pytest
 
-from raafl.core.records_json import client_from_json, client_to_json
-from raafl.core.types import Arrived, Assign, Joined, Update
 from raafl.devices import Device, Profile, assign, catalog, load_devices, sampling
 from raafl.devices.files import write_rows
-from raafl.devices.profiles import TaskTime
 
 NAMED = ["jetson-nano", "jetson-tx2", "jetson-xavier-nx", "jetson-agx-orin", "raspberry-pi-4", "a100", "h100"]
 
@@ -175,67 +172,3 @@ def test_a_device_that_leaves_never_comes_back():
 def test_bad_fields_of_a_device_are_named(fields, said):
     with pytest.raises(ValueError, match=said):
         Device("x", flops_per_s=1e9, **fields)
-
-
-# ---- speeds that change ----
-
-
-@pytest.mark.parametrize(
-    ("start_s", "compute_s"),
-    [
-        (0.0, 8.0),  # from 1 to 9, before the change
-        (5.0, 4.0 + 4.0 + 1.0),  # from 6: 4 s at full speed, 4 s at half that do 2, the last 2 at double speed
-        (10.0, 3.0 + 6.5 / 2),  # from 11: 3 s at half that do 1.5
-        (20.0, 4.0),
-    ],
-)
-def test_a_task_takes_as_long_as_the_speed_at_each_moment_makes_it(start_s, compute_s):
-    profile = Profile(speed_changes=((10, 0.5), (14, 2)))
-    took = profile.as_it_goes(TaskTime(1.0, 8.0, 2.0), start_s)
-    assert (took.down_s, took.up_s) == (1.0, 2.0) and took.compute_s == pytest.approx(compute_s)
-    assert Profile().as_it_goes(TaskTime(1.0, 8.0, 2.0), start_s) == TaskTime(1.0, 8.0, 2.0)
-
-
-def test_changes_survive_the_journal():
-    from raafl.core.types import ClientInfo
-
-    client = ClientInfo(1, 5, Profile(speed_changes=((10, 0.5),), availability=((0, 5),)))
-    assert client_from_json(json.loads(json.dumps(client_to_json(client)))) == client
-
-
-def test_timely_fl_gives_a_device_that_slows_down_in_mid_run_less():
-    """T_k is the steady client's unit of work; at a quarter of its speed the other has time for less than all layers."""
-    from raafl.algorithms import timely_fl
-    from raafl.core.types import ClientInfo, Timer, Work
-    from tests.helpers.coordinators import coordinator_for, filled
-
-    speeds = [Profile(flops_per_s=1.0), Profile(flops_per_s=1.0, speed_changes=((100.0, 0.25),))]
-    coordinator = coordinator_for(timely_fl(participation=0.5))
-    clients = [ClientInfo(i, 1, profile) for i, profile in enumerate(speeds, start=1)]
-    due: list[tuple[float, int, object]] = []
-    given: list[tuple[float, int, int]] = []  # when, who, values that train
-
-    def tell(event, now):
-        for action in coordinator.handle(event, now):
-            if isinstance(action, Assign):
-                task = action.assignment
-                work = Work(task.spec, task.region, task.num_epochs, task.num_steps)
-                client = clients[task.client - 1]
-                time = client.profile.as_it_goes(coordinator.fleet.task_time(client, work), now)
-                tensors = filled(coordinator.state, 0.0, task.spec)
-                given.append((now, task.client, tensors.layout.num_bytes * (task.num_epochs or 1)))
-                due.append((now + time.total_s, len(given), Arrived(Update(task.id, task.client, 0, tensors, 1))))
-            elif type(action).__name__ == "SetTimer":
-                due.append((action.at, len(given) + 10_000, Timer(action.id)))
-
-    for client in clients:
-        tell(Joined(client), 0.0)
-    while due and len(given) < 30:
-        due.sort(key=lambda item: item[:2])
-        now, _, event = due.pop(0)
-        tell(event, now)
-    before = {amount for now, who, amount in given if who == 2 and now < 90}
-    after = [amount for now, who, amount in given if who == 2 and now > 100][2:]
-    steady = {amount for _, who, amount in given if who == 1}
-    assert len(before) == 1 and before == steady
-    assert after and max(after) < min(before)

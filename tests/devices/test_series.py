@@ -7,7 +7,16 @@ import pytest
 from raafl.core.records_json import client_from_json, client_to_json
 from raafl.core.types import ClientInfo, Joined
 from raafl.devices.profiles import Profile
-from raafl.devices.series import MOST_PAIRS, digest, long_series, restored, shortened
+from raafl.devices.series import (
+    MOST_PAIRS,
+    as_known,
+    as_sent,
+    digest,
+    long_series,
+    problem_of_sent,
+    restored,
+    shortened,
+)
 from raafl.runfolder.events import read_events
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.record import RunRecord
@@ -27,6 +36,35 @@ def test_only_what_is_long_goes_by_its_digest_and_comes_back():
     assert restored(short, long_series(plain)) == plain
     with pytest.raises(ValueError, match="availability is a series of digest"):
         restored(short, {})
+
+
+def plain(**fields):
+    return client_to_json(ClientInfo(1, 5, Profile(**fields)))["profile"]
+
+
+def test_a_client_sends_the_digest_of_its_changes_however_short_and_gets_the_servers_where_it_has_none():
+    changes = {"speed_changes": ((1, 0.5),), "link_changes": ((2, 2),), "repeat_s": 5.0}
+    own = plain(**changes, availability=((0, 9),))
+    sent = as_sent(own)
+    assert sent["speed_changes"] == {"digest": digest([(1, 0.5)])} and sent["availability"] == ((0.0, 9.0),)
+    assert problem_of_sent(sent) is None and as_known(sent, own) == own
+    assert as_known(plain(flops_per_s=5.0), own) == {**plain(flops_per_s=5.0), **plain(**changes), "flops_per_s": 5.0}
+    with pytest.raises(ValueError, match="link_changes is a series of digest"):
+        as_known(sent, plain(speed_changes=((1, 0.5),)))
+
+
+@pytest.mark.parametrize(
+    ("profile", "said"),
+    [
+        ({"speed_changes": [[1, 0.5]]}, "speed_changes is written out"),
+        ({"link_changes": 5}, "link_changes is written out"),
+        ({"link_changes": {"digest": "x" * 32}}, "link_changes is named by no digest"),
+        ({"availability": {"digest": "0" * 32, "more": 1}}, "availability is named by no digest"),
+        ({"availability": [[0, 1]] * 101}, "availability has 101 pairs"),
+    ],
+)
+def test_a_client_sends_no_series(profile, said):
+    assert said in problem_of_sent(profile)
 
 
 def test_the_journal_has_a_long_series_once_however_often_its_client_joins(tmp_path):

@@ -29,7 +29,8 @@ NUMBERS: list[Any] = [
     10**30, 10**400, True, None, "1e308", "fast", "", [], [1], {}, {"a": 1},
 ]  # fmt: skip
 NAMES = ["default", "", "x" * 300, "\x1b[2J", "a\nb", "\u202e", 7, None, ["phone"]]
-SERIES = ("availability", "speed_changes")
+SERIES = ("speed_changes", "link_changes")  # which no client may send
+SPREADS = ("speed_jitter", "link_jitter", "speed_drift", "link_drift")
 FIGURES = (
     "flops_per_s",
     "down_bytes_per_s",
@@ -60,9 +61,16 @@ class Words:
         if self.rng.random() < 0.03:
             return self.number()
         found = {name: self.rate() for name in FIGURES if self.rng.random() < 0.4}
+        if self.rng.random() < 0.2:
+            found["availability"] = self.series()
         for name in SERIES:
+            if self.rng.random() < 0.02:
+                found[name] = self.rng.choice([self.series(), {"digest": "0" * 32}, {"digest": self.number()}])
+        for name in SPREADS:
             if self.rng.random() < 0.2:
-                found[name] = self.series()
+                found[name] = self.rng.uniform(0, 2) if self.rng.random() < 0.95 else self.number()
+        if found.get("speed_drift") or found.get("link_drift") or self.rng.random() < 0.02:
+            found["drift_s"] = 10 ** self.rng.uniform(-3, 12) if self.rng.random() < 0.95 else self.number()
         if "availability" not in found:
             found.pop("period_s", None)
         for name in ("latency_s", "launch_s", "period_s"):

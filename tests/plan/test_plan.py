@@ -42,6 +42,16 @@ def fleet_of(*profiles, hidden=4, samples=6):
     return SelectContext(line_state(hidden), clients, random.Random(0), Training(), 2), list(clients.values())
 
 
+def test_a_plan_names_devices_that_vary(world):
+    plain, varying = Profile(name="steady"), Profile(name="phone", speed_jitter=0.1)
+    rows = tasks.device_rows(*fleet_of(plain, varying), tasks.submodel_rows(fleet_of(plain)[0]))
+    assert [row.varies for row in rows] == ["", "speed: jitter 0.1"]
+    plan = replace(planning.make_plan(world.experiment, ["fed_avg"], 8), devices=rows)
+    assert "Times are at the rates that profiles state; phone varies: speed: jitter 0.1." in show.text(
+        plan, 100, terminal=False
+    )
+
+
 class Rows(LightningModule):
     """A table of words, and a head on the mean of a text's words."""
 

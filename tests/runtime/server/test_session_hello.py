@@ -146,16 +146,37 @@ def test_a_hello_of_more_than_sixteen_kilobytes_is_refused_and_the_client_told(t
     assert table.event().reason.startswith("disconnected: bad-length: HELLO of")
 
 
-@pytest.mark.parametrize("name", ["availability", "speed_changes"])
-def test_a_series_of_more_than_a_hundred_pairs_is_refused_with_the_remedy(table, name):
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("availability", "has 101 pairs, at most 100 are sent"),
+        ("speed_changes", "is written out, and only its digest is sent"),
+        ("link_changes", "is written out, and only its digest is sent"),
+    ],
+)
+def test_a_series_is_refused_with_the_remedy(table, name, wrong):
     table.hello(profile={**client_to_json(INFO)["profile"], name: LONG[:101]})
     reason = table.hear().meta["reason"]
-    assert (
-        f"{name} has 101 pairs, at most 100 are sent: give client 4 the same devices in the server's config" in reason
-    )
+    assert f"client 4: {name} {wrong}: give it the same devices in the server's config" in reason
 
 
-@pytest.mark.parametrize("name", ["availability", "speed_changes"])
+def test_how_much_a_device_varies_is_sent_within_bounds(table):
+    table.hello(profile={**client_to_json(INFO)["profile"], "link_drift": 1e9, "drift_s": 1.0})
+    assert "link_drift is 1000000000.0; it must be the standard deviation" in table.hear().meta["reason"]
+
+
+def test_a_client_that_has_the_servers_config_gets_the_changes_that_the_server_keeps():
+    profile = Profile(link_changes=((1, 0.5),), repeat_s=9.0, speed_jitter=0.1)
+    table = Table(profile=profile)
+    try:
+        table.hello(profile=client_to_json(replace(INFO, profile=Profile(speed_jitter=0.2)))["profile"])
+        assert table.hear().kind is Kind.WELCOME
+        assert table.event().client.profile == replace(profile, speed_jitter=0.2)
+    finally:
+        table.close()
+
+
+@pytest.mark.parametrize("name", ["availability", "speed_changes", "link_changes"])
 def test_a_long_series_that_the_server_has_goes_by_its_digest(name):
     profile = Profile(**{name: LONG})
     hello = Hello.of_client(Identity("m"), replace(INFO, profile=profile)).client

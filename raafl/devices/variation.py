@@ -1,0 +1,146 @@
+"""Compute how long a task really takes on a device whose speed and links vary: recorded changes, drift, jitter.
+
+Every factor is a pure function of the profile, the moment and a seed, so that the executor, a resumed run and a replay agree.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import NormalDist
+
+from raafl.devices.profiles import Pairs, Profile, TaskTime
+
+Draw = Callable[..., int]
+"""Makes a 63-bit seed from the parts that it is given; its own seed is that of the run and the client."""
+
+STEPS = 8
+"""Steps of a drift between two of its draws."""
+MOST_STEPS = 1000
+"""Changes within one transfer or computation that are followed; what is left then goes at the mean rate so far."""
+_MOST_DEVIATIONS = 4.0
+
+_NORMAL = NormalDist()
+
+
+def real_time(profile: Profile, predicted: TaskTime, start_s: float, task: int, draw: Draw) -> TaskTime:
+    """Return the real duration of a task: the prediction, corrected for what the device does at that time.
+
+    The factor of the links acts on the bytes each way, at the time of each transfer, not on the latency.
+
+    Args:
+        profile: of the device.
+        predicted: the task's duration at the rates that the profile states.
+        start_s: when it is assigned, in seconds of the run's clock.
+        task: the client's number of the task, for the jitter.
+        draw: makes seeds; the same for all tasks of a client.
+    """
+    speed = _Rate(
+        profile.speed_changes, profile.repeat_s, profile.speed_drift, profile.drift_s, profile.speed_jitter,
+        partial(draw, "speed"), task,
+    )  # fmt: skip
+    links = _Rate(
+        profile.link_changes, profile.repeat_s, profile.link_drift, profile.drift_s, profile.link_jitter,
+        partial(draw, "link"), task,
+    )  # fmt: skip
+    if links.varies:
+        down_s = links.seconds("down", start_s + predicted.latency_s, predicted.down_s - predicted.latency_s)
+        predicted = replace(predicted, down_s=predicted.latency_s + down_s)
+    now = start_s + predicted.down_s
+    if speed.varies:
+        predicted = replace(predicted, compute_s=speed.seconds("compute", now, predicted.compute_s))
+    if links.varies:
+        now += predicted.compute_s + predicted.latency_s
+        up_s = links.seconds("up", now, predicted.up_s - predicted.latency_s)
+        predicted = replace(predicted, up_s=predicted.latency_s + up_s)
+    return predicted
+
+
+def description(profile: Profile) -> str:
+    """Describe in words how a device varies; empty if it does not."""
+    parts = []
+    for name, changes, jitter, drift in (
+        ("speed", profile.speed_changes, profile.speed_jitter, profile.speed_drift),
+        ("links", profile.link_changes, profile.link_jitter, profile.link_drift),
+    ):
+        repeats = "" if profile.repeat_s is None else f" in {profile.repeat_s:g} s"
+        said = [f"{len(changes)} change{'s' * (len(changes) > 1)}{repeats}"] if changes else []
+        said += [f"drift {drift:g} over {profile.drift_s:g} s"] if drift else []
+        said += [f"jitter {jitter:g}"] if jitter else []
+        parts += [f"{name}: {', '.join(said)}"] if said else []
+    return "; ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    """Factor of one rate over time: that of the changes, times that of the drift, times the task's jitter."""
+
+    changes: Pairs | None
+    repeat_s: float | None
+    drift: float
+    drift_s: float | None
+    jitter: float
+    draw: Draw
+    task: int
+
+    @property
+    def varies(self) -> bool:
+        """Check whether it is ever another than 1."""
+        return self.changes is not None or bool(self.drift or self.jitter)
+
+    def seconds(self, phase: str, start_s: float, work_s: float) -> float:
+        """Return the duration from ``start_s`` on of work that takes ``work_s`` seconds at a factor of 1.
+
+        Args:
+            phase: of the task, which has a jitter of its own.
+            start_s: when it begins.
+            work_s: what it would take at a factor of 1.
+        """
+        if self.jitter:
+            work_s /= math.exp(self.jitter * _normal(self.draw, "jitter", self.task, phase))
+        now, left_s, done_s = start_s, work_s, 0.0
+        for _ in range(MOST_STEPS):
+            factor, until = self._at(now)
+            until = max(until, math.nextafter(now, math.inf))  # a sum of the period may round down to now
+            if left_s <= (until - now) * factor:
+                return now + left_s / factor - start_s
+            left_s -= (until - now) * factor
+            done_s += (until - now) * factor
+            now = until
+        return (now - start_s) * (work_s / done_s)
+
+    def _at(self, now: float) -> tuple[float, float]:
+        """Return the factor from ``now`` on, and when it changes."""
+        factor, until = 1.0, math.inf
+        if self.changes is not None:
+            begin = 0.0 if self.repeat_s is None else math.floor(now / self.repeat_s) * self.repeat_s
+            place = bisect_right(self.changes, now - begin, key=lambda pair: pair[0])
+            factor = self.changes[place - 1][1] if place else 1.0
+            if place < len(self.changes):
+                until = begin + self.changes[place][0]
+            elif self.repeat_s is not None:
+                until = begin + self.repeat_s
+        if self.drift and self.drift_s is not None:
+            step_s = self.drift_s / STEPS
+            step = math.floor(now / step_s)
+            factor *= self._drifted(step)
+            until = min(until, (step + 1) * step_s)
+        return factor, until
+
+    def _drifted(self, step: int) -> float:
+        """Return the drift's factor in a step: between two draws along a quarter circle, so that the spread is always the same."""
+        number, part = divmod(step, STEPS)
+        angle = math.pi / 2 * part / STEPS
+        normal = math.cos(angle) * _normal(self.draw, "drift", number)
+        if part:
+            normal += math.sin(angle) * _normal(self.draw, "drift", number + 1)
+        return math.exp(self.drift * max(-_MOST_DEVIATIONS, min(normal, _MOST_DEVIATIONS)))
+
+
+def _normal(draw: Draw, *parts: int | str) -> float:
+    """Draw from the standard normal distribution, cut off at four deviations."""
+    share = ((draw(*parts) >> 11) + 0.5) / 2**52  # 52 bits and a half are exact, and below 1
+    return max(-_MOST_DEVIATIONS, min(_NORMAL.inv_cdf(share), _MOST_DEVIATIONS))

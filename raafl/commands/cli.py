@@ -298,7 +298,7 @@ def _reproduce(argv: list[str]) -> int:
     """Run a table of a paper, or list the tables."""
     with quick_imports():
         from raafl.commands.reproduce import reproduce
-    print(reproduce(argv, lambda line: print(line, file=sys.stderr, flush=True)))
+    print(reproduce(argv))
     return 0
 
 

@@ -25,10 +25,10 @@ def compare(argv: Sequence[str]) -> str:
         KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command goes on.
     """
     options = _options(argv)
-    return run(read(options.file, options.variant), options, tell)
+    return run(read(options.file, options.variant), options)
 
 
-def run(comparison: Comparison, options: Namespace, tell: Callable[[str], None]) -> str:
+def run(comparison: Comparison, options: Namespace) -> str:
     """Do what ``options`` ask with a comparison; see `compare`."""
     left_out: list[str] = []
     if options.rows:
@@ -38,7 +38,7 @@ def run(comparison: Comparison, options: Namespace, tell: Callable[[str], None])
     if options.plan:
         return _forecast(comparison, as_json=options.json)
     if options.verify is not None:
-        return _verify(folder, options.verify, as_json=options.json)
+        return _verify(folder, options.verify, options.jobs, as_json=options.json)
     from raafl.compare import report
     from raafl.compare.runs import Runner, resolve
     from raafl.compare.search import run_trials, trials_of
@@ -124,17 +124,16 @@ def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Pat
     return "\n".join([*lines, *(f"wrote {path}" for path in paths)])
 
 
-def _verify(folder: Path, share: float, *, as_json: bool) -> str:
+def _verify(folder: Path, share: float, jobs: int, *, as_json: bool) -> str:
     from raafl.compare.report import load
     from raafl.compare.verify import chosen, verify
 
     verdicts = []
-    for run in chosen(load(folder), share):
-        verdicts.append(verify(run, folder))
-        last = verdicts[-1]
-        outcome = "equal, to the last bit" if last["equal"] else f"NOT equal: {last['why']}"
-        _tell(f"{last['row']}, seed {last['seed']}: {outcome}")
-    differing = [one for one in verdicts if not one["equal"]]
+    for verdict in verify(chosen(load(folder), share), folder, jobs):
+        verdicts.append(verdict)
+        outcome = "equal, to the last bit" if verdict["equal"] else f"NOT equal: {verdict['why']}"
+        _tell(f"{verdict['row']}, seed {verdict['seed']}: {outcome}")
+    differing = [verdict for verdict in verdicts if not verdict["equal"]]
     if differing:
         raise RunFailed(f"{len(differing)} of {len(verdicts)} replays are not equal to what the result says")
     if as_json:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from raafl.commands.compare import run, with_common
 from raafl.compare.papers import Paper, catalogue, paper
 
 
-def reproduce(argv: Sequence[str], tell: Callable[[str], None]) -> str:
+def reproduce(argv: Sequence[str]) -> str:
     """Run what ``argv`` names and return its table; without a table's name, return the list of what there is.
 
     Args:
         argv: the command's arguments.
-        tell: is called with each line of progress.
 
     Raises:
         BadInput: a paper, table, scale or option is unknown, or the table cannot be reproduced; says why.
@@ -26,7 +25,7 @@ def reproduce(argv: Sequence[str], tell: Callable[[str], None]) -> str:
     if options.table is None:
         papers = list(catalogue().values()) if options.paper is None else [paper(options.paper)]
         return json.dumps([_as_json(one) for one in papers]) if options.json else "\n\n".join(map(_listed, papers))
-    return run(paper(options.paper).exhibit(options.table).comparison(options.scale), options, tell)
+    return run(paper(options.paper).exhibit(options.table).comparison(options.scale), options)
 
 
 def _options(argv: Sequence[str]) -> Namespace:

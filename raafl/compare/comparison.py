@@ -22,7 +22,7 @@ _HOLDOUT = 0.1
 
 @dataclass(frozen=True)
 class Halving:
-    """Successive halving: trials run for a part of the budget, and the better of them go on.
+    """Successive halving: trials run with a part of the budget, and the better of them anew with twice as much.
 
     Attributes:
         rungs: how often trials are compared, the last time included; each rung has twice the budget of the one before.

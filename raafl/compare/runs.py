@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
@@ -39,6 +39,9 @@ from raafl.units import duration
 if TYPE_CHECKING:
     from raafl.config.parse import Parsed
 
+Item = TypeVar("Item")
+
+_BAD_INPUT = 2  # the exit code of raafl for a request that cannot be carried out
 _LOOK_S = 0.5
 _TOLD_S = 30.0
 """Seconds between two lines of progress where no run ends."""
@@ -187,22 +190,20 @@ class Runner:
         """
         found = {run: outcome for run in runs if (outcome := self.find(run)) is not None}
         queue = [run for run in dict.fromkeys(runs) if run not in found]
-        active: dict[BaseProcess, tuple[Run, float]] = {}
-        with Interrupt() as interrupt:
-            while (queue or active) and not interrupt.asked:
-                while queue and len(active) < self._jobs:
-                    run = queue.pop(0)
-                    active[self._start(run)] = run, time.monotonic()
-                if time.monotonic() - self._told_s > _TOLD_S:
-                    self._say_left(len(queue) + len(active))
-                for process in self._ended(active):
-                    run, began = active.pop(process)
-                    self._seconds.append(time.monotonic() - began)
-                    found[run] = self._outcome(run, process)
-                    self._say_left(len(queue) + len(active), f"{run.label}, seed {run.seed}: {_sentence(found[run])}")
-            if interrupt.asked:
-                self._end(active)
-                raise KeyboardInterrupt
+        begun_s: dict[Run, float] = {}
+
+        def start_run(run: Run) -> BaseProcess:
+            begun_s[run] = time.monotonic()
+            return self._start(run)
+
+        for run, process, left in in_processes(queue, self._jobs, start_run, self._tell_sometimes):
+            outcome = self._outcome(run, process)
+            if outcome is None:
+                queue.insert(0, run)
+                continue
+            found[run] = outcome
+            self._seconds.append(time.monotonic() - begun_s[run])
+            self._say_left(left, f"{run.label}, seed {run.seed}: {_sentence(outcome)}")
         return [found[run] for run in runs]
 
     def _start(self, run: Run) -> BaseProcess:
@@ -220,20 +221,21 @@ class Runner:
             file.write(json.dumps(note, indent=1).encode())
         return start(["simulate", *argv, "--progress", "quiet"], folder.with_suffix(".log"))
 
-    def _ended(self, active: dict[BaseProcess, Any]) -> Iterator[BaseProcess]:
-        sentinels = {process.sentinel: process for process in active}
-        for sentinel in wait(list(sentinels), timeout=_LOOK_S):
-            process = sentinels[sentinel]  # type: ignore[index]  # a sentinel is the int that was given
-            process.join()
-            yield process
-
-    def _outcome(self, run: Run, process: BaseProcess) -> Outcome:
+    def _outcome(self, run: Run, process: BaseProcess) -> Outcome | None:
+        """Return the outcome of a run whose process has ended; None where it is to begin anew."""
         outcome = self.find(run)
-        if outcome is None:
-            folder = run.folder(self._root, code_digest())
-            lines = _last_lines(folder.with_suffix(".log"))
-            outcome = Outcome(run, folder, None, code_digest(), lines[-1] if lines else f"exit code {process.exitcode}")
-        return outcome
+        if outcome is not None:
+            return outcome
+        folder = run.folder(self._root, code_digest())
+        if process.exitcode == _BAD_INPUT and newest(folder) is not None:
+            shutil.rmtree(folder)  # it cannot be resumed: it was cut off after its last checkpoint, before its summary
+            return None
+        lines = _last_lines(folder.with_suffix(".log"))
+        return Outcome(run, folder, None, code_digest(), lines[-1] if lines else f"exit code {process.exitcode}")
+
+    def _tell_sometimes(self, num: int) -> None:
+        if time.monotonic() - self._told_s > _TOLD_S:
+            self._say_left(num)
 
     def _say_left(self, num: int, line: str = "") -> None:
         """Tell ``line``, how many runs are left of those that were asked for, and about how long they take."""
@@ -243,14 +245,40 @@ class Runner:
         self._tell(f"{line}  ({left})" if line else left)
         self._told_s = time.monotonic()
 
-    def _end(self, active: dict[BaseProcess, tuple[Run, float]]) -> None:
-        """Ask the runs under way to end, which they do between two events, with a checkpoint."""
-        self._tell("interrupted: waiting for the runs under way to save their state")
-        for process in active:
-            if process.pid is not None:
-                os.kill(process.pid, signal.SIGINT)
-        for process in active:
-            process.join()
+
+def in_processes(
+    queue: list[Item], jobs: int, start_one: Callable[[Item], BaseProcess], wait_on: Callable[[int], None]
+) -> Iterator[tuple[Item, BaseProcess, int]]:
+    """Start a process for each item, ``jobs`` at a time, and yield item, process and how many are left as each ends.
+
+    Args:
+        queue: is emptied; the caller may put an item back before it asks for the next one.
+        jobs: processes at a time.
+        start_one: starts an item's process.
+        wait_on: is called every half second with how many are left.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the processes have been sent SIGINT and have ended.
+    """
+    active: dict[BaseProcess, Item] = {}
+    with Interrupt() as interrupt:
+        while (queue or active) and not interrupt.asked:
+            while queue and len(active) < jobs:
+                item = queue.pop(0)
+                active[start_one(item)] = item
+            wait_on(len(queue) + len(active))
+            sentinels = {process.sentinel: process for process in active}
+            for sentinel in wait(list(sentinels), timeout=_LOOK_S):
+                process = sentinels[sentinel]  # type: ignore[index]  # a sentinel is the int that was given
+                process.join()
+                yield active.pop(process), process, len(queue) + len(active)
+        if interrupt.asked:
+            for process in active:
+                if process.pid is not None:
+                    os.kill(process.pid, signal.SIGINT)  # a run ends between two events, with a checkpoint
+            for process in active:
+                process.join()
+            raise KeyboardInterrupt
 
 
 def start(argv: Sequence[str], log: Path) -> BaseProcess:

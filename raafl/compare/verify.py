@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from raafl.compare.runs import start
+from raafl.compare.runs import in_processes, start
 
 
 def chosen(found: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
@@ -24,31 +25,42 @@ def chosen(found: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[s
     return random.Random(seed).sample(runs, math.ceil(share * len(runs)))
 
 
-def verify(run: Mapping[str, Any], root: Path) -> dict[str, Any]:
-    """Replay one run in a process of its own.
+def verify(runs: Sequence[Mapping[str, Any]], root: Path, jobs: int = 1) -> Iterator[dict[str, Any]]:
+    """Replay runs in processes of their own, and yield `row`, `seed`, `equal`, and where it is not equal, `why`.
 
     Args:
-        run: as the result lists it.
+        runs: as the result lists them.
         root: the comparison's folder.
+        jobs: replays at a time.
 
-    Returns:
-        `row`, `seed`, `equal`, and where it is not equal, `why`.
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the replays under way have been ended.
     """
-    folder = root / run["folder"]
-    log = folder.with_suffix(".replay.log")
-    log.unlink(missing_ok=True)
-    process = start(["replay", str(folder), "--json"], log)
-    process.join()
-    verdict = {"row": run["row"], "seed": run["seed"], "equal": False}
+
+    def replay(run: Mapping[str, Any]) -> BaseProcess:
+        log = _log(root, run)
+        log.unlink(missing_ok=True)
+        return start(["replay", str(root / run["folder"]), "--json"], log)
+
+    for run, process, _ in in_processes(list(runs), jobs, replay, lambda _: None):
+        why = _difference(run, _log(root, run), process)
+        verdict = {"row": run["row"], "seed": run["seed"], "equal": why is None}
+        yield verdict if why is None else verdict | {"why": why}
+
+
+def _log(root: Path, run: Mapping[str, Any]) -> Path:
+    return (root / str(run["folder"])).with_suffix(".replay.log")
+
+
+def _difference(run: Mapping[str, Any], log: Path, process: BaseProcess) -> str | None:
+    """Return why a replay does not give what the result says; None where it does."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     try:
         replayed = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
     except (StopIteration, ValueError):
-        return verdict | {"why": lines[-1] if lines else f"the replay ended with exit code {process.exitcode}"}
+        return lines[-1] if lines else f"the replay ended with exit code {process.exitcode}"
     if replayed["model_digest"] != run["model_digest"]:
-        return verdict | {
-            "why": f"the result says {run['model_digest'][:16]}, the replay {replayed['model_digest'][:16]}"
-        }
+        return f"the result says {run['model_digest'][:16]}, the replay {replayed['model_digest'][:16]}"
     if not replayed["equal"]:
-        return verdict | {"why": f"the run folder's summary says {str(replayed['recorded_digest'])[:16]}"}
-    return verdict | {"equal": True}
+        return f"the run folder's summary says {str(replayed['recorded_digest'])[:16]}"
+    return None

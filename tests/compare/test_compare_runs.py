@@ -150,6 +150,19 @@ def test_a_wrong_option_of_any_row_is_named_before_anything_runs(tmp_path):
 
 
 @pytest.mark.long
+def test_a_run_that_was_cut_off_before_its_summary_begins_anew(tmp_path, capfd):
+    """Its last checkpoint says that it has finished, so it cannot be resumed."""
+    file, argv = (
+        written(tmp_path, search=None, rows={"A": None}),
+        ["--output", str(tmp_path / "out"), "--no_page", "--json"],
+    )
+    before = json.loads(compare([file, *argv]))["rows"][0]["runs"][0]
+    (tmp_path / "out" / before["folder"] / "summary.json").unlink()
+    after = json.loads(compare([file, *argv]))["rows"][0]["runs"][0]
+    assert after["model_digest"] == before["model_digest"]
+    assert "is finished" in (tmp_path / "out" / before["folder"]).with_suffix(".log").read_text()
+
+
 def test_ctrl_c_loses_nothing(tmp_path):
     options = "--max_updates 400 --checkpoint_every 10 --model.hidden [16] --clients 3"
     file, out = written(tmp_path, search=None, options=options, rows={"only": None}), tmp_path / "out"

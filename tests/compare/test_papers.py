@@ -45,11 +45,11 @@ def test_each_file_of_the_folder_that_is_a_papers_is_in_the_catalogue():
 )  # fmt: skip
 def test_what_cannot_be_run_is_named(argv, message):
     with pytest.raises(BadInput, match=message):
-        reproduce(argv, print)
+        reproduce(argv)
 
 
 def test_the_list_names_every_table():
-    text = reproduce([], print)
+    text = reproduce([])
     assert all(exhibit.name in text and exhibit.shows in text for _, exhibit in EXHIBITS)
-    listed = json.loads(reproduce(["ram-fed", "--json"], print))
+    listed = json.loads(reproduce(["ram-fed", "--json"]))
     assert [table["name"] for table in listed[0]["tables"]] == list(paper("ram-fed").exhibits)

@@ -22,7 +22,8 @@ from typing import Any
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _CONFIGURATION = """# Configuration
 
-With this page you can look up every field of a config; [sections](sections.md) has those of `train`, `guard` and the like.
+With this page you can look up every field of a config;
+[sections](sections.md) has those of `train`, `guard` and the like.
 Each field is an option of the command line too: `--train.num_steps 5` is `train: {num_steps: 5}`.
 `raafl simulate --help` prints the same, `--print_config` prints a whole config.
 The page is written by `python -m benchmarks.reference`.
@@ -36,15 +37,16 @@ train: {num_steps: 5, num_epochs: null}
 max_updates: 8
 ```
 
-`model`, `data`, `algorithm` and `partition` name a class or a factory with its arguments: raafl's own or yours, by its path.
+`model`, `data`, `algorithm` and `partition` name a class or a factory with its arguments:
+raafl's own or yours, by its path.
 The last column says who must have the same value.
 *Shared* fields are compared when a client joins, *told* fields are sent to a client without a config,
 *resume* fields may change when a run is resumed.
 """
 _SECTIONS = """# Sections of a config
 
-With this page you can look up the fields within `train`, `submodels`, `fabric`, `guard`, `rounds`, `privacy`, `compress` and
-`waits`; the other fields are under [configuration](configuration.md).
+With this page you can look up the fields within `train`, `submodels`, `fabric`, `guard`, `rounds`, `privacy`,
+`compress` and `waits`; the other fields are under [configuration](configuration.md).
 The page is written by `python -m benchmarks.reference`.
 
 ```yaml

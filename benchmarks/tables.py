@@ -1,6 +1,11 @@
-"""Write the tables of docs from results of `raafl compare`: python -m benchmarks.tables [--check].
+"""Write the tables of docs from committed results: python -m benchmarks.tables [--check].
 
 A table stands between `<!-- table: benchmarks/results/NAME.json -->` and `<!-- end of table -->`; what is between is replaced.
+Results of `raafl compare` need no more. For those of a benchmark the marker also says what to show, each part behind a `;`:
+
+- `columns: model, flops:.2f as FLOPs`: keys of a row, with a format and a title where wanted;
+- `across: rate of ratio:.2f`: a column for each value of one key, filled with another key; rows with equal columns are one;
+- `where: part=comparison, rate=0.5`: rows with these values alone.
 """
 
 from __future__ import annotations
@@ -11,10 +16,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from raafl.compare.tables import Cells, cells, sentences
+from raafl.compare.tables import Cells, cells, sentences, short
 
 ROOT = Path(__file__).parent.parent
-_TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.S)
+_TABLE = re.compile(r"(<!-- table: (\S+?)(?:; ([^\n]*))? -->\n).*?(<!-- end of table -->)", re.S)
+_COLUMN = re.compile(r"(?P<key>[^\s:]+)(?::(?P<format>\S+))?(?: as (?P<title>.+))?")
 
 
 def markdown(table: Cells) -> str:
@@ -39,9 +45,49 @@ def written(result: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, [source, markdown(cells(result)), shown, *missing]))
 
 
+def chosen(result: dict[str, Any], spec: str) -> str:
+    """Return what a page shows of a benchmark's result, by the parts of the marker (see above)."""
+    parts = dict(part.split(": ", 1) for part in spec.split("; "))
+    columns = [_column(text) for text in parts["columns"].split(", ")]
+    wanted = [text.split("=", 1) for text in parts["where"].split(", ")] if "where" in parts else []
+    rows = [row for row in result["rows"] if all(str(row.get(key)) == value for key, value in wanted)]
+    head = [column["title"] or column["key"] for column in columns]
+    if "across" in parts:
+        key, _, text = parts["across"].partition(" of ")
+        values, table = list(dict.fromkeys(row[key] for row in rows)), {}
+        for row in rows:
+            first = tuple(_shown(row, column) for column in columns)
+            table.setdefault(first, {})[row[key]] = _shown(row, _column(text))
+        head += [str(value) for value in values]
+        lines = [[*first, *(cells.get(value, "") for value in values)] for first, cells in table.items()]
+    else:
+        lines = [[_shown(row, column) for column in columns] for row in rows]
+    return f"Measured {result['date'][:10]} on {result['hardware']['cpu']}.\n\n{markdown([head, *lines])}"
+
+
+def _column(text: str) -> dict[str, str]:
+    found = _COLUMN.fullmatch(text)
+    assert found, f"no column: {text}"
+    return found.groupdict()
+
+
+def _shown(row: dict[str, Any], column: dict[str, str]) -> str:
+    value = row.get(column["key"])
+    if value is None:
+        return ""
+    if column["format"]:
+        return format(value, column["format"])
+    return short(value) if isinstance(value, float) else str(value)
+
+
 def renewed(text: str) -> str:
     """Return a page with each of its tables made anew."""
-    return _TABLE.sub(lambda m: f"{m[1]}\n{written(json.loads((ROOT / m[2]).read_text()))}\n\n{m[3]}", text)
+
+    def anew(found: re.Match[str]) -> str:
+        result = json.loads((ROOT / found[2]).read_text())
+        return f"{found[1]}\n{chosen(result, found[3]) if found[3] else written(result)}\n\n{found[4]}"
+
+    return _TABLE.sub(anew, text)
 
 
 def pages() -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.tables import markdown, pages, renewed
+from benchmarks.tables import chosen, markdown, pages, renewed
 
 
 def test_every_page_has_the_tables_of_its_results():
@@ -28,6 +28,22 @@ def test_an_empty_place_is_filled_and_then_stays(tmp_path, monkeypatch):
     (tmp_path / "r.json").write_text("{}")
     text = renewed("<!-- table: r.json -->\n<!-- end of table -->")
     assert "\n\ntable\n\n" in text and renewed(text) == text
+
+
+def test_a_benchmarks_table_has_the_rows_and_columns_that_the_marker_names():
+    rows = [
+        {"model": "A", "rate": 0.5, "ratio": 1.004, "n": 7, "part": "x"},
+        {"model": "A", "rate": 0.25, "ratio": 2.0, "n": 7, "part": "x"},
+        {"model": "B", "rate": 0.25, "ratio": None, "n": 12345, "part": "x"},
+        {"model": "C", "rate": 0.25, "ratio": 9.0, "n": 1, "part": "y"},
+    ]
+    result = {"date": "2026-01-02T03", "hardware": {"cpu": "P"}, "rows": rows}
+    text = chosen(result, "columns: model, ratio:.2f as times; where: part=x, rate=0.25")
+    assert text == "Measured 2026-01-02 on P.\n\n| model | times |\n| --- | --- |\n| A | 2.00 |\n| B |  |"
+    text = chosen(result, "columns: model as name, n; across: rate of ratio:.1f; where: part=x")
+    assert text.endswith(
+        "| name | n | 0.5 | 0.25 |\n| --- | --- | --- | --- |\n| A | 7 | 1.0 | 2.0 |\n| B | 12345 |  |  |"
+    )
 
 
 def test_markdown_escapes_bars():

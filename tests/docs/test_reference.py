@@ -1,4 +1,4 @@
-"""Pages that are made from the code are as the code is, and messages that a page explains are messages."""
+"""What is made from the code is as the code is, pages of methods have one form, and messages that a page explains are messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from benchmarks.reference import DOCS, PAGES
+from benchmarks.reference import DOCS, PAGES, with_settings
+from raafl.algorithms import ALGORITHMS
 from tests.habits.source import ROOT
 
 
@@ -14,6 +15,34 @@ from tests.habits.source import ROOT
 def test_a_page_that_is_made_from_the_code_is_as_the_code_is(name):
     text = (DOCS / name).read_text(encoding="utf-8")
     assert text == PAGES[name](), f"docs/{name} is stale: python -m benchmarks.reference writes it anew"
+
+
+METHODS = sorted(page for page in (DOCS / "methods").glob("*.md") if page.name != "index.md")
+FORM = ["What it does", "When to take it", "Settings", "What the paper leaves open", "Measured"]
+
+
+def test_every_method_has_its_settings_on_one_page():
+    text = "".join(page.read_text(encoding="utf-8") for page in METHODS)
+    marked = " ".join(re.findall(r"<!-- settings: ([\w ]+) -->", text)).split()
+    assert sorted(marked) == sorted(ALGORITHMS)
+
+
+@pytest.mark.parametrize("page", METHODS, ids=lambda page: page.stem)
+def test_the_page_of_a_method_has_the_one_form(page):
+    text = page.read_text(encoding="utf-8")
+    assert [re.sub("papers leave", "paper leaves", title) for title in re.findall("^## (.*)$", text, re.M)] == FORM
+    assert f"]({page.name})" in (DOCS / "methods" / "index.md").read_text(encoding="utf-8")
+
+
+def test_a_table_of_settings_keeps_symbols_and_drops_what_is_gone(tmp_path):
+    page = tmp_path / "page.md"
+    old = "| `prox` | `fed_prox` | mu | 9 | wrong |\n| `gone` | all | x | 1 | y |\n"
+    page.write_text(f"<!-- settings: fed_avg fed_prox -->\n{old}<!-- end of settings -->\n", encoding="utf-8")
+    text = with_settings(page)
+    assert "| `prox` | `fed_prox` | mu | `0.01` | weight of the proximal term (mu), 0 or more. |" in text
+    assert "| `concurrency` | all |  | `null` |" in text and "gone" not in text and "wrong" not in text
+    page.write_text(text, encoding="utf-8")
+    assert with_settings(page) == text
 
 
 def test_every_message_of_the_troubleshooting_page_is_one():

@@ -108,7 +108,7 @@ class TrainerStandIn:
     def _refuse(self, name: str, what: str) -> NoReturn:
         raise NotInTask(
             f"self.trainer.{name} is not {what} in a federated task, which has no Trainer: of one it has current_epoch, "
-            "global_step, max_epochs, estimated_stepping_batches, optimizers, logger and what else docs/bring-a-model.md lists"
+            "global_step, max_epochs, estimated_stepping_batches, optimizers, logger and what else docs/lightning.md lists"
         )
 
     def __deepcopy__(self, memo: object) -> TrainerStandIn:

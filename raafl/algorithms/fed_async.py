@@ -39,7 +39,7 @@ def fed_async(
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
-        lora: way to merge LoRA adapters (docs/submodels.md); None = average A and B separately, each rank over
+        lora: way to merge LoRA adapters (docs/lora.md); None = average A and B separately, each rank over
             clients that have it.
     """
     algorithm = Algorithm(

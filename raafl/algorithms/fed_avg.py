@@ -30,7 +30,7 @@ def fed_avg(
         by_samples: weight clients by |D_n| (n_k in Algorithm 1); False = equally.
         submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
-        lora: way to merge LoRA adapters (docs/submodels.md); None = average A and B separately, each rank over
+        lora: way to merge LoRA adapters (docs/lora.md); None = average A and B separately, each rank over
             clients that have it.
     """
     algorithm = Algorithm(

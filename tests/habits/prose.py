@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 _UNBREAKABLE = re.compile(r"`[^`]*`|\]\([^)\s]*\)|https?://\S+")
 _MARKER = re.compile(r"(?:#+ +)?(?:(?:[-*]|\d+\.|>) +)?")
-_END = re.compile(r"(?<=[^\s.])[.?!][)\"'*_]*(?= +(?:[\"'(*_]*[A-Z`\[]|raafl\b))")
+_END = re.compile(r"(?<=[^\s.])[.?!][)\"'*_]*(?= +[\"'(*_]*(?:[A-Z`\[]|raafl\b))")
 # A full stop behind these ends no sentence.
 _ABBREVIATION = re.compile(r"\b(?:al|cf|vs|etc|e\.g|i\.e|Eqs?|Figs?|No|St|approx)\.$")
 

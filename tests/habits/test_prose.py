@@ -1,7 +1,8 @@
-"""Documentation has one sentence a line, and short lines."""
+"""Documentation has one sentence a line, short lines, short pages, and says first what a page is for."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.habits.prose import can_be_broken, prose, sentence_ends
 from tests.habits.source import ROOT
 
 WIDTH = 120
+WORDS = 1500
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [*DOCS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 
@@ -48,3 +50,26 @@ def test_what_is_and_what_is_no_fault():
     )
     assert faults(skipped) == [] and faults(skipped + "A. B\n") == ["line 11: more than one sentence"]
     assert faults("- [long](https://a.example/" + "x" * 120 + ")\n- `" + "x y " * 40 + "`\n") == []
+
+
+def words(text: str) -> int:
+    """Count the words of a page, without generated tables."""
+    written = re.sub(r"<!-- (?:table|settings): .*?<!-- end of \w+ -->", "", text, flags=re.S)
+    return len(re.findall(r"\S*\w\S*", written))
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name)
+def test_a_page_is_short_unless_it_is_a_methods(page):
+    assert words(page.read_text(encoding="utf-8")) <= WORDS or page.parent.name == "methods"
+
+
+def test_words_are_counted_without_generated_tables():
+    assert words("# A\n\n| b | c-d |\n<!-- table: x.json -->\n| e |\n<!-- end of table -->\n- f `g h`\n") == 6
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name)
+def test_a_page_says_first_what_a_reader_can_do(page):
+    text = re.sub(r"\A---\n.*?---\n", "", page.read_text(encoding="utf-8"), flags=re.S)  # settings of the site's page
+    title, blank, first, *_ = text.splitlines()
+    assert title.startswith("# ") and not blank
+    assert re.match(r"(With|After) this page you (can|know)\b", first), first

@@ -1,0 +1,63 @@
+"""The files and names on the pages about the architecture exist, and the walk of an update has at most sixteen files."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.habits.source import ROOT, modules, tree
+
+WALK = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The way of an update")[1]
+ROWS = re.findall(r"^\| (\d+) \| `(\S+)` \| (.*) \|$", WALK, re.M)
+
+
+@cache
+def definitions(path: Path) -> set[str]:
+    """Return the classes, functions and methods of a file, a method as `Class.method`."""
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+    return found
+
+
+def defined(name: str, *files: str) -> bool:
+    """Return whether a class, a function or `Class.method` is defined in one of the files, given below raafl/; none = anywhere."""
+    return any(name in definitions(path) for path in ([ROOT / "raafl" / file for file in files] or modules("raafl")))
+
+
+def test_the_walk_is_short_and_in_order():
+    assert [int(step) for step, _, _ in ROWS] == list(range(1, len(ROWS) + 1))
+    assert 10 < len({file for _, file, _ in ROWS}) <= 16
+
+
+@pytest.mark.parametrize(("step", "file", "text"), ROWS, ids=[file for _, file, _ in ROWS])
+def test_the_names_of_a_step_exist(step, file, text):
+    names = [name for name in re.findall(r"`([\w.]+)`", text) if not name.endswith((".py", ".csv"))]
+    missing = [name for name in names if not (defined(name) if "." in name else defined(name, *files_of(step)))]
+    assert (ROOT / "raafl" / file).is_file() and not missing
+
+
+def files_of(step: str) -> list[str]:
+    """Return the files in which the single names of a step may be: its own, those of the parts and of the core."""
+    own = next(file for number, file, _ in ROWS if number == step)
+    records = [str(path.relative_to(ROOT / "raafl")) for path in modules("raafl/core")]
+    return [own, *records]
+
+
+def test_a_name_that_is_gone_is_found():
+    assert defined("Coordinator.handle") and defined("Coordinator", "core/coordinator.py")
+    assert not defined("Coordinator.process") and not defined("Coordinator", "core/state.py")
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "extending.md"])
+def test_every_path_exists(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    paths = [path for path in re.findall(r"`((?:raafl|tests|docs|configs)/[\w./-]+)`", text) if "NAME" not in path]
+    assert len(paths) > 10 and not [path for path in paths if not (ROOT / path).exists()]

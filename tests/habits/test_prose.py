@@ -69,7 +69,13 @@ def test_words_are_counted_without_generated_tables():
 
 @pytest.mark.parametrize("page", DOCS, ids=name)
 def test_a_page_says_first_what_a_reader_can_do(page):
-    text = re.sub(r"\A---\n.*?---\n", "", page.read_text(encoding="utf-8"), flags=re.S)  # settings of the site's page
+    text = re.sub(r"\A---\n.*?---\n+", "", page.read_text(encoding="utf-8"), flags=re.S)  # settings of the site's page
     title, blank, first, *_ = text.splitlines()
     assert title.startswith("# ") and not blank
     assert re.match(r"(With|After) this page you (can|know)\b", first), first
+
+
+def test_the_glossary_has_each_term_once_in_order():
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    terms = re.findall(r"^\| ([^|]+?) \| [^|]+ \|[^|]*\|$", text, re.M)[2:]
+    assert len(terms) > 60 and terms == sorted(set(terms), key=str.lower)

@@ -149,7 +149,11 @@ def _settings(names: list[str], old: str) -> str:
     from raafl.algorithms import ALGORITHMS
 
     several = len(names) > 1
-    symbols = {cells[:-3]: cells[-3] for line in old.splitlines() if len(cells := _cells(line)) > 3}
+    symbols: dict[tuple[str, str], str] = {}  # by setting and factory, so that they outlive a change of the texts
+    for line in old.splitlines():
+        if len(cells := _cells(line)) > 3:
+            having = names if len(cells) == 4 or cells[1] == "all" else re.findall(r"\w+", cells[1])
+            symbols |= {(cells[0], name): cells[-3] for name in having}
     rows: dict[tuple[str, str, str], list[str]] = {}
     for name in names:
         texts = {one.arg_name: _cell(one.description or "") for one in parse_from_object(ALGORITHMS[name]).params}
@@ -162,8 +166,9 @@ def _settings(names: list[str], old: str) -> str:
     )
     lines += ["| " + " | ".join(["---"] * (5 if several else 4)) + " |"]
     for (setting, default, text), having in rows.items():
-        key = (setting, "all" if having == names else ", ".join(f"`{name}`" for name in having))[: 1 + several]
-        lines.append("| " + " | ".join([*key, symbols.get(key, ""), default, text]) + " |")
+        who = ["all" if having == names else ", ".join(f"`{name}`" for name in having)] if several else []
+        symbol = ", ".join(dict.fromkeys(filter(None, (symbols.get((setting, name)) for name in having))))
+        lines.append("| " + " | ".join([setting, *who, symbol, default, text]) + " |")
     return "\n".join(lines)
 
 

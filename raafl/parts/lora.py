@@ -136,7 +136,7 @@ class Starting(WrappedSelect):
         return work
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the record of the client's version."""
+        """Delete the record of the version from which the lost client started."""
         fleet.state.memory.get(MEMORY, {}).get("at_work", {}).pop(client.id, None)
         super().on_loss(client, fleet)
 

@@ -19,7 +19,7 @@ class EachArrival(Trigger):
         return True
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return ``num_more - num_waiting``, since each arrival is one merge."""
+        """Return the number of further updates until ``num_more`` are merged, where ``num_waiting`` already wait."""
         return num_more - num_waiting
 
     def staleness(self, num_at_work: int) -> float:
@@ -49,7 +49,7 @@ class Buffered(Trigger):
         return len(waiting.arrived_s) >= self.size
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return the number of further updates that fill every buffer, including the last one."""
+        """Return the number of further updates that fill every buffer, including the last one, until ``num_more`` are merged."""
         return -(-num_more // self.size) * self.size - num_waiting
 
     def __str__(self) -> str:

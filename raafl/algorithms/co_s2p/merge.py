@@ -123,7 +123,7 @@ class ImportanceMerge(Merge):
         state.memory["most_start_bytes"] = max(start_bytes, state.memory.get("most_start_bytes", 0))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "start_bytes", the largest memory that start values of late clients took."""
+        """Return, as "start_bytes", the largest memory that the start values of late clients have taken."""
         return {"start_bytes": state.memory.get("most_start_bytes", 0)}
 
     def __str__(self) -> str:

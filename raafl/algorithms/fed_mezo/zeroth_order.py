@@ -185,7 +185,7 @@ class Steps(Hook):
         """Do nothing: `loss` has made the batch's step."""
 
     def finish(self) -> dict[str, Any]:
-        """Return the scalars g_t, packed."""
+        """Return the scalars g_t of all steps, packed."""
         return {SCALARS: pack(self.scalars)}
 
     def close(self) -> None:
@@ -242,7 +242,7 @@ class ZerothOrder(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on the numbers that are sent, and on batch norm."""
+        """Return notes on the amount of data that clients send, and on batch norm."""
         count = _num_perturbed(submodels, Spec())
         notes = [
             f"zeroth order: {count:,} parameters are perturbed and nothing but a scalar for each batch goes up; accumulated "
@@ -360,7 +360,7 @@ class Rebuilt(Merge):
         """Return the values that a client has at the end of a task.
 
         Args:
-            submodels: of the model.
+            submodels: the model, with its axes and layouts.
             perturbed: spec whose trained tensors the task perturbs.
             before: values of these tensors when the task starts; not changed.
             seed: the assignment's seed.

@@ -68,7 +68,7 @@ def scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
     """Return sigma of each masked tensor of a submodel, by name; it is that of the tensor in the whole model.
 
     Args:
-        submodels: of the model.
+        submodels: the model, with its axes and layouts.
         layout: trained layout of the submodel.
     """
     whole, names = submodels.layout().by_name, submodels.parameter_names
@@ -152,7 +152,7 @@ class ScoreTraining(Hook):
         return torch.rand(like.shape, generator=self._generator).to(like.device)
 
     def update(self) -> None:
-        """Make the optimizer's step on the scores, with its learning rate multiplied by the factor."""
+        """Make the optimizer's step on the scores, with the learning rate of scores (`lr_factor` times the module's)."""
         self._uncover()
         groups = self.task.optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -353,7 +353,7 @@ class BayesianMasks(Merge):
         plan.cover_(memory["all"])
 
     def apply(self, state: GlobalState) -> None:
-        """Set the probabilities to the posterior's mode."""
+        """Set each weight's probability to the mode of its posterior."""
         memory = self._memory(state)
         ones, total = memory["ones"], memory["all"]
         scales = scales_of(state.submodels, state.submodels.layout(part="trained"))

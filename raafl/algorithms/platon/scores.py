@@ -136,7 +136,7 @@ def members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member,
     Members have the offsets that they have in the submodel's tensors: units dropped before them are subtracted.
 
     Args:
-        submodels: of the model.
+        submodels: the model, with its axes and layouts.
         spec: the submodel.
     """
     kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}

@@ -82,7 +82,7 @@ def choose(
     """Return the units to use: first the best of each axis, then the others by squared gradient per time, descending.
 
     Args:
-        submodels: of the model.
+        submodels: the model, with its axes and layouts.
         values: parameters by name, from which the size of weights follows.
         squares: squared gradient of each parameter; its scale does not matter.
         prunable: share of the units in use, on each axis, that may be dropped.

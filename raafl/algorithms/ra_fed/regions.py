@@ -81,7 +81,7 @@ class Regions(Select):
 
     @property
     def is_controlled(self) -> bool:
-        """Whether S*, Gamma* or tau is given."""
+        """Whether ``trained`` (S*), ``coverage`` (Gamma*) or ``rest`` (tau) is given."""
         return any(number is not None for number in (self.trained, self.coverage, self.rest))
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
@@ -102,12 +102,12 @@ class Regions(Select):
         return Work(fleet.cache[key], region=client.id)
 
     def level(self, client: ClientInfo, fleet: SelectContext, round: int) -> int:
-        """Return m_n of a client in a round, as ``mask`` defines it, if clients draw by themselves.
+        """Return m_n, the number of regions that ``mask`` gives a client in a round.
 
         Args:
             client: the client.
-            fleet: context, whose cache stores the levels of recent rounds.
-            round: q.
+            fleet: context, whose cache stores the numbers of recent rounds.
+            round: number of the round, q.
         """
         if not isinstance(self.mask, str):
             return self.mask[(client.id - 1) % len(self.mask)]

@@ -124,7 +124,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             self._value(leaf).leaves = frozenset([i])
 
     def run(self) -> Trace:
-        """Trace the step and return self; raises whatever the step raises."""
+        """Trace the step, and return this trace; raises whatever the step raises."""
         for path, part in self.module.named_modules():
             part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
             part.register_forward_hook(lambda part, args, output: self._leave(output))

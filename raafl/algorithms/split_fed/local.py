@@ -49,7 +49,7 @@ class Split(Local):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Return False: each batch is an exchange with the server."""
+        """Return False: a client's batches are exchanged with the server one by one, and cannot be spread over processes."""
         return False
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:

@@ -33,7 +33,7 @@ class Halves(Exchange):
     server: Half
 
     def questions(self, assignment: Assignment, link: ServerLink) -> Batches:
-        """Wait for the first batch of a task, and return the iterator over it and all later ones."""
+        """Wait for the first batch that a client sends in a task, and return the source of all its batches."""
         return Batches(self.server, assignment, link)
 
 
@@ -85,7 +85,7 @@ class Batches:
         return min(self._batch_size, self.num_samples - self._index % self._per_epoch * self._batch_size)
 
     def batches(self, *_: object, **__: object) -> Iterator[tuple[Received, int]]:
-        """Yield each batch with its number of samples; when resumed, send back the gradient of the batch yielded last."""
+        """Yield each received batch and its number of samples; before the next, send back the gradient of the previous one."""
         while True:
             yield self._received, self._due
             self._link.reply({"gradient": self._received.gradient.contiguous()})

@@ -65,13 +65,23 @@ class Workload:
 
 
 def interval(totals_s: Sequence[float], participation: float) -> float:
-    """Return T_k in seconds: the k-th smallest of the unit total times, with k = ``participation`` of their number, rounded up."""
+    """Return T_k in seconds: the k-th smallest of the unit total times.
+
+    Args:
+        totals_s: t_cmp + t_com of each client, in seconds.
+        participation: k as a share of the clients; k is rounded up.
+    """
     k = max(1, math.ceil(participation * len(totals_s) - 1e-9))
     return sorted(totals_s)[k - 1]
 
 
 def workload(interval_s: float, report: TimeReport) -> Workload:
-    """Return E_c, alpha_c and t_rpt for T_k = ``interval_s`` (Algorithm 3)."""
+    """Return the work that fits into T_k (Algorithm 3): E_c units, the share alpha_c, and the time t_rpt to start sending.
+
+    Args:
+        interval_s: T_k in seconds.
+        report: t_cmp and t_com of the client.
+    """
     units = (interval_s - report.link_s) / report.compute_s if report.compute_s > 0 else 1.0
     share = min(interval_s / report.total_s, 1.0) if report.total_s > 0 else 1.0
     return Workload(max(math.floor(min(units * SLACK, MOST_UNITS)), 1), share, interval_s - report.link_s * share)

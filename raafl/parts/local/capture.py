@@ -33,5 +33,5 @@ class InputCapture:
         self.seen = args[0].flatten(1)
 
     def close(self) -> None:
-        """Remove the hook."""
+        """Remove the hook from the layer."""
         self._handle.remove()

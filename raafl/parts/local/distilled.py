@@ -108,7 +108,7 @@ class Distilled(Hook):
         self._output = output
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the distilled loss of a batch."""
+        """Return the loss of a batch with self-distillation; the plain loss if there are no student exits."""
         if self.students is None:
             return self.task.loss(batch, index)
         device = next(self.task.module.parameters()).device

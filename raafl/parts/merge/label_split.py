@@ -93,7 +93,7 @@ class LabelSplit(Wrapped):
 
 
 def joint_notes(merge: Merge) -> list[str]:
-    """Return a note if ``merge`` averages by class, which has no effect when one joint update replaces all."""
+    """Return a note if ``merge`` averages by class, which has no effect when one joint update replaces all; else an empty list."""
     if not isinstance(merge, LabelSplit):
         return []
     return [

@@ -69,11 +69,11 @@ class LowRank(Wrapped):
 
     @property
     def is_relative(self) -> bool:
-        """Whether a stale update is compared with the values that its client received."""
+        """Whether a stale update is compared with the values that its client received, rather than with the current model."""
         return self.moves_base or self.sends == "delta"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Copy the client's adapters, and pass the update to the inner merge."""
+        """Store a copy of the client's adapters, and pass the update to the inner merge."""
         memory = state.memory.setdefault(MEMORY, {})
         memory.get("at_work", {}).pop(update.client, None)
         weight, factor = self.inner.weigh(update, staleness)
@@ -94,7 +94,7 @@ class LowRank(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner merge, then set the adapters."""
+        """Apply the inner merge, then overwrite A and B of each layer by `fold`."""
         memory = state.memory[MEMORY]
         updates, adapters = memory.pop("updates"), pairs(state.submodels)
         old = {pair.a: (state.values[pair.b].clone(), state.values[pair.a].clone()) for pair in adapters}
@@ -169,7 +169,7 @@ class HetLoRA(LowRank):
     """
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
-        """Return the weight times ``||B A||_F``."""
+        """Return the update's weight times ``||B A||_F`` of this layer."""
         # ||B A||_F^2 = sum (B^T B) * (A A^T): two products of size rank x rank in place of one of out x in
         squared = ((b.double().T @ b.double()) * (a.double() @ a.double().T)).sum().item()
         # the small constant decides only if all norms are 0, as before any training: the weights then stay the algorithm's own
@@ -178,7 +178,7 @@ class HetLoRA(LowRank):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Set A and B to their weighted means."""
+        """Set A and B to the weighted means of the clients' factors."""
         for (name, dim), before in zip(((pair.b, 1), (pair.a, 0)), old, strict=True):
             new = before.movedim(dim, 0) * keep.to(before)[:, None]
             for share, ranks, *factors in terms:
@@ -199,7 +199,7 @@ class FedEx(LowRank):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Add the residual to the base."""
+        """Add the residual ``M' - B' A'``, times the scaling, to the base weight."""
         left, right = _stacked(old, keep, terms)
         _add_to_base(state, pair, left @ right - state.values[pair.b].to(left) @ state.values[pair.a].to(left))
 
@@ -217,7 +217,7 @@ class FLoRA(LowRank):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Add the stack to the base, and reset the adapter."""
+        """Add the stacked products to the base weight, and reset the adapter to B = 0 and a new random A."""
         left, right = _stacked(old, keep, terms)
         _add_to_base(state, pair, left @ right)
         spectra = state.memory[MEMORY].setdefault("spectra", {})
@@ -240,7 +240,7 @@ class FlexLoRA(LowRank):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Set A and B to the truncated singular value decomposition."""
+        """Set B and A to ``U S`` and ``V^T`` of M', truncated to the model's rank."""
         u, s, v = _svd(*_stacked(old, keep, terms))
         a, b = state.values[pair.a], state.values[pair.b]
         num = min(len(a), len(s))

@@ -89,7 +89,7 @@ class Accumulator:
 
     @property
     def total(self) -> FlatTensors:
-        """The weighted sum."""
+        """The weighted sum of the updates' values."""
         return cast(FlatTensors, self.memory["sum"])
 
     @property
@@ -100,7 +100,7 @@ class Accumulator:
 
     @property
     def weight(self) -> float:
-        """The sum of all weights."""
+        """The sum of the updates' weights."""
         return math.fsum(weight for _, weight in self.updates)
 
     def cover(self, factors: Sequence[float] | None = None, name: str = "count") -> FlatTensors:
@@ -178,7 +178,7 @@ class Mean(Merge):
         Accumulator(state, memory).add(tensors, spec, weight, factor)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge all received updates."""
+        """Merge all received updates into the model."""
         memory = state.memory["mean"]
         received: list[tuple[float, float]] = memory.pop("received")
         lone = memory.pop("lone", None)
@@ -284,7 +284,7 @@ class Deltas(Merge):
         return 1.0, self.server_lr * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the scaled delta to the buffer's sum."""
+        """Add the delta, times its staleness factor, to the buffer's sum."""
         memory = state.memory.setdefault("deltas", {})
         Accumulator(state, memory).add(update.tensors, spec, 1.0, self.staleness(staleness))
 

@@ -35,7 +35,7 @@ def record_work(state: GlobalState, client: int, work: Work) -> None:
 
 
 def forget_work(state: GlobalState, client: int) -> None:
-    """Delete the record of the client's task."""
+    """Delete the record of the task that ``client`` works on."""
     state.memory.get(AT_WORK, {}).pop(client, None)
 
 
@@ -50,7 +50,7 @@ class RecordingSelect(WrappedSelect):
         return work
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the record of the client's task."""
+        """Delete the record of the lost client's task."""
         forget_work(fleet.state, client.id)
         self.inner.on_loss(client, fleet)
 
@@ -62,7 +62,7 @@ class WithScores(Wrapped):
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Send the client its own scores, in tasks that train some; NaN = never trained."""
+        """In a task that trains scores, send the client those it sent last; NaN = never trained."""
         stored = state.clients.find(SCORES, client)
         for axis, scores in bundles[SCORES].items():
             scores.fill_(math.nan) if stored is None else scores.copy_(stored[axis])
@@ -88,11 +88,11 @@ class WithScores(Wrapped):
         forget_work(state, update.client)
 
     def detach(self, state: GlobalState) -> None:
-        """Detach the inner merge, if it received anything."""
+        """Let the inner merge copy shared tensors, if it has received any update."""
         if state.memory.get("received"):
             super().detach(state)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner merge, if it received anything."""
+        """Apply the inner merge, if it has received any update."""
         if state.memory.pop("received", False):
             super().apply(state)

@@ -59,7 +59,7 @@ class ServerOptimizer(Merge):
                 raise BadInput(f"{name} is {beta}: give a number from 0 to below 1")
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the scaled delta to the sum."""
+        """Add the delta, times its weight and staleness factor, to the sum."""
         memory = state.memory.setdefault("fed_opt", {})
         weight = float(update.num_samples) if self.by_samples else 1.0
         Accumulator(state, memory).add(update.tensors, spec, weight, self.staleness(staleness))

@@ -12,7 +12,7 @@ Kind = Literal["constant", "polynomial", "hinge"]
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """s(x) of FedAsync: constant 1; polynomial (x+1)^-a; hinge 1 if x <= b else 1/(a(x-b)+1).
+    """Staleness factor s(x) of FedAsync: constant 1; polynomial (x+1)^-a; hinge 1 if x <= b else 1/(a(x-b)+1).
 
     Attributes:
         kind: constant, polynomial or hinge.

@@ -106,7 +106,7 @@ class Variates:
         return memory
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return a note on the server's memory for the variates."""
+        """Return a note on the server's memory for the variates of all clients."""
         each = state.submodels.layout(part="trained").num_bytes
         return [
             f"the server keeps {self.name} for each client: {num_clients} clients x {each:,} bytes = {num_clients * each:,} bytes, "

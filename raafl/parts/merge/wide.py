@@ -58,11 +58,11 @@ class WideMerge(Wrapped):
         return replace(state, submodels=self.submodels, values=values)
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems."""
+        """Return the problems that the inner merge finds before the run."""
         return self.inner.check(self._wide(state))
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes."""
+        """Return the inner merge's notes for the start of the run."""
         return self.inner.notes(self._wide(state), num_clients)
 
     @property
@@ -79,7 +79,7 @@ class WideMerge(Wrapped):
                 target.round_(written)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Ask the inner merge."""
+        """Return the inner merge's reason to refuse the update, given as wide tensors; None = it accepts it."""
         return self.inner.reject_reason(self._wide(state), _widened(state, update), spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -87,21 +87,21 @@ class WideMerge(Wrapped):
         self.inner.receive(self._wide(state), _widened(state, update), spec, staleness)
 
     def detach(self, state: GlobalState) -> None:
-        """Detach the inner merge."""
+        """Let the inner merge copy tensors that it still shares with an update."""
         self.inner.detach(self._wide(state))
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner merge and round its result."""
+        """Let the inner merge change wide values, and round them into the model."""
         wide = self._wide(state)
         self.inner.apply(wide)
         self.submodels.round_(state.values, wide.values)
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Forward to the inner merge."""
+        """Tell the inner merge which merges a crash has rolled back."""
         self.inner.on_rollback(self._wide(state), merged)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the inner merge's report."""
+        """Return the inner merge's entries of the run's report."""
         return self.inner.report(self._wide(state))
 
 

@@ -32,11 +32,11 @@ class Wrapped(Merge):
         object.__setattr__(self, "sends", self.inner.sends)
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems."""
+        """Return the problems that the inner merge finds before the run."""
         return self.inner.check(state)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes."""
+        """Return the inner merge's notes for the start of the run."""
         return self.inner.notes(state, num_clients)
 
     @property
@@ -45,43 +45,43 @@ class Wrapped(Merge):
         return type(self).personalize is not Wrapped.personalize or self.inner.personalizes
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Forward to the inner merge."""
+        """Let the inner merge write the values and bundles that it sends to this client alone."""
         self.inner.personalize(state, client, spec, values, bundles)
 
     def too_stale(self, staleness: float) -> str | None:
-        """Return the inner merge's warning."""
+        """Return the inner merge's warning about stale updates, if it has one."""
         return self.inner.too_stale(staleness)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the inner merge's reason."""
+        """Return the inner merge's reason to refuse the update; None = it accepts it."""
         return self.inner.reject_reason(state, update, spec, staleness)
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the inner merge's numbers."""
+        """Return the numbers in `Update.extra` that the inner merge uses in place of tensors."""
         return self.inner.numbers(update)
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Ask the inner merge."""
+        """Return whether the inner merge expects the update to overflow."""
         return self.inner.overflows(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Forward the update to the inner merge."""
+        """Pass the update to the inner merge."""
         self.inner.receive(state, update, spec, staleness)
 
     def detach(self, state: GlobalState) -> None:
-        """Detach the inner merge."""
+        """Let the inner merge copy tensors that it still shares with an update."""
         self.inner.detach(state)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner merge."""
+        """Let the inner merge change the model."""
         self.inner.apply(state)
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Forward to the inner merge."""
+        """Tell the inner merge which merges a crash has rolled back."""
         self.inner.on_rollback(state, merged)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the inner merge's report."""
+        """Return the inner merge's entries of the run's report."""
         return self.inner.report(state)
 
     def __str__(self) -> str:
@@ -119,11 +119,11 @@ class WrappedSelect(Select):
         self.inner.on_update(client, assignment, seconds, fleet)
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return the inner select's problems."""
+        """Return the problems that the inner select finds before the run."""
         return self.inner.check(fleet)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return the inner select's notes."""
+        """Return the inner select's notes for the start of the run."""
         return self.inner.notes(fleet)
 
     def __str__(self) -> str:

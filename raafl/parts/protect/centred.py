@@ -43,19 +43,19 @@ class Centred(Wrapped):
     radius: float | None
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and one on joint updates."""
+        """Return the inner merge's notes, and a warning if joint updates make one of its options ineffective."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store a copy of the update."""
+        """Store a copy of the update until the merge."""
         memory = state.memory.setdefault(MEMORY, {})
         memory.setdefault("stored", []).append((spec, staleness, update.tensors.clone()))
 
     def detach(self, state: GlobalState) -> None:
-        """Do nothing, since copies are stored."""
+        """Do nothing: stored updates are copies already."""
 
     def apply(self, state: GlobalState) -> None:
-        """Move the centre v, and pass it to the inner merge."""
+        """Move the centre v towards the stored updates, and pass it to the inner merge in their place."""
         memory = state.memory[MEMORY]
         stored: list[Stored] = memory.pop("stored")
         if "centre" not in memory:
@@ -106,7 +106,7 @@ class Centred(Wrapped):
         return moved
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Report, under "guard", that updates were combined by centred clipping."""
+        """Return, as "guard", that updates were combined by centred clipping, and its radius."""
         inner = super().report(state)
         return {**inner, "guard": {**inner.get("guard", {}), "combine": "centred_clip", "radius": self.radius}}
 

@@ -58,7 +58,7 @@ class Guard:
 
     @property
     def is_on(self) -> bool:
-        """Whether an option changes the merge that is off by default."""
+        """Whether clipping, refusal of outliers or a robust mean is requested; `max_norm_ratio`, on by default, does not count."""
         return self.clip_norm is not None or self.outlier is not None or self.combine != "mean"
 
 
@@ -113,5 +113,5 @@ class Rounds:
 
     @property
     def is_on(self) -> bool:
-        """Whether rounds may close early."""
+        """Whether a round may close before all of its tasks have reported."""
         return self != Rounds()

@@ -182,11 +182,11 @@ class Private(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and one on joint updates."""
+        """Return the inner merge's notes, and a warning if joint updates make one of its options ineffective."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the clipped difference to the sum of its submodel."""
+        """Clip the update's change to norm C, and add it to the sum of its submodel."""
         memory = state.memory.setdefault("privacy", {"updates": {}, "squares": {}})
         change = difference(state, update, spec, self.sends)
         norm = norm_of(change, state.submodels)
@@ -199,7 +199,7 @@ class Private(Wrapped):
         memory.setdefault("received", []).append((spec, staleness, update.client, update.assignment))
 
     def detach(self, state: GlobalState) -> None:
-        """Do nothing, since sums are stored."""
+        """Do nothing: the sums are separate storage already."""
 
     def apply(self, state: GlobalState) -> None:
         """Release the noisy mean to the inner merge, and count it in the budget."""

@@ -36,13 +36,13 @@ WINDOW = 101
 
 
 def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> FlatTensors:
-    """Return ``update`` minus the model: its own tensors, read only, if those are deltas; otherwise new storage.
+    """Return the change that ``update`` makes to the model: its own tensors, read only, if it is a delta; otherwise new storage.
 
     Args:
         state: the global model.
         update: the update.
         spec: its submodel.
-        sends: what updates contain, values or delta.
+        sends: content of the update: "values", or "delta", which is the change itself.
     """
     if sends == "delta":
         return update.tensors
@@ -53,14 +53,17 @@ def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> Fl
 
 
 def scaled(state: GlobalState, update: Update, spec: Spec, sends: str, factor: float) -> FlatTensors:
-    """Return ``update``'s tensors with their difference multiplied by ``factor``, in new storage.
+    """Scale the change that ``update`` makes to the model by ``factor``, in new storage.
 
     Args:
         state: the global model.
         update: the update.
         spec: its submodel.
-        sends: what updates contain, values or delta.
-        factor: factor of the difference.
+        sends: content of the update: "values", or "delta", which is the change itself.
+        factor: factor of the change.
+
+    Returns:
+        values or delta, like the update's own tensors.
     """
     if sends == "delta":
         buffers = {dtype: buffer * factor for dtype, buffer in update.tensors.buffers.items()}
@@ -134,7 +137,7 @@ class NormFilter(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "guard", the number of clipped updates; refusals are counted with all others."""
+        """Return, as "guard", the number of clipped updates and the limits; refused updates are counted elsewhere."""
         memory = self._memory(state)
         counts = {"clip_norm": self.clip_norm, "clipped": memory["clipped"], "outlier": self.outlier}
         return _reported(super().report(state), counts)
@@ -303,24 +306,24 @@ class CoordinateWise(Wrapped):
     trim: float
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and one on joint updates."""
+        """Return the inner merge's notes, and a warning if joint updates make one of its options ineffective."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store a copy of the update."""
+        """Store a copy of the update until the merge."""
         state.memory.setdefault("located", []).append((spec, staleness, update.tensors.clone()))
 
     def detach(self, state: GlobalState) -> None:
-        """Do nothing, since copies are stored."""
+        """Do nothing: stored updates are copies already."""
 
     def apply(self, state: GlobalState) -> None:
-        """Combine the stored updates, and pass the result to the inner merge."""
+        """Combine the stored updates, and pass the result to the inner merge in their place."""
         stored: list[tuple[Spec, int, FlatTensors]] = state.memory.pop("located")
         values = locate(state, [(spec, tensors) for spec, _, tensors in stored], self.combine, self.trim)
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "guard", the way in which updates were combined."""
+        """Return, as "guard", the way of combining updates and its trim."""
         combined = {"combine": self.combine, **({"trim": self.trim} if self.combine == "trimmed_mean" else {})}
         return _reported(super().report(state), combined)
 

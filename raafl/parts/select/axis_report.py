@@ -69,7 +69,7 @@ def share(value: float) -> str:
 
 
 def sentence_of(shares: Shares) -> str:
-    """Describe the shares that `leaves` returned in a sentence."""
+    """Describe in a sentence how much of the model each rate keeps, as returned by `leaves`."""
     percents = {
         rate: (percent(share_of["parameters"]), percent(share_of["flops"])) for rate, share_of in shares.items()
     }

@@ -44,7 +44,7 @@ class Budget:
             positive(name, getattr(self, name))
 
     def needs(self, cost: Cost) -> dict[str, float]:
-        """Return the need of a task of this cost, by name of the limit."""
+        """Return a task's needs, by the name of the limit that each is compared with."""
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,
@@ -54,7 +54,7 @@ class Budget:
         }
 
     def over(self, cost: Cost) -> dict[str, float]:
-        """Return the need of the task for each limit that it exceeds; empty if it fits."""
+        """Return the needs that exceed their limit, by name of the limit; empty if the task is within the budget."""
         return {name: need for name, need in self.needs(cost).items() if need > getattr(self, name)}
 
 

@@ -50,7 +50,7 @@ class Ranking:
         self._num = num + 1
 
     def remove(self, client: int, capability: float) -> None:
-        """Remove a client that was added with this capability."""
+        """Remove a client; ``capability`` is the one with which it was added."""
         table, num = self._table, self._num
         start, stop = (int(np.searchsorted(table[_KEY, :num], -capability, side=side)) for side in ("left", "right"))
         i = start + int(np.flatnonzero(table[_CLIENT, start:stop] == client)[0])
@@ -58,12 +58,11 @@ class Ranking:
         self._num = num - 1
 
     def bound(self) -> float:
-        """Return K, the largest cost in the offline assignment (Fed-RAA, appendix B).
+        """Return K, the largest cost in the offline assignment of fragments to clients (Fed-RAA, appendix B).
 
-        Order clients by capability and fragments by size, both descending: fragment j goes to clients
-        ``(j-1) floor(N/M) + 1 .. j floor(N/M)``; remaining clients take the smallest fragment. With fewer clients than fragments
-        the same rule assigns fragments to clients, and each client trains its fragments in turn; remaining fragments go to the
-        weakest client.
+        Clients are ordered by capability and fragments by size, both descending. With N clients and M fragments, fragment j goes to the
+        clients ``(j-1) floor(N/M) + 1 .. j floor(N/M)``, and the remaining clients take the smallest fragment. If N < M the same rule
+        assigns fragments to clients, each of which trains its fragments in turn, and the remaining fragments go to the weakest client.
         """
         num, num_fragments, costs = self._num, len(self._fragments), self._table[_COSTS:]
         if num < num_fragments:

@@ -105,7 +105,7 @@ class Gates:
 
         Args:
             module: a submodel in which these axes are whole.
-            submodels: of the model.
+            submodels: the model, with its axes and layouts.
             segments: segments of each gated axis.
         """
         self._places: list[tuple[nn.Module, str, Tensor]] = []

@@ -53,7 +53,7 @@ def uncut(submodels: Submodels, what: str) -> list[str]:
     """Return a warning that the model has no axes, so that every client trains all of it; empty if it has.
 
     Args:
-        submodels: of the model.
+        submodels: the model, with its axes and layouts.
         what: what the method would do with axes, such as "prune".
     """
     if submodels.axes:
@@ -94,11 +94,16 @@ def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec,
 class OneOf(Select):
     """Base of selects that assign one of a fixed set of submodels for each task (Fed-RAA, Algorithm 2); subclasses define the set.
 
-    For an idle client n, ``S = {j : c(n, j) <= K}`` contains the submodels that it can train in time. gre_raa takes the one
-    with the smallest q(j) in S, ties at random; random any of S; fewest_updates (the paper's MP) the smallest q(j) of all. A
-    submodel that exceeds the client's memory is never chosen. c(n, j) is the predicted time of the task
-    (`SelectContext.task_time`): the paper's ``|theta_j| |D_n| / cmp_n``, as the training FLOPs of the fragment over the
-    client's data and epochs divided by its FLOP/s, plus download, upload and the client's own evaluation.
+    For an idle client n, let c(n, j) be the predicted time of a task on submodel j, q(j) the number of its merges, and
+    ``S = {j : c(n, j) <= K}`` the submodels that the client can train in time. Then
+
+    - gre_raa chooses the one in S with the smallest q(j), ties at random;
+    - random chooses any in S;
+    - fewest_updates (the paper's MP) chooses the smallest q(j) of all, whatever its time.
+
+    A submodel that exceeds the client's memory is never chosen. c(n, j) is `SelectContext.task_time`: the paper's
+    ``|theta_j| |D_n| / cmp_n``, that is, training FLOPs divided by the client's FLOP/s, plus download, upload and the client's own
+    evaluation.
 
     Attributes:
         how: gre_raa, random or fewest_updates.
@@ -110,11 +115,11 @@ class OneOf(Select):
 
     @abstractmethod
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
-        """Return the submodels of the set, for j = 1, 2, ..."""
+        """Return the submodels of the set, in the order of their numbers j = 1, 2, ..."""
 
     @abstractmethod
     def what(self) -> str:
-        """Describe the set in a few words."""
+        """Describe the set in a few words, for logs."""
 
     def __post_init__(self) -> None:
         one_of("select", self.how, Choice)
@@ -137,14 +142,14 @@ class OneOf(Select):
         return Work(self.specs(fleet)[j - 1], region=j)
 
     def specs(self, fleet: SelectContext) -> tuple[Spec, ...]:
-        """Return the specs of the set, cached, for j = 1, 2, ..."""
+        """Return the submodels of the set, in the order of their numbers j = 1, 2, ...; cached."""
         if "specs" not in fleet.cache:
             fleet.cache["specs"] = self.pieces(fleet.state.submodels)
         specs: tuple[Spec, ...] = fleet.cache["specs"]
         return specs
 
     def bound(self, fleet: SelectContext) -> float:
-        """Return K in seconds."""
+        """Return K in seconds: the given bound, or the offline bound of the present clients."""
         if self.bound_s is not None:
             return self.bound_s
         cache = fleet.cache
@@ -176,12 +181,12 @@ class OneOf(Select):
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete K, and the client's cached set S."""
+        """Delete the cached bound K, which depends on all clients, and this client's set S."""
         fleet.cache.pop("K", None)
         fleet.cache.get("S", {}).pop(client.id, None)
 
     def allowed(self, client: ClientInfo, fleet: SelectContext) -> list[int]:
-        """Return S, the numbers (from 1) of the submodels that ``client`` may get; cached."""
+        """Return the set S of submodels that ``client`` may get, by their numbers from 1; cached."""
         # K is the cost of some fragment on some client, which rounding must not exclude
         limit = float("inf") if self.how == "fewest_updates" else self.bound(fleet) * (1 + 1e-9)
         cached: dict[int, list[int]] = fleet.cache.setdefault("S", {})
@@ -195,7 +200,7 @@ class OneOf(Select):
         return cached[client.id]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that no submodel suits."""
+        """Return a problem for each client that can train none of the submodels within K and its memory."""
         return [self._problem(c, fleet) for c in fleet.clients.values() if not self.allowed(c, fleet)]
 
     def _costs(self, client: ClientInfo, fleet: SelectContext) -> list[float]:
@@ -242,7 +247,7 @@ class Fragments(OneOf):
     bound_s: float | None = None
 
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
-        """Return the fragments."""
+        """Cut the model into its fragments."""
         return fragment_specs(submodels, self.ratios)
 
     def notes(self, fleet: SelectContext) -> list[str]:
@@ -250,5 +255,5 @@ class Fragments(OneOf):
         return uncut(fleet.state.submodels, "cut into fragments") if len(self.ratios) > 1 else []
 
     def what(self) -> str:
-        """Describe the ratios in a few words."""
+        """Describe the ratios in a few words, for logs."""
         return f"fragments {'/'.join(f'{100 * r:g}' for r in self.ratios)} %"

@@ -77,7 +77,7 @@ class WindowPieces(OneOf):
         ]
 
     def what(self) -> str:
-        """Describe the rates in a few words."""
+        """Describe the rates in a few words, for logs."""
         return (
             f"windows of blocks and slices of their width, {', '.join(f'{rate:g}' for rate in self.rates)} of the model"
         )

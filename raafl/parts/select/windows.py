@@ -108,11 +108,12 @@ class _Size:
 class RollingWindows(Select):
     """Select that gives a window of ``ceil(r_d L)`` blocks, which moves up each round, and a share r_w of each axis.
 
-    Blocks below the window are frozen and as narrow as the client's mask, blocks above absent; the exit at the window's top
-    ends the submodel. Clients start with different windows (`first_window`). In a client's first ``mask_rounds`` visits of a
-    block (for axes outside all blocks: of any window) a task that trains the block's scores precedes the one that trains the
-    window; after these visits the scores stay constant. On each axis the ``ceil(r_w S)`` segments with the largest scores are
-    kept.
+    Blocks below the window are frozen and as narrow as the client's mask; blocks above are absent, and the exit at the window's top
+    ends the submodel. Clients start with different windows (`first_window`).
+
+    A client's mask keeps, on each axis, the ``ceil(r_w S)`` of S segments with the largest scores. In a client's first
+    ``mask_rounds`` visits of a block (for axes outside all blocks: of any window) a task that trains the block's scores
+    precedes the one that trains the window; after these visits the scores stay constant.
 
     Attributes:
         rates: r: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a mapping from
@@ -219,7 +220,7 @@ class RollingWindows(Select):
         """Return the submodel that trains a window, with the exit at its top and, for distillation, the exits inside.
 
         Args:
-            submodels: of the model.
+            submodels: the model, with its axes and layouts.
             start: index of the first block that trains.
             stop: index after the last block.
             kept: units of each narrowed axis.
@@ -248,7 +249,7 @@ class RollingWindows(Select):
         """Return the first blocks of the windows, such that each window ends at an exit or at the model's own end.
 
         Args:
-            submodels: of the model.
+            submodels: the model, with its axes and layouts.
             num_blocks: number of blocks in a window.
             depth: r_d, from which the windows follow.
         """

@@ -92,7 +92,7 @@ class Contrastive(Local):
     layer: str | None = None
 
     def prepare(self, module: Any) -> Any:
-        """Return the model unchanged; raises `BadInput` if it has no such layer."""
+        """Check that the model has the layer `layer`, and return the model unchanged; raises `BadInput` if it has not."""
         linear_in(module, self.layer)
         return module
 
@@ -123,7 +123,7 @@ class _Steps(Hook):
         return self._capture.seen
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return l_sup + mu l_con."""
+        """Return the loss of a batch plus mu times the contrastive term, l_sup + mu l_con."""
         others = [self._representation(flat, batch, index) for flat in (self.task.received, self.task.down[LAST])]
         loss, z = super().loss(batch, index), self._capture.seen
         z, *others = (reals(inputs).flatten(1) for inputs in (z, *others))

@@ -338,11 +338,11 @@ class Rebuilt(Merge):
         return None if all(map(math.isfinite, scalars)) else "non-finite"
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the scalars, which set the length of each step along its z."""
+        """Return the scalars g_t, whose size guards bound in place of tensors, since each sets the length of a step."""
         return unpack(update.extra.get(SCALARS)) or []
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Rebuild the client's values, and add their change to the sum."""
+        """Rebuild the client's trained values from its scalars, and add their change to the sum."""
         task = state.memory.pop(ANSWERED)
         perturbed = _perturbed(spec, task["trained"])
         plan, memory = state.submodels.plan(perturbed), self._memory(state)

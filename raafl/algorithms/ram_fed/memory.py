@@ -226,7 +226,7 @@ class _Owned:
         self._inner = None if owned == present else CopyPlan(spec, owned, present, others)
 
     def widened(self, tensors: FlatTensors) -> FlatTensors:
-        """Extend a client's update to all elements that its regions own, with 0 for those that it does not have."""
+        """Return a client's update on all elements that its regions own; elements that the client does not have are 0."""
         if self._inner is None:
             return tensors
         wide = FlatTensors.zeros(self.plan.layout, tensors.device)

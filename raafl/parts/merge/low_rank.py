@@ -207,9 +207,10 @@ class FedEx(LowRank):
 class FLoRA(LowRank):
     """FLoRA (Wang et al. 2024, arXiv:2409.05976): the stack ``sum_i c_i B_i A_i = [c_i B_i ...] [A_i; ...]`` is added to the base.
 
-    Clients then start with new adapters: B = 0 and a new A, initialised like PyTorch's linear layers, by version and layer. So an
-    update is its own change whatever W it started from, and a stale one is added to W times its c_i. The paper sends the stack to
-    clients that store W; here a client receives the whole W of its adapted layers.
+    Clients then start with new adapters: B = 0 and a new A, initialised like PyTorch's linear layers, by version and layer.
+    Since B = 0 at the start, ``B_i A_i`` is a client's whole change, whatever W it started from, and a stale change is added
+    to the current W, times its c_i. The paper sends the stack to clients that store W; here a client receives the whole W of
+    its adapted layers.
     """
 
     moves_base = True

@@ -55,10 +55,10 @@ class Accumulator:
         self.updates: list[tuple[Spec, float]] = memory.setdefault("updates", [])
 
     def add(self, tensors: FlatTensors, spec: Spec, weight: float, factor: float = 1.0) -> None:
-        """Add ``weight * factor * tensors`` at the elements of ``spec``, with ``weight`` on each.
+        """Add an update's values to the sum, times ``weight * factor``, and remember its weight.
 
-        Integer tensors are never sent by clients, and complex ones arrive as pairs of reals (`raafl.parts.merge.wide`). A
-        first update of the whole model overwrites what an earlier merge left in the storage, which saves a pass; other
+        Integer tensors are never sent by clients, and complex ones arrive as pairs of reals (`raafl.parts.merge.wide`). A first
+        update of the whole model overwrites what an earlier merge left in the storage, which saves a pass; other
         updates are added to zeros.
 
         Args:
@@ -104,7 +104,7 @@ class Accumulator:
         return math.fsum(weight for _, weight in self.updates)
 
     def cover(self, factors: Sequence[float] | None = None, name: str = "count") -> FlatTensors:
-        """Return the weight on each element, times each update's factor.
+        """Return, for each element, the sum of weight times factor over the updates that cover it.
 
         Args:
             factors: factor of each update; None = 1.

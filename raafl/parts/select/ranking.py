@@ -60,9 +60,10 @@ class Ranking:
     def bound(self) -> float:
         """Return K, the largest cost in the offline assignment of fragments to clients (Fed-RAA, appendix B).
 
-        Clients are ordered by capability and fragments by size, both descending. With N clients and M fragments, fragment j goes to the
-        clients ``(j-1) floor(N/M) + 1 .. j floor(N/M)``, and the remaining clients take the smallest fragment. If N < M the same rule
-        assigns fragments to clients, each of which trains its fragments in turn, and the remaining fragments go to the weakest client.
+        Clients are ordered by capability and fragments by size, both descending. With N clients and M fragments, fragment j goes to
+        clients ``(j-1) floor(N/M) + 1 .. j floor(N/M)``, and the remaining clients take the smallest fragment. If N < M the same
+        rule assigns fragments to clients, each of which trains its fragments in turn, and the remaining fragments go to the weakest
+        client.
         """
         num, num_fragments, costs = self._num, len(self._fragments), self._table[_COSTS:]
         if num < num_fragments:

@@ -94,10 +94,10 @@ def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
 
 
 class Gates:
-    """Multiplies the weights that read a segment's units by a number, in a module whose axes are whole.
+    """Gates on the weights that read an axis's units, one for each segment, in a module whose axes are whole.
 
-    This is the Hadamard product of weight matrices and a mask: with gates of 0 and 1, the loss and the gradients of kept parameters
-    equal those of the small module that the mask cuts.
+    Setting them gives the Hadamard product of weight matrices and a mask: with gates of 0 and 1, the loss and the gradients of kept
+    parameters equal those of the small module that the mask cuts.
     """
 
     def __init__(self, module: nn.Module, submodels: Submodels, segments: Mapping[str, Segments]) -> None:

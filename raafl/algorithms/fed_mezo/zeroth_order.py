@@ -65,7 +65,7 @@ def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
 
     Args:
         tensors: contiguous; z continues from one to the next.
-        seed: of z.
+        seed: seed of the draws of z.
         rates: factors of z, added one after the other, each with its own rounding.
     """
     generator = torch.Generator().manual_seed(seed)

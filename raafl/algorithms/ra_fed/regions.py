@@ -119,7 +119,7 @@ class Regions(Select):
         return levels[round][client.id - 1]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory no region fits, else for settings that no schedule satisfies."""
+        """Return a problem for each client whose memory fits no region, or else one for settings that no schedule can meet."""
         problems = []
         for client in fleet.clients.values():
             if not self._most(client, fleet):

@@ -108,7 +108,10 @@ class Remembered(Merge):
             log[:] = [*((version, other) for version, other in log if other != spec), (state.version, spec)]
 
     def apply(self, state: GlobalState) -> None:
-        """Move the model by v; with the new sum U' = U + sum (d - u), ``v = U'/N + (1/Gamma - 1/N) sum (d - u)``."""
+        """Move each element by v, computed from the sum of all memories after this merge and its change (see the class).
+
+        With the new sum U' = U + sum (d - u): ``v = U'/N + (1/Gamma - 1/N) sum (d - u)``.
+        """
         memory = self._memory(state)
         num_clients, received = len(self._latest(state)), memory["received"]
         rate = math.fsum(factor for _, factor in received) / len(received)

@@ -1,4 +1,4 @@
-"""The picture of docs/architecture.md: the way of one task and its update through the code, in names that exist.
+"""Draw the picture of docs/architecture.md: the path of one task and its update through the code, by real names.
 
 `python -m benchmarks.pictures` draws it. Each step has a lane, a name, and what happens there; a test imports all names.
 """
@@ -32,13 +32,13 @@ STEPS: Final = (
     Step(0, "raafl.core.algorithm", "Select.__call__", "which submodel, how much work"),
     Step(1, "raafl.runtime.server.wall_clock", "Server.run", "does what is said: Assign"),
     Step(1, "raafl.core.snapshots", "Snapshots.cut", "the submodel's values now"),
-    Step(2, "raafl.compression.streams", "Down.pack", "made small, if asked"),
+    Step(2, "raafl.compression.streams", "DownlinkCodec.pack", "made small, if asked"),
     Step(2, "raafl.transport.connection", "Connection.send", "ASSIGN and its tensors"),
     Step(3, "raafl.runtime.client.worker", "Client.run", "receives; checks the layout"),
     Step(3, "raafl.local.train", "LocalTrainer.run", "the task: a pure function"),
     Step(3, "raafl.submodel.submodels", "Submodels.shrink", "the user's module, smaller"),
     Step(3, "raafl.core.local", "Local.hook", "what the method adds to a step"),
-    Step(2, "raafl.compression.streams", "Up.pack", "what changed, or all of it"),
+    Step(2, "raafl.compression.streams", "UplinkCodec.pack", "what changed, or all of it"),
     Step(2, "raafl.transport.connection", "Connection.recv", "UPDATE, into what was agreed"),
     Step(1, "raafl.runtime.server.session", "Session.run", "a thread for each client"),
     Step(1, "raafl.runtime.server.inbox", "Inbox.put", "one queue, one loop behind it"),
@@ -50,7 +50,7 @@ STEPS: Final = (
 
 
 def draw() -> str:
-    """Draw the picture as SVG: time goes down, lanes stand beside each other."""
+    """Draw the picture as SVG: time goes down, with a lane for each side."""
     picture = Picture(56 + _ROW * 0.86 * len(STEPS), "The way of a task and its update through raafl's code")
     wide = (WIDTH - 2 * _LEFT + _GAP) / len(LANES)
     for number, (title, where, colour) in enumerate(LANES):

@@ -1,4 +1,4 @@
-"""What shrinks of each architecture that the tests know, none of which the package does (`tests/submodel/architectures.py`).
+"""Count the axes found in the architectures of `tests/submodel/architectures.py`, which raafl has no rules for.
 
 - `axes` is their number, `parameters` and `flops` are the shares of the whole that a quarter of each leaves, rounded up, the
   residual width whole: FLOPs of a training step, predicted. Every axis counted is proven.

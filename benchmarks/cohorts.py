@@ -1,4 +1,4 @@
-"""What training clients as one batch brings: trainings per second of simulated runs over the same runs client by client.
+"""Compare training clients as one batch with client by client: trainings per second of the same simulated runs.
 
 Two kinds of rows. `task`: cohorts of a size, trained together and asked for one by one, over the loop's `LocalTrainer.run`
 of the same tasks, without a run around them. Whole runs: each algorithm with `batch_clients` 1 and `auto`, and the bare
@@ -52,7 +52,7 @@ VOCABULARY, TEXT, CHARACTERS = 1000, 16, 20
 
 
 def mlp(*widths: int) -> Callable[[], LightningModule]:
-    """Return what makes an MLP of these widths."""
+    """Return a function that makes an MLP of these widths."""
     return lambda: MLP(widths[0], widths[1:-1], widths[-1], lr=0.005, momentum=0.5)
 
 
@@ -93,7 +93,14 @@ def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def workload(name: str, make: Callable[[], LightningModule], *shape: int, **more: Any) -> Workload:
-    """Return a workload of 200 clients, a hundred of which are at work; five steps on batches of ten."""
+    """Return a workload of 200 clients, a hundred of which are at work; five steps on batches of ten.
+
+    Args:
+        name: of the row.
+        make: returns the model.
+        shape: of a sample.
+        more: fields of `Workload` that differ.
+    """
     plain: dict[str, Any] = {
         "clients": 200,
         "cohort": 100,
@@ -191,7 +198,15 @@ def _equal(trainer: LocalTrainer, together: CohortTrainer, tasks: list[Member]) 
 
 
 def run(work: Workload, data: RandomData, algorithm: Algorithm, batch_clients: Any, folder: Path) -> tuple[float, Any]:
-    """Return the CPU seconds of a whole simulated run's thread, and its summary, with ``peak_bytes`` beyond those before."""
+    """Run a whole simulation; return the CPU seconds of its thread, and its summary with ``peak_bytes`` beyond those before.
+
+    Args:
+        work: the workload.
+        data: of all clients.
+        algorithm: of the run.
+        batch_clients: as in the config.
+        folder: of the run.
+    """
     experiment = Experiment(
         model=work.model, data=lambda: data, algorithm=algorithm, partition=Iid(), clients=work.clients,
         train=Training(num_epochs=None, num_steps=work.num_steps, batch_size=work.batch_size),

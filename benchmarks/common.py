@@ -1,4 +1,4 @@
-"""What every benchmark prints: where and when it ran, with which versions, and its rows."""
+"""Print a benchmark's rows with the hardware, the date and the versions of libraries."""
 
 from __future__ import annotations
 
@@ -65,7 +65,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def in_process(name: str, arguments: list[str], threads: int) -> Any:
-    """Run a part of a benchmark in a process of its own, with so many threads, and return the JSON that it printed last."""
+    """Run a part of a benchmark in a process of its own, and return the JSON that it printed last.
+
+    Args:
+        name: of the benchmark.
+        arguments: of its command line.
+        threads: that torch may use.
+    """
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--threads", str(threads)],
         env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=False,
@@ -92,7 +98,7 @@ def gpu_busy(*command: str) -> Iterator[list[float]]:
 
 
 def status_bytes(field: str) -> int:
-    """Return what the kernel says of this process: ``VmRSS`` is what it holds now, ``VmHWM`` the most it has held."""
+    """Return a figure of this process in bytes from the kernel: ``VmRSS``, resident memory now; ``VmHWM``, its peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
@@ -106,7 +112,13 @@ def forget_peak() -> int:
 
 
 def main(name: str, rows_fn: Callable[[], Sequence[Row]], argv: Sequence[str] | None = None) -> None:
-    """Run a benchmark from the command line: ``--json`` prints one object and nothing else, ``--out FILE`` saves it."""
+    """Run a benchmark from the command line: ``--json`` prints one object and nothing else, ``--out FILE`` saves it.
+
+    Args:
+        name: of the benchmark.
+        rows_fn: measures.
+        argv: arguments; None = those of the process.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--out", type=Path, help="also write the JSON object to this file")

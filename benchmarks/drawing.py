@@ -33,7 +33,17 @@ class Picture:
         fill: str = INK,
         bold: bool = False,
     ) -> None:
-        """Write one line whose baseline is at y."""
+        """Write one line of text.
+
+        Args:
+            x: of the anchor, in pixels.
+            y: of the baseline, in pixels.
+            text: to write.
+            size: of the font, in pixels.
+            anchor: start, middle or end.
+            fill: colour.
+            bold: whether the font is bold.
+        """
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
             f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}"{weight}>{escape(text)}</text>'
@@ -42,20 +52,44 @@ class Picture:
     def rect(
         self, x: float, y: float, width: float, height: float, fill: str, *, radius: float = 2, more: str = ""
     ) -> None:
-        """Draw a filled rectangle."""
+        """Draw a filled rectangle.
+
+        Args:
+            x: of the left side, in pixels.
+            y: of the top, in pixels.
+            width: in pixels.
+            height: in pixels.
+            fill: colour.
+            radius: of the corners, in pixels.
+            more: further attributes of the SVG element.
+        """
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}" fill="{fill}"{more}/>'
         )
 
     def line(self, points: Iterable[tuple[float, float]], stroke: str, *, width: float = 1, more: str = "") -> None:
-        """Draw a line through points."""
+        """Draw a line through points.
+
+        Args:
+            points: x and y in pixels.
+            stroke: colour.
+            width: in pixels.
+            more: further attributes of the SVG element.
+        """
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self.parts.append(
             f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{width:g}" stroke-linejoin="round"{more}/>'
         )
 
     def arrow(self, x: float, from_y: float, to_y: float, stroke: str) -> None:
-        """Draw an upright arrow."""
+        """Draw an upright arrow.
+
+        Args:
+            x: in pixels.
+            from_y: in pixels.
+            to_y: of the tip, in pixels.
+            stroke: colour.
+        """
         back = 9.0 if to_y < from_y else -9.0
         self.line([(x, from_y), (x, to_y + back)], stroke, width=2)
         self.parts.append(f'<path d="M{x:g} {to_y:g}l-5.5 {back:g}h11z" fill="{stroke}"/>')

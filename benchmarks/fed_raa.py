@@ -143,7 +143,13 @@ def read_metrics(path: Path) -> list[tuple[int, float, dict[str, float]]]:
 
 
 def run_all(settings: Sequence[Setting], jobs: int = 1, config: Path = CONFIG) -> list[Row]:
-    """Run every setting, ``jobs`` at a time, and say on standard error what came of each."""
+    """Run every setting, and report each result on standard error.
+
+    Args:
+        settings: of the runs.
+        jobs: runs at a time.
+        config: that all share.
+    """
     rows: list[Row] = []
     with ProcessPoolExecutor(jobs, mp_context=mp.get_context("spawn")) as pool:
         for row in pool.map(run, settings, itertools.repeat(config)):
@@ -181,7 +187,13 @@ LASTING_S = {"fed_raa": 40.0, "fed_avg": 300.0, "fed_async": 120.0}
 
 
 def comparison(seeds: Sequence[int] = SEEDS, beta: float = 0.3, options: tuple[str, ...] = ()) -> list[Setting]:
-    """Return the three methods with their defaults."""
+    """Return the three methods with their defaults.
+
+    Args:
+        seeds: a run for each.
+        beta: of the partition.
+        options: further options of the command line.
+    """
     return [Setting("comparison", name, seed=s, beta=beta, options=options) for name in METHODS for s in seeds]
 
 
@@ -220,6 +232,11 @@ def search(jobs: int = 1, seeds: Sequence[int] = SEARCH_SEEDS, config: Path = CO
 
     With the first seed: the plain combinations (constant staleness, no prox), then all others, each given up once it is
     a quarter slower than its method's best plain one. Then each method's best six with the other seeds.
+
+    Args:
+        jobs: runs at a time.
+        seeds: of the search; the first is that of the whole grid.
+        config: that all share.
     """
     tried = {
         name: [Setting("search", name, combination, seeds[0], limit_s=SEARCH_LIMIT_S) for combination in combinations]

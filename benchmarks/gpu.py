@@ -39,7 +39,13 @@ TWO_NODES = "HEAD=ADDRESS NODES=2 RANKS_PER_NODE=9 launch/multi-node.sh CONFIG -
 
 
 def begin(name: str, device: str, limit_s: float) -> Row:
-    """Run a step in a process of its own and return its record."""
+    """Run a step in a process of its own and return its record.
+
+    Args:
+        name: of the step.
+        device: on which it runs.
+        limit_s: seconds after which it is ended.
+    """
     began = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.gpu", "--step", name, "--device", device]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -81,7 +87,12 @@ def accept(
 ) -> int:
     """Run steps, on the first GPU or in a dry run, write the report after each, and return the exit code.
 
-    What is ``known`` of a step, from a report of before, stands in its place.
+    Args:
+        out: folder of the report.
+        names: of the steps.
+        num_gpus: of this machine; 0 = a dry run.
+        known: rows of steps from an earlier report, which are not run again; None = none.
+        total_s: seconds for all steps.
     """
     out.mkdir(parents=True, exist_ok=True)
     stop_s, records, head = time.monotonic() + total_s, list[Row](), _head(num_gpus)

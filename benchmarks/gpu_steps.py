@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` shows, step by step: each is a function whose docstring says what, and whose rows say how much."""
+"""Define the steps of `benchmarks.gpu`: each is a function whose docstring describes its claim and whose rows are its figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICK = ("--config", str(ROOT / "configs" / "quickstart.yaml"))
 
 @dataclass(frozen=True)
 class Where:
-    """Where a step runs.
+    """Device and folder of a step.
 
     Attributes:
         device: cuda:0, or cpu in a dry run.

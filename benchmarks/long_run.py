@@ -1,4 +1,4 @@
-"""What the files of a long run cost: written, followed, reported, mended for a resume, and replayed; seconds and memory.
+"""Measure what the files of a long run cost to write, follow, report, repair for a resume and replay: seconds and memory.
 
 A simulated run of a small MLP in which nothing is trained (each update is what its client received), so that what is left is
 the coordinator and the files: `events.jsonl` has two rows a task, `clients.csv` one. Each thing is done in a process of
@@ -51,7 +51,7 @@ class Untrained(Executor):
         self._tasks: dict[int, tuple[Assignment, FlatTensors]] = {}
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Keep the task."""
+        """Store the task; see `Executor.submit`."""
         self._tasks[assignment.id] = assignment, snapshot
 
     def result(self, assignment_id: int) -> Update:
@@ -126,7 +126,13 @@ WAYS: dict[str, Callable[[Path, int], None]] = {
 
 
 def measure(way: str, folder: Path, updates: int) -> Row:
-    """Do one thing in this process and return its row."""
+    """Measure one way of handling a long journal, in this process, and return its row.
+
+    Args:
+        way: a key of `WAYS`.
+        folder: of the run.
+        updates: in the journal.
+    """
     before, begun = status_bytes("VmRSS"), time.process_time()
     WAYS[way](folder, updates)
     seconds = time.process_time() - begun

@@ -1,4 +1,4 @@
-"""How much memory a client rank needs for the fragment that it trains, against one that trains the whole model.
+"""Compare the memory of a client rank that trains a fragment with that of one that trains the whole model.
 
 Real ranks under `torchrun`: one aggregator and two clients train a wide MLP (3072 - hidden - 10) for a few updates. The
 clients' memory budgets allow one fragment only, or a fragment and the next larger one; in a second run every client

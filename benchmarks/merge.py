@@ -1,4 +1,4 @@
-"""How fast merges consume updates: bytes of updates folded in per second over the bytes per second of a plain copy.
+"""Measure how fast merges consume updates: bytes of updates merged per second over bytes per second of a plain copy.
 
 Ten updates of a model with ViT-Base's shapes (86.6 million parameters) go through the merge as the coordinator would
 call it: `receive` for each, then `apply` after the tenth, or after each one where that is how the algorithm works. The
@@ -92,7 +92,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Return what is measured."""
+    """Return the cases to measure."""
     return [
         Case("fed_avg: mean of 10", Mean()),
         Case("fed_async: mix each, alpha 0.6", Mean(alpha=0.6), at_once=True),
@@ -136,14 +136,26 @@ class Updates:
 
 
 def prepare(case: Case, state: GlobalState, updates: Updates) -> list[tuple[Update, Spec]]:
-    """Return the ten updates of a case."""
+    """Return the ten updates of a case.
+
+    Args:
+        case: to measure.
+        state: the global model.
+        updates: makes their tensors.
+    """
     specs = fragment_specs(state.submodels, FRAGMENTS) if case.fragments else (FULL,)
     chosen = [specs[i % len(specs)] for i in range(NUM_UPDATES)]
     return [(Update(i, i, 0, updates.get(spec, i), 100 + i), spec) for i, spec in enumerate(chosen)]
 
 
 def fold(case: Case, state: GlobalState, given: list[tuple[Update, Spec]]) -> None:
-    """Take all updates in and fold them into the state, calling the merge as the coordinator does."""
+    """Merge all updates into the state, calling the merge as the coordinator does.
+
+    Args:
+        case: to measure.
+        state: the global model.
+        given: the updates with their submodels.
+    """
     for place, (update, spec) in enumerate(given, start=1):
         case.merge.receive(state, update, spec, case.staleness)
         if case.at_once or place == len(given):
@@ -162,7 +174,14 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def rows(shape: Shape | None = None, repeats: int = 7, threads: int = 1, device: str = "cpu") -> list[Row]:
-    """Measure every case with ``threads`` threads, each merge in turn with a copy."""
+    """Measure every case, each merge in turn with a copy.
+
+    Args:
+        shape: of the model; None = the default.
+        repeats: of each measurement.
+        threads: that torch may use.
+        device: of the global model.
+    """
     torch.set_num_threads(threads)
     state = make_state(shape or Shape(), device)
     source, target = state.values.clone(), state.values.clone()

@@ -1,4 +1,4 @@
-"""How fast each kind of operation of a training step moves bytes, against what raafl counts for it.
+"""Compare how fast each kind of operation of a training step moves bytes with raafl's cost model.
 
 Local steps of models of `benchmarks.submodels`, whole and at the smallest rate, each in a process that keeps what it frees as
 a client's does. Each operation is timed by itself, the fastest of its calls with the same shapes; what it multiplies, padding as

@@ -1,4 +1,4 @@
-"""What raafl costs over the training itself: client trainings per second of a simulated run over a bare PyTorch loop.
+"""Measure raafl's overhead: client trainings per second of a simulated run over those of a bare PyTorch loop.
 
 The bare loop does the same local steps with nothing around them: parameters are views into one flat vector, so loading
 a client's start and averaging are one operation each; batches are index_select of tensors; the optimiser is made anew for
@@ -188,7 +188,16 @@ class Bare:
 def raafl_seconds(
     work: Workload, data: RandomData, algorithm: Algorithm, workers: int, folder: Path, device: str = "cpu"
 ) -> float:
-    """Time one whole simulated run, by the wall clock, with the model and its clients on ``device``."""
+    """Time one whole simulated run in seconds of the wall clock.
+
+    Args:
+        work: the workload.
+        data: of all clients.
+        algorithm: of the run.
+        workers: processes that train.
+        folder: of the run.
+        device: of the model and its clients.
+    """
     experiment = Experiment(
         model=work.model, data=lambda: data, algorithm=algorithm, partition=Iid(), clients=work.clients,
         train=Training(num_epochs=None, num_steps=work.num_steps, batch_size=work.batch_size),
@@ -224,7 +233,14 @@ def rows() -> list[Row]:
 
 
 def measure(work: Workload, data: RandomData, bare: Bare, processes: int) -> list[Row]:
-    """Time the bare loop and every algorithm in turns."""
+    """Time the bare loop and every algorithm in turns.
+
+    Args:
+        work: the workload.
+        data: of all clients.
+        bare: the loop to compare with.
+        processes: that train.
+    """
     methods = algorithms(work)
     bare_s: list[float] = []
     raafl_s: dict[str, list[float]] = {name: [] for name in methods}

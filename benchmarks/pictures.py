@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class Scale:
-    """Where a value lies in a picture: a straight line from two values to two places."""
+    """Linear scale from values to pixels."""
 
     def __init__(self, values: tuple[float, float], places: tuple[float, float]) -> None:
         """Take the first and the last value, and their places."""
@@ -54,7 +54,13 @@ def ticks(most: float) -> list[float]:
 
 
 def mean_curve(runs: Sequence[RecordedRun], seconds: float, points: int = 300) -> tuple[Floats, Floats]:
-    """Return times and the mean over runs there, `(points,)`; between its evaluations a run is linear."""
+    """Return times and the mean over runs there, `(points,)`; between its evaluations a run is linear.
+
+    Args:
+        runs: as recorded.
+        seconds: at which the curve ends.
+        points: number of times.
+    """
     times = np.linspace(0, seconds, points)
     return times, np.mean([np.interp(times, run.metrics["time_s"], run.metrics[METRIC]) for run in runs], axis=0)
 
@@ -219,7 +225,13 @@ def way_of_an_update() -> str:
 
 
 def simulated(folder: Path, seeds: int, seconds: float) -> dict[str, list[RecordedRun]]:
-    """Return runs of the quick start by algorithm, a run a seed; those that ``folder`` has are read, the others made."""
+    """Return runs of the quick start by algorithm, one for each seed; runs that are in the folder already are read, others made.
+
+    Args:
+        folder: of the runs.
+        seeds: of the runs.
+        seconds: of virtual time that each lasts.
+    """
     runs: dict[str, list[RecordedRun]] = {}
     for algorithm in ALGORITHMS:
         for seed in range(seeds):

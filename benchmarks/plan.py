@@ -1,4 +1,4 @@
-"""How far the times of `raafl plan` are from those of real runs: ranks on this machine with the same devices, at their pace.
+"""Compare the times of `raafl plan` with those of real runs: ranks on this machine, slowed down to the same devices.
 
 For each algorithm the plan goes through the run without training, and `raafl fit --local` runs it: a server and its clients,
 each slowed down to its device: a quarter of the quick start's, so that its tasks take seconds and what else the machine
@@ -31,7 +31,13 @@ CASES = {"fed_raa": 100, "fed_avg": 16, "fed_buff": 42, "timely_fl": 24, "fed_ro
 
 
 def rows(config: str = CONFIG, cases: dict[str, int] | None = None, options: Sequence[str] = ()) -> list[Row]:
-    """Plan and run each algorithm; return a row for each."""
+    """Plan and run each algorithm; return a row for each.
+
+    Args:
+        config: of the runs.
+        cases: updates for each algorithm; None = `CASES`.
+        options: further options of the command line.
+    """
     return [_row(config, name, updates, options) for name, updates in (cases or CASES).items()]
 
 

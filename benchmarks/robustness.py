@@ -1,4 +1,4 @@
-"""What guards withstand: accuracy on digits with hostile clients, by guard, attack and partition, over several seeds.
+"""Measure which attacks guards withstand: accuracy on digits with hostile clients, by guard, attack and partition.
 
 Eight clients train an MLP in synchronous rounds of FedAvg. The last clients are hostile and answer last, so that they know what the
 others have sent. `opposite`: three send -1 times the mean of the honest updates of the round. `large`: one sends a hundred
@@ -81,7 +81,7 @@ class Hostile(Wrapped):
     honest: Differences = field(default_factory=list)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Attack before anything looks at the update, in its own storage."""
+        """Attack the update in place before it is checked; see `Merge.reject_reason`."""
         own = difference(state, update, spec, self.sends)
         if update.client <= CLIENTS - self.num:
             self.honest.append(own)
@@ -108,7 +108,15 @@ def attacked(num: int, attack: Attack) -> Callable[..., Algorithm]:
 
 
 def experiment(output: Path, guard: str, partition: str, seed: int, rounds: int) -> Experiment:
-    """Describe one run; later clients are slower."""
+    """Describe one run; later clients are slower.
+
+    Args:
+        output: folder of the run.
+        guard: a key of `GUARDS`.
+        partition: a key of `PARTITIONS`.
+        seed: of the run.
+        rounds: merges.
+    """
     from model_zoo import MLP
 
     devices = [Device(name=f"device-{i}", flops_per_s=1e8 / (1 + 0.1 * i)) for i in range(CLIENTS)]
@@ -120,7 +128,15 @@ def experiment(output: Path, guard: str, partition: str, seed: int, rounds: int)
 
 
 def accuracy(guard: str, attack: str, partition: str, seed: int, rounds: int) -> float:
-    """Return the final accuracy of one run."""
+    """Return the final accuracy of one run.
+
+    Args:
+        guard: a key of `GUARDS`.
+        attack: name of the attack.
+        partition: a key of `PARTITIONS`.
+        seed: of the run.
+        rounds: merges.
+    """
     assembled = attacked(*ATTACKS[attack])
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(setup, "with_options", assembled):
         summary, _ = simulate(experiment(Path(folder) / "run", guard, partition, seed, rounds))
@@ -132,7 +148,15 @@ CASES = (("iid", "honest"), ("iid", "opposite, 3 of 8"), ("iid", "large, 1 of 8"
 
 
 def row(partition: str, attack: str, guard: str, seeds: int = SEEDS, rounds: int = ROUNDS) -> Row:
-    """Run a guard against an attack with several seeds."""
+    """Run a guard against an attack with several seeds.
+
+    Args:
+        partition: a key of `PARTITIONS`.
+        attack: name of the attack.
+        guard: a key of `GUARDS`.
+        seeds: a run for each.
+        rounds: merges.
+    """
     values = [accuracy(guard, attack, partition, seed, rounds) for seed in range(seeds)]
     return {
         "partition": partition, "attack": attack, "guard": guard, "accuracy": sum(values) / len(values),

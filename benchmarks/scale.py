@@ -109,7 +109,7 @@ class Stopwatch(Executor):
         self.ended: list[tuple[float, float]] = []
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Hand the task on."""
+        """Pass the task on; see `Executor.submit`."""
         self._inner.submit(assignment, snapshot, needed_at)
 
     def result(self, assignment_id: int) -> Update:
@@ -214,7 +214,7 @@ def _length(begin: tuple[float, float], end: tuple[float, float]) -> float:
 
 
 def events_between(folder: Path) -> list[int]:
-    """Return how many events the coordinator saw from each update's arrival on, up to the next one's."""
+    """Count the coordinator's events from each update's arrival to the next one's."""
     counts: list[int] = []
     for event in read_events(folder):
         if event["event"] == "arrived":
@@ -225,7 +225,15 @@ def events_between(folder: Path) -> list[int]:
 
 
 def edges_us(watch: Stopwatch, clock: int, events: list[int], edge: int, window: int) -> tuple[float, float]:
-    """Return the microseconds per event among the first and the last ``edge`` updates: medians over windows."""
+    """Return the microseconds per event among the first and among the last updates, medians over windows.
+
+    Args:
+        watch: times of the updates.
+        clock: index of the clock to read.
+        events: number of events of each update.
+        edge: number of updates at each end.
+        window: updates in a window.
+    """
     gaps_us = [1e6 * (begin[clock] - end[clock]) for end, begin in zip(watch.ended, watch.began[1:], strict=False)]
 
     def median(start: int) -> float:

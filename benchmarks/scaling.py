@@ -1,4 +1,4 @@
-"""How many more trainings a second a simulated run does over ranks (`torchrun ... -m raafl simulate`) than in one process.
+"""Compare a simulated run over ranks (`torchrun ... -m raafl simulate`) with one process: trainings per second.
 
 Each case is the same run with the same seed in one process, by forked workers and over ranks, one after the other, each on
 one thread a process; it is repeated, and a row has the median. `ratio` is trainings per second over those of one process; `equal`
@@ -64,7 +64,13 @@ WAYS = (("one process", 1), ("workers", 2), ("ranks", 2), ("ranks", 4))
 
 
 def run(case: Case, way: str, num: int) -> Row:
-    """Run a case in one way, and return the summary."""
+    """Run a case in one way, and return the summary.
+
+    Args:
+        case: to measure.
+        way: workers or ranks.
+        num: processes.
+    """
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num), "-m"] if way == "ranks" else []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", *torchrun, "raafl", "simulate", *shlex.split(case.options), "--max_updates",
@@ -77,7 +83,14 @@ def run(case: Case, way: str, num: int) -> Row:
 
 
 def once(key: str, case: Case, way: str, num: int) -> Row:
-    """Run a case, or return what an earlier start of this benchmark has measured under that key."""
+    """Run a case, or return the result that an earlier start of this benchmark has stored.
+
+    Args:
+        key: of the result.
+        case: to measure.
+        way: workers or ranks.
+        num: processes.
+    """
     known: Row = json.loads(RUNS.read_text()) if RUNS.exists() else {}
     if key not in known:
         summary = run(case, way, num)

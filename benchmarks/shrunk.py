@@ -1,4 +1,4 @@
-"""What a step of a shrunk model takes, over the same step of a small model that was written by hand.
+"""Compare a step of a shrunk model with the same step of a small model written by hand.
 
 Each model is cut to a share of every axis (`rate`), the residual width whole, and stands beside the same class made with the
 small sizes; where the class cannot be told of them (BERT's heads, nanoGPT's, those of `nn.MultiheadAttention`), beside layers
@@ -96,7 +96,7 @@ class Layer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the layer makes of ``x``."""
+        """Return the layer's output."""
         x = self.norm1(x + self.self_attn(x))
         answer: Tensor = self.norm2(x + self.linear2(F.relu(self.linear1(x))))
         return answer
@@ -197,7 +197,7 @@ def pair(case: Case, rate: float) -> tuple[nn.Module, nn.Module, Any]:
     torch.manual_seed(0)
     whole, batch = case.whole(), case.batch()
     submodels = Submodels(whole, batch)
-    spanned = submodels.found.spanned if submodels.axes and submodels.found is not None else frozenset()
+    spanned = submodels.discovered.spanned if submodels.axes and submodels.discovered is not None else frozenset()
     spec = leading({name: axis for name, axis in submodels.axes.items() if name not in spanned}, rate)
     shrunk = submodels.shrink(spec)
     submodels.plan(spec, "present").gather(submodels.state(whole), out=shrunk.present)

@@ -1,4 +1,4 @@
-"""How long a run of real ranks takes to get going: from the command to the first training, and to the first update.
+"""Measure the start of a run of real ranks: seconds from the command to the first training, and to the first update.
 
 `torchrun` starts one aggregator and four clients on this machine with the quick start's config, as `make demo` does. The
 times are those at which the run's journal shows that every client has joined, that the first assignment went out (the

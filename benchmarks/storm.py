@@ -1,4 +1,4 @@
-"""What a client that reconnects as fast as it can costs the others: `python -m benchmarks.storm`. Loopback only.
+"""Measure what a client that reconnects as fast as it can costs the others: `python -m benchmarks.storm`. Loopback only.
 
 A server and one honest client work; the holder of client 2's key joins again and again and never closes a connection, so many a
 second at the most. In turn it does the same to a listener of its own, so that what its process takes of the machine is in
@@ -44,14 +44,20 @@ OPTIONS = (
 
 
 def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
-    """Join as client 2 as often as can be, at most ``per_s`` times a second; return how it went."""
+    """Join as client 2 as often as possible, and return the counts of outcomes.
+
+    Args:
+        address: ``HOST:PORT`` of the server.
+        seconds: duration.
+        per_s: largest number of connections per second.
+    """
     import raafl
     from raafl.config.parse import parse
     from raafl.core.records_json import client_to_json
     from raafl.runtime.client.setup import ClientSetup
     from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
     from raafl.transport.tcp.handshake import Secret
-    from raafl.transport.tcp.listener import call
+    from raafl.transport.tcp.listener import connect
 
     parsed = parse("join", ["--config", CONFIG, *OPTIONS])
     site = ClientSetup.build(parsed.experiment, parsed.config_yaml, 2, own_data=False)
@@ -66,7 +72,7 @@ def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
     while (now := time.monotonic()) < began + seconds:
         tried += 1
         try:
-            pair = call(address, key, timeout_s=2.0)
+            pair = connect(address, key, timeout_s=2.0)
             pair.send(Message(Kind.HELLO, meta=meta))
             joined += 1
             kept.append(pair)
@@ -96,7 +102,7 @@ def dummy() -> tuple[str, socket.socket]:
 
 
 def arrivals(folder: Path, since: int) -> tuple[int, int]:
-    """Return how many answers of client 1 the journal has from byte ``since`` on, and where it ends."""
+    """Count the updates of client 1 in the journal from byte ``since``; return the count and the journal's size in bytes."""
     with (folder / "events.jsonl").open("rb") as file:
         file.seek(since)
         data = file.read()
@@ -106,7 +112,15 @@ def arrivals(folder: Path, since: int) -> tuple[int, int]:
 
 
 def phase(address: str, folder: Path, server: psutil.Process, seconds: float, per_s: float) -> dict[str, Any]:
-    """Attack ``address`` for so long; return the honest client's rate and what the server held."""
+    """Attack a server; return the honest client's rate and the server's threads and open files.
+
+    Args:
+        address: ``HOST:PORT`` of the server.
+        folder: of its run.
+        server: its process.
+        seconds: duration.
+        per_s: largest number of connections per second.
+    """
     command = [sys.executable, "-m", "benchmarks.storm", "--attack", address, str(seconds + 1), str(per_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attacker:
         assert attacker.stdin and attacker.stdout
@@ -126,7 +140,13 @@ def phase(address: str, folder: Path, server: psutil.Process, seconds: float, pe
 
 
 def measure(pairs: int, seconds: float, per_s: float) -> list[dict[str, Any]]:
-    """Return a row for each phase, the listener's and the server's in turn, and one that compares them."""
+    """Return a row for each phase, the listener's and the server's in turn, and one that compares them.
+
+    Args:
+        pairs: phases against a bare listener, and as many against the server, in turn.
+        seconds: duration of a phase.
+        per_s: largest number of connections per second.
+    """
     environment = {**os.environ, "RAAFL_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
     raafl = [sys.executable, "-m", "raafl"]
     with tempfile.TemporaryDirectory() as scratch, socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
@@ -168,7 +188,13 @@ def compared(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rows(pairs: int = 3, seconds: float = 5.0, per_s: float = 200.0) -> list[Row]:
-    """Return what `measure` does for phases of so many seconds, each with at most ``per_s`` connections a second."""
+    """Start a server and measure it; see `benchmarks.storm.measure`.
+
+    Args:
+        pairs: phases against a bare listener, and as many against the server, in turn.
+        seconds: duration of a phase.
+        per_s: largest number of connections per second.
+    """
     return measure(pairs, seconds, per_s)
 
 

@@ -1,4 +1,4 @@
-"""What a smaller submodel costs its client: seconds and memory of a local step, against what raafl predicts.
+"""Measure seconds and memory of a local step of smaller submodels, and compare them with raafl's predictions.
 
 Each model is measured at several rates. The submodel of a rate keeps sqrt(rate) of every axis (heads, feed-forward
 units, channels, units) and, of a model with a stack of blocks, sqrt(rate) of the blocks: the lowest ones, all trained
@@ -86,7 +86,16 @@ def rows(
     resident: bool = True,
     kept: str = "kept",
 ) -> list[Row]:
-    """Measure every model and return a row for each submodel; without ``resident`` the memory it needs only."""
+    """Measure every model and return a row for each submodel.
+
+    Args:
+        models: names of workloads.
+        rates: of the submodels.
+        turns: repeats of a measurement; None = as many as the clock needs.
+        threads: that torch may use.
+        resident: measure resident memory, too, each in a process of its own; else the needed memory alone.
+        kept: a key of `HEAPS`.
+    """
     found: list[Row] = []
     timed = {}
     for model in models:  # first all that wants a calm machine
@@ -123,7 +132,14 @@ def _with_ratios(row: Row, full: Row) -> Row:
 
 
 def time_steps(model: str, rates: Sequence[float], turns: int | None, clock: Callable[[], float]) -> list[Row]:
-    """Return a row for each submodel of a model, all but the memory."""
+    """Return a row for each submodel of a model, without its memory.
+
+    Args:
+        model: name of the workload.
+        rates: of the submodels.
+        turns: repeats of a measurement; None = as many as the clock needs.
+        clock: returns seconds.
+    """
     from raafl.devices.probes import Probes
 
     work, found = WORKLOADS[model], cases(model, rates)
@@ -180,7 +196,14 @@ def _predicted(submodels: Any, spec: Any, case: Case, speed: tuple[float, float,
 
 
 def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_steps: int) -> list[Row]:
-    """Measure submodels in this process, of a GPU what its allocator had at most; over the whole model, and as predicted."""
+    """Measure submodels in this process, relative to the whole model, and as predicted; on a GPU with its allocator's peak.
+
+    Args:
+        models: names of workloads.
+        rates: of the submodels.
+        device: that computes.
+        num_steps: steps of each measurement.
+    """
     import torch
 
     from raafl.devices.probes import Probes

@@ -30,7 +30,7 @@ def markdown(table: Cells) -> str:
 
 
 def written(result: dict[str, Any]) -> str:
-    """Return what a page says of a result: the table, what its intervals show, and where it is from."""
+    """Return a result as text for a page: the table, a sentence on its intervals, and its source."""
     seeds = max(len(row["seeds"]) for row in result["rows"])
     shown = "\n".join(f"- {line}" for line in sentences(result["rows"], result["reference"], result["metric"]))
     source = (

@@ -37,7 +37,7 @@ from raafl.transport.gloo import GlooConnection
 from raafl.transport.tcp.cipher import RECORD_BYTES
 from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.handshake import load_secret
-from raafl.transport.tcp.listener import Listener, call
+from raafl.transport.tcp.listener import Listener, connect
 
 SIZES = {4 << 10: 400, 4 << 20: 100, 344 << 20: 15}
 """Bytes each way, and how often."""
@@ -53,9 +53,12 @@ def rows() -> list[Row]:
 
 
 def trips(device: str = "cpu", sizes: dict[int, int] = SIZES, only: str | None = None) -> list[Row]:
-    """Measure round trips with a second process as the client; tensors of Gloo and TCP connections are on ``device``.
+    """Measure round trips with a second process as the client.
 
-    ``only`` names the one transport that is measured beside the raw transfer; None = all.
+    Args:
+        device: of the tensors of Gloo and TCP connections.
+        sizes: repeats for each number of bytes.
+        only: the one transport that is measured beside the raw transfer; None = all.
     """
     store = dist.TCPStore(_HOST, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
     os.environ["RAAFL_SECRET"] = secrets.token_hex(32)
@@ -168,7 +171,7 @@ def _tcp_pairs(store: Any, server: bool) -> dict[str, Connection]:
     secret, pairs = load_secret(), dict[str, Connection]()
     for name, encrypt in (("tcp", False), ("tcp, encrypted", True)):
         if not server:
-            pairs[name] = call(store.get(name).decode(), secret.for_client(1), timeout_s=_TIMEOUT_S)
+            pairs[name] = connect(store.get(name).decode(), secret.for_client(1), timeout_s=_TIMEOUT_S)
             continue
         admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         with Listener(f"{_HOST}:0", secret, lambda pair, *_, q=admitted: q.put(pair), print, encrypt=encrypt) as door:

@@ -90,7 +90,13 @@ WORKLOADS = {
 
 
 def spec_of(submodels: Any, rate: float, window: str) -> Any:
-    """Return the submodel that keeps sqrt(rate) of every axis and of the blocks, at least one of each."""
+    """Return the submodel that keeps sqrt(rate) of every axis and of the blocks, at least one of each.
+
+    Args:
+        submodels: of the model.
+        rate: share of the parameters; 1 = the whole model.
+        window: blocks that train, "bottom" or "top"; used for models with stacks of blocks.
+    """
     from raafl.submodel import FULL, Spec, depth_window
 
     if rate == 1:
@@ -152,7 +158,14 @@ class Client:
         )
 
     def train(self, trainer: Any, spec: Any, received: Any, num_steps: int) -> tuple[float, list[float]]:
-        """Run one task; return the seconds before its first step, and of each step."""
+        """Run one task; return the seconds before its first step, and of each step.
+
+        Args:
+            trainer: of this process.
+            spec: of the submodel.
+            received: its values.
+            num_steps: of the task.
+        """
         from raafl.core.types import Assignment
 
         self.marks.clear()
@@ -167,7 +180,13 @@ class Client:
 
 
 def client_of(work: Workload, clock: Callable[[], float], options: Any = None) -> Client:
-    """Make a client with its data, in a process that has trained a tiny model."""
+    """Make a client with its data, in a process that has trained a tiny model.
+
+    Args:
+        work: the workload.
+        clock: returns seconds.
+        options: of Fabric.
+    """
     import torch
     from torch.utils.data import TensorDataset
 

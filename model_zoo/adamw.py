@@ -14,7 +14,7 @@ _KINDS = {"adamw": torch.optim.AdamW, "adan": Adan}
 
 
 def adamw(module: nn.Module, lr: float, weight_decay: float, warmup_steps: int, optimizer: Optimizer = "adamw") -> Any:
-    """Return AdamW, or Adan, over the parameters of ``module`` that train, with a warm-up schedule if there is to be one.
+    """Return AdamW, or Adan, over the parameters of ``module`` that train, with a warm-up schedule if one is set.
 
     Biases and norms are not decayed. An optimiser begins anew with each task of a federated client, and so does the
     warm-up. AdamW: Loshchilov and Hutter 2019 (arXiv:1711.05101).

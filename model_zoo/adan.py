@@ -48,7 +48,7 @@ class Adan(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; return what ``closure``, which computes the loss anew, returned."""
+        """Make one step; return the loss of ``closure``, which computes it again; None without a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

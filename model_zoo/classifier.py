@@ -1,4 +1,4 @@
-"""What the classifiers of the zoo share: the steps and the optimiser."""
+"""Define the steps and the optimiser that the zoo's classifiers share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,13 @@ class Classifier(LightningModule):
 
 
 def accuracy(logits: Tensor, y: Tensor, k: int = 1) -> Tensor:
-    """Return the share of samples whose label is among their k largest logits; of equal ones, some k."""
+    """Return the share of samples whose label is among their k largest logits; ties are broken arbitrarily.
+
+    Args:
+        logits: (batch, classes).
+        y: labels, (batch,).
+        k: number of logits that count.
+    """
     if k == 1:
         return (logits.argmax(dim=-1) == y).float().mean()
     return (logits.topk(k, dim=-1).indices == y.unsqueeze(-1)).any(dim=-1).float().mean()

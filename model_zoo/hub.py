@@ -88,7 +88,7 @@ def save(model: Any, folder: str | Path) -> None:
 
 
 def located(name_or_path: str) -> str:
-    """Return the folder that ``package:NAME/FOLDER`` stands for; anything else as it is.
+    """Return the folder for ``package:NAME/FOLDER``; any other name unchanged.
 
     Raises:
         FileNotFoundError: the package is not installed, or has no such folder.
@@ -138,7 +138,7 @@ def _explained(name_or_path: str, where: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Within this context transformers shows no progress bar, and no table of the parameters of a new head."""
+    """Hide transformers' progress bars, and its list of the parameters of a new head, inside this context."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

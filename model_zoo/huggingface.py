@@ -32,18 +32,18 @@ class _Wrapped:
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
 
     def _adapt(self, lora: LoRA | None, *, trains_head: bool) -> None:
-        """Freeze the model and give it adapters, if there are to be any."""
+        """Freeze the model and add adapters, if `lora` is set."""
         self.lora = LoRA.of(lora)
         if self.lora is not None:
             adapt(self.model, self.lora, trains_head=trains_head)
             self.submodel_bases = self.lora.bases if len(self.lora.bases) > 1 else ()
 
     def submodel_hold(self, base: str) -> None:
-        """Keep what is frozen as ``base``, one of the less precise ``submodel_bases``, in place."""
+        """Convert the frozen parameters in place to the precision ``base``, one of the less precise ``submodel_bases``."""
         hold(self.model, base)
 
     def _checkpoint(self, wanted: bool) -> None:
-        """Keep the inputs of blocks alone for the backward pass, which runs these again, if that is wanted.
+        """Turn on gradient checkpointing if it is set: the backward pass runs blocks again from their stored inputs.
 
         Raises:
             ValueError: this architecture cannot.
@@ -62,7 +62,7 @@ class _Wrapped:
             self.model.config.use_cache = False  # else it says that it does without
 
     def _stand_alone(self) -> None:
-        """Let a checkpoint be loaded without the files that the model came from: its shape replaces their name."""
+        """Store the model's shape in place of its name, so that a checkpoint loads without the files that the model came from."""
         shape = {"model_type": self.model.config.model_type, **self.model.config.to_diff_dict()}
         for name in ("transformers_version", "dtype", "architectures", "_name_or_path"):
             shape.pop(name, None)
@@ -298,7 +298,7 @@ class HFCausalLM(_PretrainedLM):
     task = "CausalLM"
 
     def forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
-        """Return the logits of the next token at each position; ``more`` is what else transformers' model takes."""
+        """Return the logits of the next token at each position; ``more`` are further inputs of transformers' model."""
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **more).logits
         return logits
 
@@ -322,7 +322,13 @@ class HFSeq2SeqLM(_PretrainedLM):
     task = "Seq2SeqLM"
 
     def forward(self, input_ids: Tensor, labels: Tensor, **more: Tensor) -> Tensor:
-        """Return the logits of each token of ``labels``, given those before it."""
+        """Return the logits of each token of ``labels``, given those before it.
+
+        Args:
+            input_ids: tokens of the source, (batch, source length).
+            labels: tokens of the target, (batch, target length).
+            more: further inputs of the model, such as attention_mask.
+        """
         shift = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
         # a model without it shifts labels itself, and makes a loss of them that nobody asks for
         given = {"labels": labels} if shift is None else {"decoder_input_ids": shift(labels=labels)}
@@ -340,6 +346,6 @@ class HFSeq2SeqLM(_PretrainedLM):
 
 
 def _first(token: Any) -> int:
-    """Return one token id of what a config has: a number, a list of them, or none."""
+    """Return the first token id in a config's value: a number, a list of numbers, or None."""
     found = token[0] if isinstance(token, list) else token
     return 0 if found is None else int(found)

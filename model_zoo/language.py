@@ -1,4 +1,4 @@
-"""What the language models of the zoo share: the next-token loss and the optimiser."""
+"""Define the next-token loss and the optimiser that the zoo's language models share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LanguageModel(LightningModule):
     """
 
     def __init__(self, lr: float, momentum: float = 0.0) -> None:
-        """Note the learning rate and momentum of SGD."""
+        """Store the learning rate and momentum of SGD."""
         super().__init__()
         self.lr, self.momentum = lr, momentum
 

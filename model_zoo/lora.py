@@ -24,7 +24,7 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "nf4": torch.bfl
 
 @dataclass(frozen=True)
 class LoRA:
-    """What is adapted, and how far: ``y = W x + alpha / rank * B A dropout(x)``, with A and B the adapter.
+    """Settings of adapters: ``y = W x + alpha / rank * B A dropout(x)``, with A and B the adapter.
 
     Attributes:
         rank: r, rows of A and columns of B; the largest that a client can have.
@@ -45,7 +45,7 @@ class LoRA:
     base: Base | list[Base] = "fp32"
 
     def __post_init__(self) -> None:
-        """Raise `ValueError`, naming the field, for a value that cannot be."""
+        """Raise `ValueError`, naming the field, for an invalid value."""
         if self.rank < 1:
             raise ValueError(f"lora.rank is {self.rank}: give 1 or more")
         if self.alpha <= 0:
@@ -62,12 +62,12 @@ class LoRA:
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """What the frozen model may be kept in, the most precise first."""
+        """Precisions that the frozen model may have, the most precise first."""
         return (self.base,) if isinstance(self.base, str) else tuple(self.base)
 
     @classmethod
     def of(cls, value: LoRA | Mapping[str, Any] | None) -> LoRA | None:
-        """Return ``value`` as what it stands for; checkpoints have it as a plain table."""
+        """Return ``value`` as a `LoRA`; in checkpoints it is a plain mapping."""
         return cls(**value) if isinstance(value, Mapping) else value
 
     def to_plain(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class LoRA:
 
 
 def base_of(lora: LoRA | Mapping[str, Any] | None) -> torch.dtype:
-    """Look up the dtype in which a model that is to be adapted so is kept."""
+    """Return the dtype of the frozen parameters for these settings."""
     found = LoRA.of(lora)
     return torch.float32 if found is None else DTYPES[found.bases[0]]
 
@@ -126,7 +126,7 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
 
 
 def hold(model: Any, base: str) -> None:
-    """Keep what is frozen of a model with adapters as ``base``, which is less precise than what it is kept in, in place.
+    """Convert the frozen parameters of a model with adapters in place to the less precise ``base``.
 
     It then is what `adapt` would have made of the same weights with that base. Adapters stay as they are, one that a method
     freezes, too.
@@ -141,7 +141,7 @@ def hold(model: Any, base: str) -> None:
 
 
 def _train_in_float32(model: Any) -> None:
-    """Give what trains its own dtype: peft casts the inputs of adapters, and a head is given casts of its own."""
+    """Set parameters that train to float32: peft casts the inputs of adapters, and heads get casts of their own."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -171,7 +171,7 @@ def _refuse_tied(model: Any) -> None:
 
 
 def merged(model: Any) -> Any:
-    """Return a copy of an adapted model whose layers have taken up their adapters: plain transformers can load it."""
+    """Return a copy of an adapted model with the adapters added to the weights of their layers, for plain transformers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Metrics that are no means over batches, as torchmetrics objects: `self.log` computes them once all batches are seen.
+"""Compute metrics that are no means over batches, as torchmetrics objects: `self.log` computes them after the last batch.
 
 They are built on torchmetrics' own base class, which comes with lightning. Its ready-made metrics are not used: to import
 them takes as long as everything else that a rank imports, and 100 MB.
@@ -27,7 +27,7 @@ class MacroF1(Metric):
     counts: Tensor
 
     def __init__(self) -> None:
-        """Start with no samples; the first ones say how many classes there are."""
+        """Start without samples; the first ones determine the number of classes."""
         super().__init__()
         self.add_state("counts", torch.zeros(3, 0, dtype=torch.int64), dist_reduce_fx="sum")
 

@@ -1,4 +1,4 @@
-"""Frozen linear layers whose weights are kept in 4 bits, NormalFloat (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
+"""Store the weights of frozen linear layers in 4 bits, NormalFloat (QLoRA, Dettmers et al. 2023, arXiv:2305.14314).
 
 In plain torch, so that it runs wherever the model does, on the meta device, too. Codes and scales are those of bitsandbytes' `nf4`
 in blocks of 64; the paper's second quantisation, of the scales, is not done: 4.5 bits a weight instead of 4.13.
@@ -40,7 +40,14 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantised(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return the weights that codes and scales stand for."""
+    """Return weights from their codes and scales.
+
+    Args:
+        codes: two of 4 bits in a byte.
+        scales: one for each block of `BLOCK` weights.
+        shape: of the weights.
+        dtype: of the result.
+    """
     levels = torch.tensor(LEVELS, device=codes.device, dtype=dtype)
     codes = codes.view(torch.uint8)
     pairs = torch.stack((codes >> 4, codes & 15), 1).flatten()
@@ -49,7 +56,7 @@ def dequantised(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: to
 
 
 class _Product(torch.autograd.Function):
-    """``x W^T``; W is made anew in the backward pass, or each layer's would be kept until then."""
+    """``x W^T``; the backward pass computes W again, so that no layer's W is stored until then."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -72,7 +79,7 @@ class NF4Linear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear) -> None:
-        """Take over the values of ``layer``, rounded."""
+        """Round the values of ``layer``."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         codes, scales = quantised(layer.weight)
@@ -92,7 +99,7 @@ class NF4Linear(nn.Linear):
         return layer
 
     def submodel_plain(self) -> nn.Linear:
-        """Return an ordinary frozen layer of the same shapes, without values: what its axes are proven on."""
+        """Return an ordinary frozen layer of the same shapes without values, on which axes are proven."""
         layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         return layer.requires_grad_(False)
 

@@ -91,7 +91,7 @@ class ZeroPad(nn.Module):
     """The shortcut without parameters: every ``stride``-th pixel, and new channels of zeros after the others."""
 
     def __init__(self, num_new: int, stride: int) -> None:
-        """Note what to add."""
+        """Store the stride and the number of new channels."""
         super().__init__()
         self.num_new, self.stride = num_new, stride
 

@@ -1,4 +1,4 @@
-"""Sizes by name."""
+"""Look up sizes of models by name."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ Shape = TypeVar("Shape")
 
 def shape_of(model: str, size: str, sizes: Mapping[str, Shape]) -> Shape:
     """Look up a model's shape by the name of its size.
+
+    Args:
+        model: its name, for the message.
+        size: name of the size.
+        sizes: shapes by name.
 
     Raises:
         ValueError: there is no such size of ``model``.

@@ -148,14 +148,27 @@ def nearest(name: str, known: Iterable[str], none: str = "known: ", home: str = 
 
 
 def one_of(field: str, value: object, known: Any) -> None:
-    """Raise `BadInput` unless ``value`` is one of ``known``, which are names or a `Literal` of them."""
+    """Raise `BadInput` unless a value is one of those known.
+
+    Args:
+        field: its name, for the message.
+        value: as it was given.
+        known: names, or a `Literal` of them.
+    """
     names = get_args(known) or known
     if value not in names:
         raise BadInput(f"{field} is '{value}': {nearest(str(value), names)}")
 
 
 def at_least(field: str, value: float | None, least: float, *, optional: bool = False) -> None:
-    """Raise `BadInput` unless ``value`` is ``least`` or more (or None where ``optional``)."""
+    """Raise `BadInput` unless a value is large enough.
+
+    Args:
+        field: its name, for the message.
+        value: as it was given.
+        least: smallest allowed value.
+        optional: None is allowed, too.
+    """
     if value is None and optional:
         return
     if value is None or not value >= least:
@@ -163,7 +176,13 @@ def at_least(field: str, value: float | None, least: float, *, optional: bool = 
 
 
 def positive(field: str, value: float | None, *, optional: bool = False) -> None:
-    """Raise `BadInput` unless ``value`` is a number above zero (or None where ``optional``)."""
+    """Raise `BadInput` unless a value is a number above zero.
+
+    Args:
+        field: its name, for the message.
+        value: as it was given.
+        optional: None is allowed, too.
+    """
     if value is None and optional:
         return
     if value is None or not value > 0:
@@ -190,7 +209,13 @@ def refuse_unused(reason: str, **given: tuple[object, object]) -> None:
 
 
 def fraction(field: str, value: float, *, zero: bool = False) -> None:
-    """Raise `BadInput` unless ``value`` lies in (0, 1], or [0, 1] where ``zero``."""
+    """Raise `BadInput` unless a value lies in (0, 1].
+
+    Args:
+        field: its name, for the message.
+        value: as it was given.
+        zero: 0 is allowed, too.
+    """
     if not (0 <= value <= 1) or (value == 0 and not zero):
         raise BadInput(f"{field} is {value}: give a number {'from 0 to 1' if zero else 'above 0, at most 1'}")
 

@@ -60,7 +60,7 @@ class CallbackHooks(RunHooks):
         self._raise()
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Let callbacks add metrics."""
+        """Let callbacks add metrics; see `RunHooks.on_measured`."""
         view = self._seen()
         self._announce(version, now)
         earlier, view.version, view.time_s = (view.version, view.time_s), version, now
@@ -92,7 +92,7 @@ class CallbackHooks(RunHooks):
         self._tell("on_update_merged", merged)
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Report clients that joined or left, and new versions."""
+        """Report clients that joined or left, and new versions; see `RunHooks.on_event`."""
         self._seen().time_s = now
         if isinstance(event, Joined):
             client = event.client.id
@@ -113,7 +113,7 @@ class CallbackHooks(RunHooks):
         return self.failure or self._stop
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Add the callbacks' state to the checkpoint."""
+        """Add the callbacks' state to the checkpoint; see `RunHooks.on_checkpoint`."""
         # copied: it is written while callbacks go on
         states = [copy.deepcopy(self._call(callback, "state_dict", even_so=True)) for callback in self._callbacks]
         clock["callbacks"] = {"states": states, "clients": {str(c): life for c, life in self._there.items()}}

@@ -29,7 +29,13 @@ class Callback:
         """Called when client 1..N connects, for the first time or again."""
 
     def on_client_lost(self, run: RunView, client: int, reason: str) -> None:
-        """Called when a client is gone: unavailable, disconnected, replaced by its own newer connection, or unfit for work."""
+        """Called when a client has left the run.
+
+        Args:
+            run: the run as it is now.
+            client: id, 1 to N.
+            reason: unavailable, disconnected, replaced by its own newer connection, or unfit for work.
+        """
 
     def on_update_merged(self, run: RunView, update: MergedUpdate) -> None:
         """Called when an update has become part of the global model."""

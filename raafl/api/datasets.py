@@ -132,6 +132,11 @@ def named(path: str, model_name: str | None, **given: object) -> LightningDataMo
 
     Columns and splits are recognised by their usual names; use `raafl.data.HuggingFaceText` for others.
 
+    Args:
+        path: name on the hub, or a folder.
+        model_name: of the transformers model whose tokeniser is used; None = the data set has no text.
+        given: further arguments of `raafl.data.HuggingFaceText`.
+
     Raises:
         BadInput: there is no such data set, or its columns have other names.
     """

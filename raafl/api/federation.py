@@ -205,11 +205,21 @@ class Federation:
         resume: str | Path | None = None,
         local: int | None = None,
     ) -> Result | None:
-        """Run on real ranks: rank 0 coordinates, the others train. Started by torchrun, or with ``local`` clients here.
+        """Run on real ranks: rank 0 coordinates, the others train. Started by torchrun, or with ``local`` clients on this machine.
 
-        All but ``local`` is as for `simulate`, the module made alike and the data the same on every rank, which trains
-        on its share. ``local`` starts this script again as so many clients, which end where `fit` returns on rank 0;
-        once in a script.
+        Every rank must build an equal module and load equal data; each trains on its share.
+
+        Args:
+            module: as for `simulate`.
+            data: as for `simulate`.
+            loss: as for `simulate`.
+            optimizer: as for `simulate`.
+            metrics: as for `simulate`.
+            batch_size: as for `simulate`.
+            collate_fn: as for `simulate`.
+            resume: as for `simulate`.
+            local: number of clients; this script is started again for each, and they end where `fit` returns on
+                rank 0. Allowed once in a script; None = torchrun has started the ranks.
 
         Returns:
             The result on rank 0, None on the others.

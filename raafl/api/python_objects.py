@@ -93,7 +93,13 @@ class Data(LightningDataModule):
 
 
 def algorithm(given: str, parts: dict[str, str] | None = None, shown: str = "") -> Algorithm:
-    """Return the given algorithm; raises `BadInput` if there is none."""
+    """Return the given algorithm; raises `BadInput` if there is none.
+
+    Args:
+        given: key under which the object was registered.
+        parts: class of each of the five parts, as the config shows them; not used.
+        shown: name of the algorithm, as the config shows it; not used.
+    """
     found: Algorithm = _take("algorithm", given)
     return found
 

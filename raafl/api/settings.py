@@ -168,9 +168,9 @@ def count_of(devices: Any) -> int | None:
     return sum(device.count if isinstance(device, Device) else 1 for device in found)
 
 
-def same_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+def same_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     """Raise `BadInput` unless a resumed run has the settings that it is resumed with."""
-    other = [name for name in mine if name not in marked("may_change") and theirs.get(name) != mine[name]]
+    other = [name for name in ours if name not in marked("may_change") and theirs.get(name) != ours[name]]
     if other:
         seeded = " (of the model the values that it began with, too: torch.manual_seed before it is made)"
         raise BadInput(
@@ -180,7 +180,13 @@ def same_settings(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
 
 
 def config_of(experiment: Experiment, module: ModuleSpec, data: object) -> dict[str, Any]:
-    """Return the whole config of a run for config.yaml, with descriptions of objects that no config can name."""
+    """Return the whole config of a run for config.yaml, with descriptions of objects that no config can name.
+
+    Args:
+        experiment: the run's.
+        module: the user's model.
+        data: the user's data.
+    """
     found: dict[str, Any] = {f.name: _plain(getattr(experiment, f.name)) for f in dataclasses.fields(Experiment)}
     algorithm = experiment.algorithm
     if algorithm.name in ALGORITHMS and ALGORITHMS[algorithm.name]() == algorithm:

@@ -29,7 +29,12 @@ _ALONE = ("--algorithm", "fed_raa", "--clients", "1")
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
-    """Find the axes of the model in ``argv`` and return the text to print, at most ``width`` columns wide on a terminal.
+    """Find the axes of the model in ``argv`` and return the text to print.
+
+    Args:
+        argv: the command's arguments.
+        width: columns of the terminal.
+        terminal: wrap lines to ``width``; else each line is whole.
 
     Raises:
         BadInput: an option or the config is invalid, or data and model do not fit each other.

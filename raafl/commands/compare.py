@@ -29,7 +29,7 @@ def compare(argv: Sequence[str]) -> str:
 
 
 def run(comparison: Comparison, options: Namespace) -> str:
-    """Do what ``options`` ask with a comparison; see `compare`."""
+    """Run, plan or verify a comparison; return the text to print; see `compare`."""
     left_out: list[str] = []
     if options.rows:
         left_out = [label for label in comparison.rows if label not in options.rows]
@@ -83,7 +83,12 @@ def _options(argv: Sequence[str]) -> Namespace:
 
 
 def with_common(parser: ArgumentParser, argv: Sequence[str], own: str) -> Namespace:
-    """Add the options of whoever runs comparisons, and parse; ``own`` names the parser's own options for a message.
+    """Add the options that all commands of comparisons share, and parse.
+
+    Args:
+        parser: changed in place.
+        argv: the command's arguments.
+        own: the parser's own options, for a message.
 
     Raises:
         BadInput: an option is wrong.

@@ -32,7 +32,13 @@ _TAKE_FOLDERS = ("replay", "report", "watch")
 
 
 def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
-    """Return the script that `raafl --print_completion SHELL` prints; ``usage`` has each command's description."""
+    """Return the script that `raafl --print_completion SHELL` prints.
+
+    Args:
+        argv: the command's arguments.
+        commands: names of all commands.
+        usage: help text of `raafl`, which has each command's description.
+    """
     texts = dict(re.findall(r"^  (\w+) +(\S.*?):?$", usage, re.M))
     shell = (values(argv, "--print_completion") or [""])[0]
     return script(shell, {name: texts.get(name, "") for name in commands})

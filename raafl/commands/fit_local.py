@@ -122,7 +122,13 @@ class ServerProcess:
 
 
 def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
-    """Return the command that starts a client."""
+    """Return the command that starts a client.
+
+    Args:
+        options: of `raafl join`.
+        port: on which the server listens at 127.0.0.1.
+        number: the client's id, from 1.
+    """
     mine = [option for option in without(options, *_SERVER_ONLY) if option != "--json"]
     if (resumed := values(options, "--resume")) and not values(options, "--config"):
         mine += ["--resume", resumed[-1]]

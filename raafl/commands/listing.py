@@ -27,7 +27,13 @@ def table(rows: list[dict[str, str]], width: int) -> str:
 
 
 def whole(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
-    """Return an algorithm's five answers and its factory's arguments, as text."""
+    """Return an algorithm's five answers and its factory's arguments, as text.
+
+    Args:
+        factory: of the algorithm.
+        row: its entry in the list of algorithms.
+        width: columns at which lines wrap.
+    """
     texts = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |^\S|\Z)", inspect.getdoc(factory) or "", re.M | re.S)
     parameters = inspect.signature(factory).parameters
     lines = [paragraphs([row], width), "", "  arguments (--algorithm.ARGUMENT VALUE, or init_args in a config):"]

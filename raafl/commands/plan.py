@@ -45,7 +45,12 @@ data is loaded and shared out; nothing is trained. Every field of a config is an
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
-    """Do what ``argv`` asks and return the text to print, at most ``width`` columns wide; ``terminal``: format for one.
+    """Run `raafl plan` and return the text to print.
+
+    Args:
+        argv: the command's arguments.
+        width: columns of the terminal.
+        terminal: wrap lines to ``width``; else each line is whole.
 
     Raises:
         BadInput: an option or the config is invalid.

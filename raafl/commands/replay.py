@@ -50,7 +50,7 @@ def replay(
     if until is not None and until < 1:
         raise BadInput(f"until is {until}: give the number of an event, from 1")
     rows, summary = read_run(folder, until)
-    experiment = load_run(folder, trusted=trust_config, again=True)
+    experiment = load_run(folder, trusted=trust_config, for_replay=True)
     own = _own_data(folder, rows, client_data or {}, trust_config)
     begun = next((row for row in rows if row.get("event") == "run"), JournalRow())
     parts = build(experiment, pace=False, **_start(folder, begun))
@@ -102,7 +102,9 @@ def _own_data(
             f"client {client} trained on data of its own: give --client_data {client}=FILE, "
             "a YAML file with the data section that it had"
         )
-    loaded = {client: load_run(folder, f"--config={files[client]}", trusted=trusted, again=True) for client in wanted}
+    loaded = {
+        client: load_run(folder, f"--config={files[client]}", trusted=trusted, for_replay=True) for client in wanted
+    }
     return {client: whole(experiment).client(1) for client, experiment in loaded.items()}
 
 

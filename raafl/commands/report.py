@@ -122,7 +122,7 @@ def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
     from raafl.config.parse import load_run
     from raafl.runtime.setup import load_data
 
-    return load_data(load_run(run.path, trusted=trusted, again=True))
+    return load_data(load_run(run.path, trusted=trusted, for_replay=True))
 
 
 def _top(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:

@@ -88,8 +88,8 @@ def serve(
             Path(os.environ[NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
 
     # failures alike of a client's code: one where all are ours, and started again
-    bears = 1 if NOTE in os.environ else None
+    max_failures = 1 if NOTE in os.environ else None
     return host(
-        experiment, config_yaml, TRANSPORTS["tcp"](meeting), inbox=inbox, bears=bears, min_clients=min_clients,
+        experiment, config_yaml, TRANSPORTS["tcp"](meeting), inbox=inbox, max_failures=max_failures, min_clients=min_clients,
         terms=Terms(for_clients(config_yaml), sections(config_yaml), experiment.guard.own_data), note=note,
     )  # fmt: skip

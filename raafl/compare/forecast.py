@@ -21,7 +21,7 @@ from raafl.units import duration, size
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What one row takes.
+    """Predicted cost of one row.
 
     Attributes:
         row: its label.

@@ -66,25 +66,25 @@ def _searched(trials: Sequence[Trial], best: Trial) -> dict[str, Any]:
     return {"settings": list(best.settings), "trials": listed}
 
 
-def write(found: Mapping[str, Any], folder: Path, *, draws: bool = True) -> list[Path]:
+def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> list[Path]:
     """Write result.json, table.csv, table.tex, curves.svg and index.html; return their paths.
 
     Args:
-        found: as `result` makes it.
+        result: as `result` makes it.
         folder: the comparison's.
         draws: whether to write the figure and the page, which need plotly and matplotlib.
     """
-    table = cells(found)
+    table = cells(result)
     files = {
-        "result.json": (json.dumps(found, indent=1) + "\n").encode(),
+        "result.json": (json.dumps(result, indent=1) + "\n").encode(),
         "table.csv": as_csv(table).encode(),
         "table.tex": latex(table).encode(),
     }
     if draws:
-        groups = _groups(found, folder)
+        groups = _groups(result, folder)
         if groups:
             files["curves.svg"] = draw(groups, ".svg")
-            files["index.html"] = _page(found, table, groups).encode()
+            files["index.html"] = _page(result, table, groups).encode()
     for name, data in files.items():
         with atomic_file(folder / name) as file:
             file.write(data)

@@ -32,7 +32,13 @@ def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:
 
 
 def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, Any]:
-    """Return the figures of one run as JSON, or the error of one that failed."""
+    """Return the figures of one run as JSON, or the error of one that failed.
+
+    Args:
+        outcome: the run's end.
+        comparison: names the metrics, targets and budgets.
+        root: folder of the comparison.
+    """
     run, summary = outcome.run, outcome.summary
     known: dict[str, Any] = {
         "seed": run.seed, "command": run.command, "folder": outcome.folder.relative_to(root).as_posix(),

@@ -102,6 +102,12 @@ class Run:
 def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> list[Run]:
     """Parse a row's options and return its run for each seed.
 
+    Args:
+        config: name or path.
+        label: the row's name, for messages.
+        options: of the row, as on the command line.
+        seeds: a run for each.
+
     Raises:
         BadInput: an option is wrong; names the row.
     """
@@ -117,7 +123,14 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
 
 
 def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
-    """Parse a row's options; raises `BadInput` where one is wrong, and names the row."""
+    """Parse a row's options; raises `BadInput` where one is wrong, and names the row.
+
+    Args:
+        config: name or path.
+        label: the row's name, for messages.
+        options: of the row, as on the command line.
+        seed: of the run.
+    """
     from raafl.config.parse import parse
 
     try:

@@ -57,7 +57,13 @@ def smoothed(curve: Curve, num: int) -> list[tuple[float, float]]:
 
 
 def time_to(curve: Curve, target: float, maximize: bool = True) -> float | None:
-    """Return when a curve first reaches a target, in seconds; None where it never does."""
+    """Return when a curve first reaches a target, in seconds; None where it never does.
+
+    Args:
+        curve: points of time (seconds) and value, ascending in time.
+        target: value to reach.
+        maximize: the value is to rise to the target; else to fall to it.
+    """
     return next((time_s for time_s, value in curve if (value >= target if maximize else value <= target)), None)
 
 

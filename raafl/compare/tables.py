@@ -105,7 +105,13 @@ def _escaped(cell: str) -> str:
 
 
 def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) -> list[str]:
-    """Return a sentence for each row: does its paired interval show a difference from the reference?"""
+    """Return a sentence for each row: does its paired interval show a difference from the reference?
+
+    Args:
+        rows: of the result.
+        reference: name of the row that the others are compared with.
+        metric: name of the metric.
+    """
     found = []
     for row in rows:
         gap = row.get("difference")

@@ -13,15 +13,15 @@ from typing import Any
 from raafl.compare.runs import in_processes, start
 
 
-def chosen(found: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
+def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
     """Draw the runs to replay: that share of them, rounded up, at random.
 
     Args:
-        found: a result.
+        result: a result.
         share: above 0, at most 1.
         seed: of the draw.
     """
-    runs = [run | {"row": row["row"]} for row in found["rows"] for run in row["runs"] if "error" not in run]
+    runs = [run | {"row": row["row"]} for row in result["rows"] for run in row["runs"] if "error" not in run]
     return random.Random(seed).sample(runs, math.ceil(share * len(runs)))
 
 

@@ -52,6 +52,12 @@ class CompressionPlan:
     ) -> CompressionPlan | None:
         """Build the plan for a config's section and an algorithm's payload; None where plain submodels are sent.
 
+        Args:
+            submodels: of the model.
+            compress: the config's section.
+            sends: what the algorithm's clients send.
+            local: the algorithm's part, which names its bundles.
+
         Raises:
             BadInput: the two contradict each other.
         """

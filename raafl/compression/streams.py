@@ -60,7 +60,7 @@ class _End:
         self._next: tuple[Spec, FlatTensors | None] | None = None
 
 
-class Down(_End):
+class DownlinkCodec(_End):
     """Codec of what one client receives, for either end. Without a compressor tensors pass through unchanged."""
 
     @property
@@ -90,6 +90,11 @@ class Down(_End):
 
     def unpack(self, spec: Spec, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
         """Decode what the client received and update the copy; return it in ``out``, or in storage valid until the next call.
+
+        Args:
+            spec: the submodel.
+            wire: tensors as received.
+            out: storage for the result; None = storage of the codec, valid until the next call.
 
         Raises:
             InvalidPayload: it does not come from `pack`.
@@ -130,7 +135,7 @@ class Down(_End):
         return self._next[1]
 
 
-class Up(_End):
+class UplinkCodec(_End):
     """Codec of one client's updates, for either end. Without a compressor tensors pass through unchanged."""
 
     @property
@@ -143,7 +148,13 @@ class Up(_End):
         self._kept.forget(RESIDUAL, self._client)
 
     def pack(self, assignment: Assignment, trained: FlatTensors, received: FlatTensors) -> FlatTensors:
-        """Encode the trainer's result for the wire, valid until the next call; store the compression error."""
+        """Encode the trainer's result for the wire, valid until the next call; store the compression error.
+
+        Args:
+            assignment: of the task.
+            trained: tensors that the client sends.
+            received: values as the client received them.
+        """
         one = self._plan.up
         if one is None:
             return trained
@@ -219,14 +230,14 @@ class CompressedSnapshots(Snapshots):
         self._plan = CompressionPlan.on(coordinator)
         self._part = self._plan.submodels if self._plan.submodels.whole is not None else None
         self._scratch = _Scratch()
-        self._ends: dict[int, tuple[Down, Up]] = {}
+        self._ends: dict[int, tuple[DownlinkCodec, UplinkCodec]] = {}
 
     @property
     def remembers(self) -> bool:
         """Check whether each update of a client affects its next one."""
         return self._plan.remembers
 
-    def _both(self, assignment: Assignment) -> tuple[Down, Up]:
+    def _both(self, assignment: Assignment) -> tuple[DownlinkCodec, UplinkCodec]:
         """Return both ends of a client's connection; a new incarnation starts without state."""
         client = assignment.client if self.remembers else 0
         if self.remembers and self._life(assignment)[0] != assignment.incarnation:
@@ -236,7 +247,7 @@ class CompressedSnapshots(Snapshots):
             self._ends.pop(client, None)
         if client not in self._ends:
             where = self._plan, self._scratch, self._state.clients, client
-            self._ends[client] = Down(*where), Up(*where)
+            self._ends[client] = DownlinkCodec(*where), UplinkCodec(*where)
         return self._ends[client]
 
     def _life(self, assignment: Assignment) -> list[int]:
@@ -262,7 +273,7 @@ class CompressedSnapshots(Snapshots):
             self._carry_down(down, assignment, snapshot, snapshot)
         return snapshot
 
-    def _carry_down(self, down: Down, assignment: Assignment, snapshot: FlatTensors, out: FlatTensors) -> int:
+    def _carry_down(self, down: DownlinkCodec, assignment: Assignment, snapshot: FlatTensors, out: FlatTensors) -> int:
         """Write the values that the client trains from to ``out`` (may be ``snapshot``); return the bytes sent."""
         wire = down.pack(assignment, self._travelling(assignment, snapshot, "sent"))
         if self._part is None:
@@ -287,7 +298,13 @@ class CompressedSnapshots(Snapshots):
         return self._life(assignment)[1] - self._plan.layout(assignment.spec, "sent").num_bytes
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
-        """Replace the trainer's result by what the server receives, in place."""
+        """Replace the trainer's result by what the server receives, in place.
+
+        Args:
+            assignment: of the task.
+            update: changed in place.
+            received: values as the client received them.
+        """
         if update.refusal == OUT_OF_MEMORY:  # nothing was sent
             if self._part is not None:
                 self.refused(assignment)

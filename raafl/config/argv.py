@@ -58,7 +58,13 @@ def values(argv: Sequence[str], option: str) -> list[str]:
 
 
 def whole_number(option: str, text: str, least: int = 1) -> int:
-    """Read the value of an option; raises `BadInput` unless it is a whole number from ``least``."""
+    """Read the value of an option; raises `BadInput` unless it is a whole number from ``least``.
+
+    Args:
+        option: its name, for messages.
+        text: as it was given.
+        least: smallest allowed value.
+    """
     if not text.isdecimal() or int(text) < least:
         raise BadInput(f"{option} is '{text}': give a whole number from {least}")
     return int(text)

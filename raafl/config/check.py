@@ -38,12 +38,24 @@ class Check(ABC):
         self.hints = field_types()
 
     @abstractmethod
-    def made(self, kind: str, value: object, where: str) -> None:
-        """Check a value that stands for an object: a class_path, alone or with arguments."""
+    def check_object(self, kind: str, value: object, where: str) -> None:
+        """Check a value that stands for an object: a class_path, alone or with arguments.
+
+        Args:
+            kind: base class or factory group that the field expects.
+            value: as in the config.
+            where: path of the field, for messages.
+        """
 
     @abstractmethod
     def scalar(self, value: object, hint: object, rule: str) -> bool:
-        """Check whether a single value fits a simple type; ``rule`` names the parameter, for messages."""
+        """Check whether a single value fits a simple type.
+
+        Args:
+            value: as in the config.
+            hint: the declared type.
+            rule: name of the parameter, for messages.
+        """
 
     @abstractmethod
     def free(self, value: object, rule: str) -> bool:
@@ -55,11 +67,25 @@ class Check(ABC):
 
     @abstractmethod
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
-        """Raise for a value of the wrong type."""
+        """Raise for a value of the wrong type.
+
+        Args:
+            where: path of the field.
+            value: as in the config.
+            hint: the declared type.
+        """
 
     @abstractmethod
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
-        """Raise for an argument that ``owner`` does not accept."""
+        """Raise for an argument that ``owner`` does not accept.
+
+        Args:
+            where: path of the section.
+            name: of the argument.
+            value: of the argument.
+            takes: names that are accepted.
+            owner: name of the class or factory.
+        """
 
     def takes(self, factory: Any) -> Mapping[str, Any]:
         """Return the type of each annotated argument of ``factory``."""
@@ -67,7 +93,14 @@ class Check(ABC):
         return {name: hints[name] for name in inspect.signature(factory).parameters if name in hints}
 
     def arguments(self, given: object, factory: object, where: str, owner: str) -> None:
-        """Check arguments against the signature of ``factory``."""
+        """Check arguments against the signature of ``factory``.
+
+        Args:
+            given: mapping of names to values; None = no arguments.
+            factory: function or class that takes them.
+            where: path of the section, for messages.
+            owner: name of ``factory``, for messages.
+        """
         if given is None:
             return
         if not isinstance(given, dict):
@@ -79,19 +112,33 @@ class Check(ABC):
             self.value(value, takes[name], f"{where}.{name}", f"{owner}.{name}")
 
     def value(self, value: object, hint: object, where: str, rule: str) -> None:
-        """Check a value against a type; ``rule`` names the parameter, for messages."""
+        """Check a value against a type.
+
+        Args:
+            value: as in the config.
+            hint: the declared type.
+            where: path of the field, for messages.
+            rule: name of the parameter, for messages.
+        """
         if not self.fits(value, hint, where, rule):
             self.refuse(where, value, hint)
 
     def fits(self, value: object, hint: object, where: str, rule: str) -> bool:
-        """Check whether a value fits a type; errors of nested arguments and objects are raised."""
+        """Check whether a value fits a type; errors of nested arguments and objects are raised.
+
+        Args:
+            value: as in the config.
+            hint: the declared type.
+            where: path of the field, for messages.
+            rule: name of the parameter, for messages.
+        """
         origin, inner = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
             return any(self._tried(value, one, where, rule) for one in inner)
         if origin is Literal:
             return any(type(one) is type(value) and one == value for one in inner)
         if (kind := kind_of(hint)) is not None:
-            self.made(kind, value, where)
+            self.check_object(kind, value, where)
             return True
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             self.arguments(value, hint, where, hint.__name__)

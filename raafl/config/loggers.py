@@ -43,7 +43,7 @@ class LoggerSpec:
 
     class_path: str
     init_args: Mapping[str, Any] = field(default_factory=dict)
-    made: Any = None
+    instance: Any = None
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ def _spec(entry: object) -> LoggerSpec:
     if isinstance(entry, str):
         entry = {"class_path": entry}
     if hasattr(entry, "log_metrics"):
-        return LoggerSpec(type(entry).__name__, made=entry)
+        return LoggerSpec(type(entry).__name__, instance=entry)
     if not isinstance(entry, dict) or not isinstance(entry.get("class_path"), str):
         raise BadInput(f"logger is {entry!r:.80}: give {', '.join(SHORT_NAMES)}, or a class_path with init_args")
     unknown = [name for name in entry if name not in ("class_path", "init_args")]
@@ -107,7 +107,7 @@ def _spec(entry: object) -> LoggerSpec:
 
 def _check(spec: LoggerSpec) -> None:
     """Raise `BadInput` if a logger's class is missing or does not accept its arguments; builds nothing."""
-    if spec.made is not None:
+    if spec.instance is not None:
         return
     cls = _find(spec)
     packages = _PACKAGES.get(spec.name, ())
@@ -164,8 +164,8 @@ def maker(
     def make() -> object:
         ranks: Any = importlib.import_module("lightning.pytorch.utilities.rank_zero")
         ranks.rank_zero_only.rank = 0  # this process coordinates, whatever number a cluster has given it
-        if spec.made is not None:
-            return _opened(spec.made, before or {}, warn, note)
+        if spec.instance is not None:
+            return _opened(spec.instance, before or {}, warn, note)
         cls = _find(spec)
         args = {**_defaults(spec, cls, folder), **(before or {}), **spec.init_args}
         if spec.name == "TensorBoardLogger" and before:

@@ -146,7 +146,7 @@ class Explained(Check):
         if name not in self.hints:
             raise Wrong(f"{name}", unknown(f"unknown field {name}", f"{name}", [*ABOUT, "config", "json"]))
         if name in MADE:
-            return self.made(name, value, name)
+            return self.check_object(name, value, name)
         if name != "logger":  # which has a check of its own
             self.value(value, self.hints[name], name, name)
 
@@ -201,8 +201,11 @@ class Explained(Check):
                 items.pop(0)
         return found
 
-    def made(self, kind: str, value: Any, where: str) -> None:
-        """Check a class_path and its arguments; a mapping without class_path is arguments of the default class."""
+    def check_object(self, kind: str, value: Any, where: str) -> None:
+        """Check a class_path and its arguments; see `Check.check_object`.
+
+        A mapping without class_path is arguments of the default class.
+        """
         spec = value if isinstance(value, dict) else {"class_path": value}
         before, given = self._made.get(where, (None, {}))
         path = spec.get("class_path", before)
@@ -271,7 +274,7 @@ class Explained(Check):
         return super()._tried(spec, hint, where, rule)
 
     def scalar(self, value: object, hint: object, rule: str) -> bool:
-        """Check whether jsonargparse accepts the value for the type."""
+        """Check whether jsonargparse accepts the value for the type; see `Check.scalar`."""
         from jsonargparse import ArgumentParser
 
         parser = ArgumentParser(exit_on_error=False)
@@ -291,7 +294,7 @@ class Explained(Check):
         return isinstance(key, str)
 
     def arguments(self, given: object, factory: object, where: str, owner: str) -> None:
-        """Check arguments, then let a nested object validate its own values."""
+        """Check arguments, then let a nested object validate its own values; see `Check.arguments`."""
         super().arguments(given, factory, where, owner)
         if where in MADE or where in SECTIONS:
             return  # jsonargparse makes those as the last thing, and lets through what they say
@@ -306,7 +309,7 @@ class Explained(Check):
             raise Wrong(where, str(error)) from None
 
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
-        """Raise with the value and the expected type in words."""
+        """Raise with the value and the expected type in words; see `Check.refuse`."""
         if where in SECTIONS and not isinstance(value, dict):
             raise Wrong(where, f"{where} is {value!r:.60}: give its fields, as in --{where}.FIELD VALUE (see --help)")
         shown = f"'{value}'" if isinstance(value, str) else f"{value}"
@@ -314,7 +317,7 @@ class Explained(Check):
         raise Wrong(where, f"{where} is {shown}: give {' or '.join(dict.fromkeys(_words(hint)))}")
 
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
-        """Raise with the unknown name and the nearest valid one."""
+        """Raise with the unknown name and the nearest valid one; see `Check.refuse_name`."""
         field = f"{where}.{name}"
         if where in SECTIONS:
             raise Wrong(field, unknown(f"unknown field {field}", field, [f"{where}.{one}" for one in takes]))

@@ -41,7 +41,13 @@ class About:
 
 
 def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About]:
-    """Make the metadata of a dataclass field; the arguments are `About`'s attributes."""
+    """Make the metadata of a dataclass field.
+
+    Args:
+        text: help text.
+        metavar: placeholder of the value in the help; None = derived from the type.
+        more: further attributes of `About`.
+    """
     return {"about": About(text, metavar, **more)}
 
 

@@ -238,14 +238,14 @@ def _failed(error: Exception, namespace: Namespace) -> str:
     return f"the config is refused: {cause(error)}"
 
 
-def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) -> Experiment:
+def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = False) -> Experiment:
     """Load the experiment of a run folder, which another person may have made.
 
     Args:
         folder: of the run.
         overrides: options as on the command line.
         trusted: import whatever classes its config names; else only raafl's own.
-        again: leave out fields that are of no use for going over the run again, such as loggers.
+        for_replay: leave out fields that are of no use for going over the run again, such as loggers.
 
     Raises:
         BadInput: as `parse`; or the config names foreign classes, is not ``trusted``, and is none that this user ran here.
@@ -253,7 +253,7 @@ def load_run(folder: Path, *overrides: str, trusted: bool, again: bool = False) 
     from raafl.config.trust import is_trusted, of_folder
 
     trusted = is_trusted(folder, asked=trusted)
-    unused = {name for name, one in ABOUT.items() if not one.used_by_replay} if again else ()
+    unused = {name for name, one in ABOUT.items() if not one.used_by_replay} if for_replay else ()
     text = of_folder(folder, trusted=trusted, without=unused)
     return parse("simulate", [*overrides, *([TRUST] if trusted else [])], config_yaml=text).experiment
 

@@ -101,7 +101,7 @@ class _Explained(Explained):
         super().__init__(parser)
         self._made, self._whole = {}, whole
 
-    def made(self, kind: str, value: object, where: str) -> None:
+    def check_object(self, kind: str, value: object, where: str) -> None:
         """Accept: to import what is named here costs seconds."""
 
     def missing(self) -> None:

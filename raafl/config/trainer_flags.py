@@ -67,10 +67,12 @@ _INSTEAD = {
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the line for a name that there is not: what raafl has instead of a Trainer's, or else the nearest known one.
+    """Return the message for an unknown name: raafl's counterpart of a Trainer's flag, or the nearest known name.
 
-    ``what`` begins the line, such as ``unknown option --max_epochs``; ``name`` is dotted where it stands in a group,
-    and may begin with two dashes.
+    Args:
+        what: beginning of the line, such as ``unknown option --max_epochs``.
+        name: dotted where it stands in a group; may begin with two dashes.
+        known: names that exist.
     """
     group, _, last = name.removeprefix("--").rpartition(".")
     if group in _GROUPS and last in _INSTEAD and name not in known:

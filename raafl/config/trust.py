@@ -99,10 +99,12 @@ def from_server(text: str) -> str:
 
 
 def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> str:
-    """Read the config of a run folder; give it back, as YAML.
+    """Read the config of a run folder and return it as YAML.
 
-    ``trusted``: whoever asks has consented to what the config names, whatever that is; sections ``without`` are left
-    out, unseen.
+    Args:
+        folder: of the run.
+        trusted: accept whatever classes the config names; else only raafl's own.
+        without: sections to leave out unread.
 
     Raises:
         BadInput: it is no config, or, unless ``trusted``, names more than raafl's own.
@@ -184,7 +186,7 @@ class _Check(Check):
         if name not in self.hints:
             raise UntrustedValue(f"there is no field {name!r:.60}")
         if name in MADE:
-            return self.made(name, value, name)
+            return self.check_object(name, value, name)
         if name == "logger":
             return self.loggers(value, name)
         most = _MOST.get(f"Experiment.{name}")
@@ -192,7 +194,7 @@ class _Check(Check):
             raise UntrustedValue(f"{name} is {value}, above {most:,}")
         return self.value(value, self.hints[name], name, f"Experiment.{name}")
 
-    def made(self, kind: str, value: object, where: str) -> None:
+    def check_object(self, kind: str, value: object, where: str) -> None:
         """Check what stands for an object: one of the registry's names, alone or with arguments."""
         spec = {"class_path": value} if isinstance(value, str) else value
         if not isinstance(spec, dict) or not {"class_path"} <= set(spec) <= {"class_path", "init_args"}:

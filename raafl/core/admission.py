@@ -88,7 +88,7 @@ class Admission:
             self._drop(event.client.id, "replaced")
         self.absent.discard(event.client.id)
         if self.backoff.keeps_out(event.client.id, now):
-            self.roster.keep_out(event.client)
+            self.roster.suspend(event.client)
         else:
             self._admit(event.client, now)
 
@@ -138,7 +138,7 @@ class Admission:
         if until is not None:
             said_bytes = self.roster.said_bytes.get(client.id)
             self._drop(client.id, "kept-out")
-            self.roster.keep_out(client, said_bytes)
+            self.roster.suspend(client, said_bytes)
             self._actions += [SetTimer(-client.id, until), Suspend(client.id, until, problem)]
         if self.backoff.is_bad(client.id):
             most = self.limits.max_refused
@@ -256,7 +256,7 @@ class Admission:
     def _selected(self, client: ClientInfo) -> Work:
         """Choose a client's work, and in which form it holds the frozen base."""
         work = self.algorithm.select(client, self.fleet)
-        spec = self.fleet.held(client, work.spec, work.extra)
+        spec = self.fleet.choose_base(client, work.spec, work.extra)
         return work if spec is work.spec else replace(work, spec=spec)
 
     def _with_memory(self, client: ClientInfo, memory_bytes: float) -> ClientInfo:

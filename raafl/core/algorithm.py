@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
 from raafl.core.part import Part
-from raafl.core.payload import Bundles, Wire
+from raafl.core.payload import Bundles, TransferCost
 from raafl.core.state import GlobalState
 from raafl.core.training import Training
 from raafl.core.types import Assignment, ClientInfo, Update, Warn, Work, derive_seed
@@ -104,7 +104,7 @@ class SelectContext:
     cache: MutableMapping[Any, Any] = field(default_factory=dict)
     seed: int = 0
     local: Local = field(default_factory=Local)
-    plan: Wire | None = None
+    plan: TransferCost | None = None
     own_tests: OwnTests = field(default_factory=OwnTests)
     drop_last: bool = False
 
@@ -116,7 +116,7 @@ class SelectContext:
         """Predict the cost of a task.
 
         Where the frozen base exists in several precisions and ``spec`` names none, the least precise one counts: what fits with
-        it can be assigned, and `held` then picks the precision.
+        it can be assigned, and `choose_base` then picks the precision.
 
         Args:
             spec: the submodel.
@@ -127,8 +127,14 @@ class SelectContext:
         cost = self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
         return cost if self.plan is None else self.plan.cost(cost, spec)
 
-    def held(self, client: ClientInfo, spec: Spec, extra: Mapping[str, Any] | None = None) -> Spec:
-        """Return ``spec`` with the frozen base's precision for ``client``: the highest that fits its memory, else the lowest."""
+    def choose_base(self, client: ClientInfo, spec: Spec, extra: Mapping[str, Any] | None = None) -> Spec:
+        """Return ``spec`` with the frozen base's precision for ``client``: the highest that fits its memory, else the lowest.
+
+        Args:
+            client: whose memory counts.
+            spec: the submodel; returned unchanged if it already names a precision.
+            extra: `Work.extra` of the task; None = empty.
+        """
         bases = self.state.submodels.bases.names
         if not bases or spec.base is not None:
             return spec
@@ -138,7 +144,7 @@ class SelectContext:
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
         """Predict the seconds of download, computation (evaluation on the client's test part included) and upload of ``work``."""
         samples = self.training.samples(work, client.num_samples, self.batch_size)
-        spec = self.held(client, work.spec, work.extra)
+        spec = self.choose_base(client, work.spec, work.extra)
         return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
 
     def real_time(self, client: ClientInfo, predicted: TaskTime, now: float, task: int) -> TaskTime:
@@ -209,7 +215,14 @@ class Select(Part, ABC):
         return
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Record that the update of ``assignment`` arrived ``seconds`` after it was assigned."""
+        """Record that an update has arrived.
+
+        Args:
+            client: that sent it.
+            assignment: the task.
+            seconds: from assignment to arrival.
+            fleet: the run as the part may see it.
+        """
         return
 
     def check(self, fleet: SelectContext) -> list[str]:
@@ -319,7 +332,14 @@ class Merge(Part, ABC):
         return None
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the REASON of refused:REASON for an update that is well-formed but unusable, or None; called before `receive`."""
+        """Return the REASON of refused:REASON for an update that is well-formed but unusable, or None; called before `receive`.
+
+        Args:
+            state: the global model; read only.
+            update: the client's.
+            spec: of its submodel.
+            staleness: merges since its assignment.
+        """
         return None
 
     def numbers(self, update: Update) -> Sequence[float]:
@@ -327,15 +347,29 @@ class Merge(Part, ABC):
         return ()
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Check whether merging this update would leave numbers that are not finite; called right before `receive`."""
+        """Check whether merging this update would leave numbers that are not finite; called right before `receive`.
+
+        Args:
+            state: the global model; read only.
+            update: the client's.
+            spec: of its submodel.
+            staleness: merges since its assignment.
+        """
         return False
 
     @abstractmethod
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Take in one update. Its tensors may be overwritten once this returns and `detach` was not called.
+        """Take in one update.
 
-        `reject_reason` checks the client's plain data. If this raises all the same, the update is refused and its client dismissed:
-        so read first, and change the memory last.
+        Its tensors may be overwritten once this returns, unless `detach` was called. `reject_reason` has checked the client's
+        plain data. If this raises all the same, the update is refused and its client dismissed: so read first, and change the
+        memory last.
+
+        Args:
+            state: the global model.
+            update: the client's.
+            spec: of its submodel.
+            staleness: merges since its assignment.
         """
 
     def detach(self, state: GlobalState) -> None:

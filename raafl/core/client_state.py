@@ -19,11 +19,11 @@ class ClientState:
     """Flat tensors by name and client. Changed in place by merges, in the thread of the loop; part of every checkpoint.
 
     Attributes:
-        kept: name -> client -> tensors.
+        values: name -> client -> tensors.
     """
 
     def __init__(self) -> None:
-        self.kept: dict[str, dict[int, FlatTensors]] = {}
+        self.values: dict[str, dict[int, FlatTensors]] = {}
         self._changed: dict[tuple[str, int], FlatTensors | None] | None = None
 
     @contextmanager
@@ -37,7 +37,7 @@ class ClientState:
 
     def find(self, name: str, client: int) -> FlatTensors | None:
         """Return the tensors of ``client`` under ``name``, or None."""
-        return self.kept.get(name, {}).get(client)
+        return self.values.get(name, {}).get(client)
 
     def of(
         self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu", folder: str | None = None,
@@ -65,7 +65,7 @@ class ClientState:
     def forget(self, name: str, client: int) -> None:
         """Delete the entry of ``client`` under ``name``."""
         self._record(name, client)
-        self.kept.get(name, {}).pop(client, None)
+        self.values.get(name, {}).pop(client, None)
 
     def _record(self, name: str, client: int) -> None:
         if self._changed is not None and (name, client) not in self._changed:
@@ -74,7 +74,7 @@ class ClientState:
 
     def everyone(self, name: str, folder: str | None = None) -> dict[int, FlatTensors]:
         """Return all entries under ``name`` by client; with a ``folder``, entries from a checkpoint move to files there first."""
-        kept = self.kept.setdefault(name, {})
+        kept = self.values.setdefault(name, {})
         if folder is not None and not all(map(is_in_files, [*kept.values()][:1])):  # all are from a checkpoint
             for client, flat in kept.items():
                 kept[client] = zeros_in(folder, flat.layout).copy_(flat)

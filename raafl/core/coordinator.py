@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from raafl.core.admission import ERROR, Admission
 from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, TriggerContext
-from raafl.core.payload import Wire
+from raafl.core.payload import TransferCost
 from raafl.core.quarantine import RefusalBackoff
 from raafl.core.roster import Roster
 from raafl.core.state import GlobalState
@@ -45,7 +45,7 @@ class Coordinator(Admission):
 
     def __init__(
         self, algorithm: Algorithm, state: GlobalState, limits: Limits, *, training: Training, batch_size: int,
-        seed: int = 0, pace: bool = False, plan: Wire | None = None, own_tests: OwnTests | None = None,
+        seed: int = 0, pace: bool = False, plan: TransferCost | None = None, own_tests: OwnTests | None = None,
         drop_last: bool = False,
     ) -> None:  # fmt: skip
         """Start without clients.

@@ -35,7 +35,13 @@ class RunHooks:
         """Record the end of an assignment: merged, refused, lost or unused, at ``now`` seconds of the run's clock."""
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to record for ``version``, given those that were measured."""
+        """Return the metrics to record for ``version``, given those that were measured.
+
+        Args:
+            version: that was measured.
+            now: seconds on the run's clock.
+            metrics: as measured.
+        """
         return metrics
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
@@ -50,10 +56,22 @@ class RunHooks:
         """
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Record the metrics of ``version``, which are in the run folder by now."""
+        """Record the metrics of ``version``, which are in the run folder by now.
+
+        Args:
+            version: that was measured.
+            now: seconds on the run's clock.
+            metrics: as recorded.
+        """
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Look at the coordinator after it has handled an event."""
+        """Look at the coordinator after it has handled an event.
+
+        Args:
+            event: that was handled.
+            coordinator: read only.
+            now: seconds on the run's clock.
+        """
 
     def stop_asked(self) -> str | None:
         """Return the reason to end the run now, or None; asked after each event."""
@@ -84,28 +102,28 @@ class HookList(RunHooks):
         self._hooks = hooks
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Call each."""
+        """Call each observer; see `RunHooks.on_settled`."""
         for hooks in self._hooks:
             hooks.on_settled(settled, now)
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Give each the metrics that the one before it returned."""
+        """Give each observer the metrics that the one before it returned; see `RunHooks.on_measured`."""
         for hooks in self._hooks:
             metrics = hooks.on_measured(version, now, metrics)
         return metrics
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Call each."""
+        """Call each observer; see `RunHooks.on_values`."""
         for hooks in self._hooks:
             hooks.on_values(version, metrics, values)
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Call each."""
+        """Call each observer; see `RunHooks.on_evaluate`."""
         for hooks in self._hooks:
             hooks.on_evaluate(version, now, metrics)
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Call each."""
+        """Call each observer; see `RunHooks.on_event`."""
         for hooks in self._hooks:
             hooks.on_event(event, coordinator, now)
 
@@ -118,6 +136,6 @@ class HookList(RunHooks):
         return any(hooks.checkpoint_due() for hooks in self._hooks)
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Call each."""
+        """Call each observer; see `RunHooks.on_checkpoint`."""
         for hooks in self._hooks:
             hooks.on_checkpoint(coordinator, version, clock)

@@ -212,7 +212,15 @@ class Local(Part):
     def task_options(
         self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
     ) -> dict[str, Any]:
-        """Return the entries of `Work.extra` that all tasks of ``client`` share; predictions of cost take them into account."""
+        """Return the entries of `Work.extra` that all tasks of ``client`` share; predictions of cost take them into account.
+
+        Args:
+            client: the tasks' client.
+            submodels: of the model.
+            training: the run's setting of local work.
+            batch_size: local batch size.
+            drop_last: whether an epoch drops its last batch when that is smaller than the others.
+        """
         return {}
 
     def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:

@@ -104,7 +104,13 @@ class Payload:
         return CopyPlan(spec, self.layout(way=way), self.layout(spec, way), selections)
 
     def split(self, flat: FlatTensors, spec: Spec, way: Way) -> tuple[FlatTensors, Bundles]:
-        """Split one way's flat storage into values and bundles, which are views of it."""
+        """Split one way's flat storage into values and bundles, which are views of it.
+
+        Args:
+            flat: storage of the whole payload.
+            spec: of the submodel.
+            way: "sent" (down) or "trained" (up).
+        """
         names = self._bundles[way]
         if not names:
             return flat, {}
@@ -118,7 +124,7 @@ class Payload:
         return any(self._bundles.values())
 
 
-class Wire(Protocol):
+class TransferCost(Protocol):
     """Cost of a transfer, as parts that choose submodels need it."""
 
     def cost(self, cost: Cost, spec: Spec) -> Cost:

@@ -25,7 +25,13 @@ def copied(state: GlobalState, but: str) -> dict[str, Any]:
 
 
 def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
-    """Restore in place what `copied` saved. ``saved`` is consumed; the entry ``but`` stays unchanged."""
+    """Restore in place what `copied` saved.
+
+    Args:
+        state: the global model.
+        saved: result of `copied`; it is consumed.
+        but: entry of the merge's memory that stays unchanged.
+    """
     state.values.copy_(saved["values"])
     for name in [name for name in state.memory if name != but]:
         del state.memory[name]
@@ -35,7 +41,7 @@ def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
         if flat is None:
             state.clients.forget(name, client)
         else:
-            state.clients.kept[name][client].copy_(flat)
+            state.clients.values[name][client].copy_(flat)
 
 
 def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
@@ -43,6 +49,11 @@ def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
 
     Per-client tensors are checked for infinities only: NaN marks elements that a client has never trained, and an overflowing
     sum becomes infinite before it becomes NaN.
+
+    Args:
+        state: the global model after the merge.
+        saved: result of `copied`.
+        but: entry of the merge's memory that is not checked.
     """
     touched = (state.clients.find(name, client) for name, client in saved["clients"])
     if any(bool(buffer.isinf().any()) for flat in touched if flat is not None for buffer in flat.buffers.values()):

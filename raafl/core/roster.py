@@ -75,7 +75,7 @@ class Roster:
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
         self.idle.add(client.id)
 
-    def keep_out(self, client: ClientInfo, said_bytes: float | None = None) -> None:
+    def suspend(self, client: ClientInfo, said_bytes: float | None = None) -> None:
         """Add a suspended client; ``said_bytes`` is the memory it had declared, to be restored later."""
         self.suspended[client.id] = client
         if said_bytes is not None:
@@ -96,7 +96,13 @@ class Roster:
         return assignment
 
     def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> bool:
-        """Let ``sample`` choose among idle clients; return whether it chose any."""
+        """Let ``sample`` choose among idle clients; return whether it chose any.
+
+        Args:
+            sample: the algorithm's part.
+            rng: the run's random generator.
+            rolling: clients start one by one as others end; else a cohort at a time.
+        """
         chosen = sample.draw(self.idle, self.num_out, rng, rolling=rolling)
         self.drawn.update(dict.fromkeys(chosen))
         return bool(chosen)

@@ -90,7 +90,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
         **{name: getattr(owner, name) for name, owner in _counters(coordinator).items()},
         **{name: [[key, value] for key, value in book.items()] for name, book in _books(coordinator).items()},
         "memory": to_plain(state.memory),
-        "client_state": to_plain(state.clients.kept),
+        "client_state": to_plain(state.clients.values),
         "clients": [client_to_json(client) for client in roster.clients.values()],
         "kept_out": [client_to_json(client) for client in roster.suspended.values()],
         "said_bytes": [[client, None if num == math.inf else num] for client, num in roster.said_bytes.items()],
@@ -115,7 +115,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
         book.update(dict(data[name]))
     device = state.values.device
     state.memory.update(from_plain(data["memory"], device))
-    state.clients.kept.update(from_plain(data["client_state"], device))
+    state.clients.values.update(from_plain(data["client_state"], device))
     for name, clients in (("clients", roster.clients), ("kept_out", roster.suspended)):
         clients.update({client.id: client for client in map(client_from_json, data[name])})
     for number, num_bytes in data["said_bytes"]:

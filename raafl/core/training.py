@@ -92,7 +92,13 @@ class Training:
         return self.lr_final + (1 - self.lr_final) * left
 
     def samples(self, work: Amount, num_samples: int, batch_size: int) -> int:
-        """Return the number of samples that ``work`` processes on a client with ``num_samples`` training samples."""
+        """Return the number of samples that ``work`` processes on a client with ``num_samples`` training samples.
+
+        Args:
+            work: epochs or steps; both None = this setting's.
+            num_samples: of the client's training part.
+            batch_size: local batch size.
+        """
         steps = work.num_steps if work.num_steps is not None else self.num_steps
         if steps is not None and work.num_epochs is None:
             return steps * min(batch_size, num_samples)

@@ -132,7 +132,14 @@ class ClientData:
         num_epochs: int | None = None,
         num_steps: int | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Yield the sample numbers of each of `batches`, for `fetch`; takes the same arguments and raises the same errors."""
+        """Yield the sample numbers of each batch; see `batches`, which has the same arguments and errors.
+
+        Args:
+            generator: determines the order of samples.
+            batch_size: samples in a batch; None = the data's own.
+            num_epochs: passes over the data; None = bounded by ``num_steps``.
+            num_steps: batches to yield; None = bounded by ``num_epochs``.
+        """
         if (num_epochs is None) == (num_steps is None):
             raise BadInput(f"num_epochs is {num_epochs} and num_steps is {num_steps}: give exactly one of them")
         for name, number in (("num_epochs", num_epochs), ("num_steps", num_steps)):

@@ -76,6 +76,12 @@ def _json_fault(path: Path) -> str | None:
 def rows_of(splits: Any, path: str, split: str, *columns: str) -> Any:
     """Return the rows of a split.
 
+    Args:
+        splits: split name -> rows.
+        path: of the data set, for messages.
+        split: to return.
+        columns: that it must have.
+
     Raises:
         BadInput: there is no such split, or it has not the columns.
     """

@@ -52,6 +52,11 @@ class Partition(ABC):
         The test part has `test_share` of them, halves rounded up, and leaves one at least to train on; of few samples it
         may be empty. The draw depends on seed, client and number of samples alone.
 
+        Args:
+            part: sample numbers of the client.
+            client: its id.
+            seed: of the run.
+
         Raises:
             BadInput: `test_share` is out of range.
         """
@@ -122,7 +127,7 @@ class Iid(Partition):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
-        """Deal all samples; see `Partition.assign`."""
+        """Distribute all samples at random; see `Partition.assign`."""
         return np.array_split(rng.permutation(len(labels)), num_clients)
 
 
@@ -206,7 +211,7 @@ class ClassesPerClient(Partition):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
-        """Deal each class to its owners; see `Partition.assign`."""
+        """Distribute each class among its clients; see `Partition.assign`."""
         values = np.unique(labels)
         owners = self._owners(len(values), num_clients, rng)
         pieces: list[list[Ints]] = [[] for _ in range(num_clients)]
@@ -264,7 +269,7 @@ class QuantitySkew(Partition):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
-        """Deal samples in the proportions drawn; see `Partition.assign`."""
+        """Distribute samples in the proportions drawn; see `Partition.assign`."""
         num_free = len(labels) - num_clients * self.min_samples
         free_cuts = np.floor(np.cumsum(_proportions(self.alpha, num_clients, rng))[:-1] * num_free).astype(np.int64)
         cuts = free_cuts + self.min_samples * np.arange(1, num_clients)
@@ -289,7 +294,7 @@ class ByColumn(Partition):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
-        """Deal whole values of the column; see `Partition.assign`."""
+        """Distribute whole values of the column; see `Partition.assign`."""
         if self.column not in columns:
             known = ", ".join(sorted(columns)) or "none"
             raise BadInput(f"ByColumn: the training data has no column {self.column!r} (columns: {known})")

@@ -152,6 +152,13 @@ def cached(
     The files lie in `folder/.raafl`, or in the user's cache where that cannot be written, under a name that changes
     with the sources (paths, sizes, times of change). Ranks that start together wait for the first one. Where nothing
     can be written the arrays stay in this process.
+
+    Args:
+        sources: files that the arrays are made of.
+        folder: of the data set.
+        name: of the data set; begins the name of the cache.
+        build: makes the arrays.
+        parts: their names.
     """
     digest = hashlib.sha256()
     for source in sources:

@@ -65,7 +65,13 @@ def spread(dataset: Dataset[Any], number: int | None) -> Dataset[Any]:
 
 
 def held_out(labels: npt.NDArray[np.int64], share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Return the indices of held-out samples: ``share`` of each class, drawn from the seed."""
+    """Return the indices of held-out samples: ``share`` of each class, drawn from the seed.
+
+    Args:
+        labels: class of each sample, ``(samples,)``.
+        share: fraction of each class.
+        seed: of the draw.
+    """
     rng = np.random.Generator(np.random.PCG64(seed))
     is_test = np.zeros(len(labels), np.bool_)
     for value in range(int(labels.max()) + 1):

@@ -121,7 +121,12 @@ def values(row: object, known: Iterable[str]) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], comment: str = "") -> None:
-    """Write entries, without what is None, as a YAML device file with ``comment`` above them.
+    """Write entries as a YAML device file, leaving out fields that are None.
+
+    Args:
+        path: of the file.
+        rows: the entries.
+        comment: written above them.
 
     Raises:
         OSError: the file cannot be written.

@@ -81,10 +81,15 @@ class Answerer:
 
 
 def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEADLINE_S) -> Link:
-    """Measure the link to a machine where `raafl plan --answer` runs, in about ``duration_s`` seconds.
+    """Measure the link to a machine where `raafl plan --answer` runs.
 
-    Latency is half the shortest of ten round trips. Each way, twice as many bytes are sent as the time before, until they
-    take their share of the time; the last rate counts.
+    Latency is half the shortest of ten round trips. Each way, every transfer sends twice as many bytes as the one before, until
+    transfers take their share of the time; the last rate counts.
+
+    Args:
+        address: ``HOST:PORT``.
+        duration_s: approximate duration of the measurement.
+        deadline_s: after which it is given up.
 
     Raises:
         BadInput: nobody answers there, or something else does.

@@ -34,10 +34,13 @@ def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) 
 def measure_machine(
     name: str = "measured", device: str | torch.device = "cpu", duration_s: float = 2.0, address: str | None = None
 ) -> Profile:
-    """Measure this machine whole: compute, memory traffic, launches, memory, and the link to a server where an address is given.
+    """Measure this machine: compute, memory traffic, kernel launches, memory, and the link to a server.
 
-    Each measurement takes about ``duration_s``. ``address`` is where `raafl plan --answer` runs; None = links are left
-    free.
+    Args:
+        name: of the profile.
+        device: that computes.
+        duration_s: approximate duration of each measurement.
+        address: ``HOST:PORT`` where `raafl plan --answer` runs; None = the link is not measured and counts as free.
 
     Raises:
         BadInput: nobody answers at the address.

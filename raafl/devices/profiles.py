@@ -108,11 +108,18 @@ class Profile:
         self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0, padding_flops: float = 0.0,
         num_exchanges: int = 0, num_kernels: float = 0.0,
     ) -> TaskTime:  # fmt: skip
-        """Predict a task's duration from its training FLOPs and the bytes each way.
+        """Predict the duration of a task in seconds, from its training FLOPs and the bytes each way.
 
-        Where `bytes_per_s` is known, the bytes that its operations read and write count, and their FLOPs on padding. The
-        latency is that of 1 + ``num_exchanges`` transfers each way, whose bytes are among the others. Each of ``num_kernels``
-        adds `launch_s`: at most twice too much on a GPU, which works on one kernel while the next is launched.
+        Args:
+            flops: of training.
+            down_bytes: sent to the client.
+            up_bytes: sent to the server.
+            moved_bytes: read and written by the operations; they count where `bytes_per_s` is known.
+            padding_flops: FLOPs on padding; they count where `bytes_per_s` is known.
+            num_exchanges: round trips in the middle of the task, whose bytes are among the others; each adds the
+                latency of a transfer each way.
+            num_kernels: kernels launched, each of `launch_s`: at most twice too much on a GPU, which works on one
+                kernel while the next is launched.
         """
         latency_s = (1 + num_exchanges) * self.latency_s
         more_s = 0.0 if self.bytes_per_s is None else moved_bytes / self.bytes_per_s + padding_flops / self.flops_per_s

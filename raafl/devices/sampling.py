@@ -30,6 +30,11 @@ def draw(law: Mapping[str, Any], seed: int, number: int) -> dict[str, float]:
 
     The score is lognormal, truncated to the measured range; speed and memory follow from it; the link's speeds are lognormal and
     correlated with it.
+
+    Args:
+        law: fields of the distribution.
+        seed: of the run.
+        number: of the device.
     """
     rng, score = _generator(seed, number), law["score"]
     least, most = math.log(score["least"]), math.log(score["most"])
@@ -87,7 +92,14 @@ def presence(
 
 
 def presence_problems(kind: str, on_s: Any, off_s: Any, has_windows: bool) -> list[str]:
-    """List the faults of a presence, one line each."""
+    """List the faults of a presence, one line each.
+
+    Args:
+        kind: of presence.
+        on_s: mean seconds present; None = not given.
+        off_s: mean seconds absent; None = not given.
+        has_windows: whether hours of presence are given.
+    """
     if kind not in PRESENCES:
         return [f"presence is {kind!r}; write {', '.join(PRESENCES[:-1])} or {PRESENCES[-1]}"]
     if kind == "always":

@@ -7,9 +7,15 @@ from raafl.submodel.cost import Cost
 
 
 def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -> TaskTime:
-    """Predict the time of a task that trains on ``samples`` samples and then evaluates on ``tested`` more.
+    """Predict the time of a task that trains and then evaluates.
 
-    A forward pass costs a third of a training step; each of ``num_exchanges`` adds the link's latency twice.
+    A forward pass costs a third of a training step; each of the cost's ``num_exchanges`` adds the link's latency twice.
+
+    Args:
+        profile: of the device.
+        cost: per sample and per task.
+        samples: to train on.
+        tested: samples to evaluate on.
     """
     passes = samples + tested / 3
     return profile.task_time(

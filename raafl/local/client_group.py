@@ -51,7 +51,13 @@ class ClientProcesses:
         self._stepped = True
 
     def begin(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Share:
-        """Begin a task in all processes; return this process's part of the client's data."""
+        """Begin a task in all processes; return this process's part of the client's data.
+
+        Args:
+            assignment: of the task.
+            received: values from the server.
+            data: of the client.
+        """
         self._announce(assignment, received)
         self._share, self._stepped = Share(data, self.rank, self.size), True
         return self._share

@@ -24,6 +24,12 @@ _LONG: Final = 20_000
 def attempt(trainer: LocalTrainer, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
     """Train a task; where memory is too small, free it and return a refused update.
 
+    Args:
+        trainer: of this process.
+        assignment: of the task.
+        received: values from the server.
+        data: of the client.
+
     Raises:
         TaskFailed: the user's code, or a library under it, raised an error.
         GpuLost: an error from which the GPU does not recover.
@@ -110,7 +116,13 @@ def _in_words(spec: Spec) -> str:
 
 
 def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | None:
-    """Append an error to the run folder's failure.txt and return that name; None where it cannot be written."""
+    """Append an error to the run folder's failure.txt and return the name of that file; None where it cannot be written.
+
+    Args:
+        folder: of the run.
+        reason: heading of the entry.
+        error: with its traceback.
+    """
     try:
         with (folder / _FILE).open("a", encoding="utf-8", errors="replace") as file:
             file.write(f"{reason}\n\n{in_full(error)}\n")

@@ -100,7 +100,13 @@ class TaskHooks:
         return getattr(self._module, name)(*args) if name in self.overridden else None
 
     def zero_grad(self, optimizer: Optimizer, epoch: int, batch_idx: int) -> None:
-        """Clear gradients before a backward pass, where they were kept."""
+        """Clear gradients before a backward pass, if they are set.
+
+        Args:
+            optimizer: the module's.
+            epoch: from 0.
+            batch_idx: within the epoch, from 0.
+        """
         if not self.keeps_gradients:
             return
         self.call("on_before_zero_grad", optimizer)

@@ -75,7 +75,7 @@ class RngStream:
             self._in_use.release()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """Return a context in which other streams may run, as while this thread waits; does nothing if this is not in use."""
         if not self._inside:
             yield

@@ -68,7 +68,13 @@ class TaskSteps:
         return (epochs, None) if steps is None else (None, steps)
 
     def announce(self, built: TrainableSubmodel, assignment: Assignment, data: ClientData) -> None:
-        """Tell a module's stand-in Trainer how long the task is, before `TrainableSubmodel.reset` rebuilds its optimizer."""
+        """Tell a module's stand-in Trainer how long the task is, before `TrainableSubmodel.reset` rebuilds its optimizer.
+
+        Args:
+            built: the reused submodel.
+            assignment: of the task.
+            data: of the client.
+        """
         epochs, steps = self.length(assignment)
         per_epoch, accumulate = data.num_batches(self.training.batch_size), self.options.accumulate_grad_batches
         num_whole, rest = divmod(steps or 0, per_epoch) if epochs is None else (epochs, 0)

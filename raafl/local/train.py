@@ -112,9 +112,17 @@ class LocalTrainer(TaskSteps):
         self, built: TrainableSubmodel, assignment: Assignment, received: FlatTensors, data: ClientData, num_steps: int,
         loss: float | None, extra: dict[str, Any], classes: list[int],
     ) -> Update:  # fmt: skip
-        """Return the update of a task whose steps are done, from what ``built`` contains.
+        """Return the update of a task whose steps are done.
 
-        ``classes`` are those kept by a masked loss; a ``loss`` of None is left out, since every batch was skipped.
+        Args:
+            built: the reused submodel, with its trained values.
+            assignment: of the task.
+            received: values from the server.
+            data: of the client.
+            num_steps: optimizer steps done.
+            loss: mean over the batches; None = every batch was skipped, and the update has no loss.
+            extra: result of `Hook.finish`.
+            classes: those that a masked loss left unmasked.
         """
         extra |= {CLASSES: classes} if classes else {}
         built.buffers.gather()

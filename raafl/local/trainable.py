@@ -102,6 +102,11 @@ def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) 
     """Multiply the learning rates of an optimizer, and the initial rates of its fresh schedulers, by a factor, in place.
 
     A scheduler computes a rate from the previous one and from its own `_BOUNDS`; all are scaled, so every later rate is.
+
+    Args:
+        optimizer: changed in place.
+        schedulers: fresh ones; changed in place.
+        factor: of the rates.
     """
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in _RATES if name in group})

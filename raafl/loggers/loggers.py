@@ -73,7 +73,7 @@ class Loggers(RunHooks):
             self._since.settled(settled)
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Log an evaluation with the run's counters when it became known."""
+        """Log an evaluation with the run's counters when it became known; see `RunHooks.on_evaluate`."""
         if not self._workers:
             return
         record = self._record

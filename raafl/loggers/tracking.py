@@ -142,7 +142,15 @@ def binned(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], n
 
 
 def finish(logger: Any, folder: Path, summary: Summary, tables: Tables, *, with_model: bool = True) -> None:
-    """Log the tables, the summary and the final model at the end."""
+    """Log the tables, the summary and the final model at the end of a run.
+
+    Args:
+        logger: Lightning's.
+        folder: of the run.
+        summary: of the run.
+        tables: to log.
+        with_model: log the model's files, too.
+    """
     model = folder / summary["model"] if summary.get("model") and with_model else None
     if is_a(logger, "WandbLogger"):
         _finish_wandb(logger, summary, tables, model)

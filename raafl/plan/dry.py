@@ -106,7 +106,12 @@ class World:
         return fleet.of(self.clients)
 
     def coordinator(self, algorithm: Algorithm, max_updates: int | None, *, real: bool = False) -> Coordinator:
-        """Return the coordinator of a run that ends after so many updates; its model has values only if ``real``.
+        """Return the coordinator of a run.
+
+        Args:
+            algorithm: of the run.
+            max_updates: after which it ends; None = never.
+            real: give the model values; else it is on the meta device.
 
         Raises:
             BadInput: clients and submodels do not go together.
@@ -142,7 +147,7 @@ class Unmerged(Merge):
         self.sends = inner.sends
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Discard the update."""
+        """Discard the update; see `Merge.receive`."""
 
     def apply(self, state: GlobalState) -> None:
         """Change nothing."""
@@ -159,7 +164,7 @@ class Untrained(Executor):
         self.bases: dict[int, str] = {}
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Store the task."""
+        """Store the task; see `Executor.submit`."""
         self._tasks[assignment.id] = assignment, snapshot.device
         if assignment.spec.base is not None:
             self.bases[assignment.client] = assignment.spec.base

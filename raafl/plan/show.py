@@ -26,7 +26,13 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 def text(plan: Plan, width: int, *, terminal: bool) -> str:
-    """Return the plan as text, at most ``width`` columns wide on a terminal."""
+    """Return the plan as text.
+
+    Args:
+        plan: to show.
+        width: columns of the terminal.
+        terminal: wrap lines to ``width``; else each line is whole.
+    """
     shown = [table(*one, width, terminal=terminal) for one in (_submodels(plan), _devices(plan), _algorithms(plan))]
     shown.insert(2, "\n".join(_advice(plan)))
     shown.insert(0, axes_text(plan.axes, width, terminal=terminal, most=_MOST_AXES))
@@ -41,7 +47,14 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
 
 
 def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int | None = None) -> str:
-    """Write the findings of `raafl.parts.select.axis_report.facts` as text, of long tables the first ``most`` rows."""
+    """Write the findings of `raafl.parts.select.axis_report.facts` as text.
+
+    Args:
+        facts: the findings.
+        width: columns of the terminal.
+        terminal: wrap lines to ``width``; else each line is whole.
+        most: rows of a long table to show; None = all.
+    """
     axes = [[one["name"], str(one["size"]), ", ".join(one["parameters"])] for one in facts["axes"]]
     rates = [[rate, share(one["parameters"]), share(one["flops"])] for rate, one in facts["rates"].items()]
     places: dict[str, list[str]] = {}

@@ -115,7 +115,13 @@ def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelR
 def device_rows(
     fleet: SelectContext, clients: Iterable[ClientInfo], submodels: Sequence[SubmodelRow]
 ) -> list[DeviceRow]:
-    """Return a row for each kind of device, by profile name, in the order of the clients."""
+    """Return a row for each kind of device, by profile name, in the order of the clients.
+
+    Args:
+        fleet: context in which costs are predicted.
+        clients: in order.
+        submodels: rows of the submodels.
+    """
     kinds: dict[str, list[ClientInfo]] = {}
     everyone = list(clients)
     for client in everyone:

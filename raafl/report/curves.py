@@ -94,7 +94,13 @@ def along(run: RecordedRun, against: str) -> Numbers:
 
 
 def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers]:
-    """Return a run's curve as x (ascending) and values; incomplete rows are left out."""
+    """Return a run's curve as x (ascending) and values; incomplete rows are left out.
+
+    Args:
+        run: as recorded.
+        metric: name of the y axis.
+        against: name of the x axis.
+    """
     if metric not in run.metrics:
         return np.empty(0), np.empty(0)
     x, y = along(run, against), run.metrics[metric]

@@ -76,17 +76,17 @@ def _first(times: Sequence[float], since: float, otherwise: float) -> float:
     return times[place] if place < len(times) else otherwise
 
 
-def uses(run: RecordedRun, found: Stretches) -> dict[int, dict[str, float]]:
+def uses(run: RecordedRun, stretches: Stretches) -> dict[int, dict[str, float]]:
     """Divide each client's seconds, from 0 to the run's end, among `USES`.
 
     A task's transfers take what its device's links need for its bytes; where the links are unknown or vary, a task is not divided.
     """
     end_s = run.end_s
     times = {client: dict.fromkeys(USES, 0.0) for client in run.client_ids()}
-    lasted = np.clip(found.stop_s, None, end_s) - np.clip(found.start_s, None, end_s)
+    lasted = np.clip(stretches.stop_s, None, end_s) - np.clip(stretches.start_s, None, end_s)
     transfers = transfer_s(run)
     for client, kind, row, seconds in zip(
-        found.client.tolist(), found.kind.tolist(), found.row.tolist(), lasted.tolist(), strict=True
+        stretches.client.tolist(), stretches.kind.tolist(), stretches.row.tolist(), lasted.tolist(), strict=True
     ):
         mine = times[client]
         if kind != KINDS.index(MERGED):
@@ -140,17 +140,23 @@ def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float
     return down_s, up_s, latency
 
 
-def at_work(found: Stretches, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
-    """Return the share of time that each band of clients spent in tasks, `(bands, len(edges) - 1)`, 0 to 1."""
+def at_work(stretches: Stretches, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
+    """Return the share of time that each band of clients spent in tasks, `(bands, len(edges) - 1)`, 0 to 1.
+
+    Args:
+        stretches: of the tasks.
+        clients: ids of each band.
+        edges: of the intervals, in seconds, ascending.
+    """
     band_of = {client: band for band, members in enumerate(clients) for client in members}
-    bands = np.array([band_of.get(client, -1) for client in found.client.tolist()], np.int64)
+    bands = np.array([band_of.get(client, -1) for client in stretches.client.tolist()], np.int64)
     shares = np.zeros((len(clients), len(edges) - 1))
     widths = np.diff(edges)
     for band, members in enumerate(clients):
         mine = bands == band
         worked = np.zeros(len(edges))
         for edge in range(len(edges)):  # seconds worked until then
-            until = np.minimum(found.stop_s[mine], edges[edge]) - np.minimum(found.start_s[mine], edges[edge])
+            until = np.minimum(stretches.stop_s[mine], edges[edge]) - np.minimum(stretches.start_s[mine], edges[edge])
             worked[edge] = until.sum()
         shares[band] = np.diff(worked) / (widths * max(len(members), 1))
     return np.clip(shares, 0.0, 1.0)

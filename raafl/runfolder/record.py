@@ -185,7 +185,13 @@ class RunRecord:
         return {name: value for name, value in self.row.items() if name.startswith(CLIENT) and value is not None}
 
     def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:
-        """Record the global model's metrics; return whether there are targets and all are now met."""
+        """Record the global model's metrics; return whether there are targets and all are now met.
+
+        Args:
+            version: that was measured.
+            now: seconds on the run's clock.
+            metrics: by name.
+        """
         self.metrics, self.evaluated_version = metrics, version
         if version not in self._due:
             self.due(version, now)
@@ -250,7 +256,17 @@ class RunRecord:
     def summary(
         self, *, algorithm: str, runtime: str, seed: int, version: int, values: FlatTensors, time_s: float, reason: str
     ) -> Summary:
-        """Return the summary, a contract that scripts rely on."""
+        """Return the summary, a contract that scripts rely on.
+
+        Args:
+            algorithm: its name.
+            runtime: "simulated" or "distributed".
+            seed: of the run.
+            version: of the final model.
+            values: of the final model.
+            time_s: seconds on the run's clock.
+            reason: why the run ended.
+        """
         merged = self.outcomes[MERGED]
 
         def by_reason(kind: str) -> dict[str, int]:

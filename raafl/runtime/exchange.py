@@ -70,7 +70,16 @@ class ClientSide:
         return trainer
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Send a question and wait for the reply; raises `Stopped` when the server ends the task or is gone."""
+        """Send a question and wait for the reply.
+
+        Args:
+            meta: plain data of the question.
+            tensors: by name.
+            answer: layout of the reply.
+
+        Raises:
+            Stopped: the server has ended the task, or is gone.
+        """
         assert self._assignment is not None
         options, number = self._whole.options, self._assignment.id
         more = Question(str(options.precision), options.accumulate_grad_batches, self._whole.sends).to_meta()
@@ -130,7 +139,13 @@ class Conversation:
         self.down_bytes = self.up_bytes = 0
 
     def send(self, kind: Kind, meta: dict[str, Any], tensors: FlatTensors | None = None) -> None:
-        """Send a message of this task."""
+        """Send a message of this task.
+
+        Args:
+            kind: of the message.
+            meta: its plain data.
+            tensors: its payload; None = none.
+        """
         number, incarnation = self._assignment.id, self._assignment.incarnation
         self.down_bytes += self._send(Message(kind, number, incarnation, meta, tensors))
 
@@ -164,6 +179,12 @@ class ServerSide:
 
     def run(self, exchange: Exchange, assignment: Assignment, snapshot: FlatTensors, talk: Conversation) -> Update:
         """Train the server's part together with a client; return its update, whose tensors are valid until the next task.
+
+        Args:
+            exchange: of the task.
+            assignment: of the task.
+            snapshot: values of the server's part.
+            talk: connection to the client during the task.
 
         Raises:
             Refused: a question was invalid, or no step can be made with it.
@@ -215,13 +236,13 @@ class _SessionLink:
                 raise Refused("too-large", f"a question of {layout.num_bytes} bytes, at most {MAX_BYTES}")
             return FlatTensors.empty(layout, self._device)
 
-        with self.stream.aside():
+        with self.stream.suspended():
             tensors = self._talk.recv(Kind.QUESTION, into).tensors
         assert tensors is not None
         return tensors
 
     def reply(self, tensors: Mapping[str, Tensor]) -> None:
-        with self.stream.aside():
+        with self.stream.suspended():
             if self._talk.stopping():
                 raise Stopped
             self._talk.send(Kind.REPLY, {}, FlatTensors.from_named(tensors))

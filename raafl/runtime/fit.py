@@ -20,7 +20,13 @@ from raafl.transport import (
 def fit(
     experiment: Experiment, config_yaml: str = "", observer: RunHooks | None = None
 ) -> tuple[dict[str, Any], Path] | None:
-    """Run an experiment under torchrun; return summary and run folder on rank 0, None on a client."""
+    """Run an experiment under torchrun; return summary and run folder on rank 0, None on a client.
+
+    Args:
+        experiment: the run.
+        config_yaml: its config as text, for the run folder.
+        observer: called during the run; None = nobody.
+    """
     if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
         experiment = resume.after_restart(experiment)
         experiment.check()
@@ -29,6 +35,6 @@ def fit(
         ConnectOptions(experiment.clients, join_s, join_s, nccl=experiment.transport == "nccl")
     )
     if transport.client == 0:
-        return host(experiment, config_yaml, transport, bears=0, observer=observer, note=resume.leave_note)
+        return host(experiment, config_yaml, transport, max_failures=0, observer=observer, note=resume.leave_note)
     take_part(experiment, transport)
     return None

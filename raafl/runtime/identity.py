@@ -54,31 +54,31 @@ class Difference:
     """The first field in which two identities differ, with both values as text of at most 64 characters."""
 
     field: str
-    mine: str
+    ours: str
     theirs: str
 
 
-def agree(mine: Identity, theirs: Identity) -> Difference | None:
+def agree(ours: Identity, theirs: Identity) -> Difference | None:
     """Compare two identities; return their first difference, None where they agree.
 
     The version comes first, since another version may mean other fields; the config comes before the model, which follows
     from it. A section ``data`` of the peer may be "own": it trains on data of its own.
     """
-    if mine.raafl != theirs.raafl:
-        return _difference("raafl", mine.raafl, theirs.raafl)
-    for name, digest in (mine.config or {}).items():
+    if ours.raafl != theirs.raafl:
+        return _difference("raafl", ours.raafl, theirs.raafl)
+    for name, digest in (ours.config or {}).items():
         other = None if theirs.config is None else theirs.config.get(name)
         if other != digest and not (name == "data" and other == "own"):
             return _difference("config" if theirs.config is None else f"config.{name}", digest, other)
-    if mine.model != theirs.model:
-        return _difference("model", mine.model, theirs.model)
-    if mine.base != theirs.base:
-        return _difference("base", mine.base, theirs.base)
+    if ours.model != theirs.model:
+        return _difference("model", ours.model, theirs.model)
+    if ours.base != theirs.base:
+        return _difference("base", ours.base, theirs.base)
     return None
 
 
-def _difference(name: str, mine: object, theirs: object) -> Difference:
-    return Difference(name, sanitize_text(mine, 64), sanitize_text(theirs, 64))
+def _difference(name: str, ours: object, theirs: object) -> Difference:
+    return Difference(name, sanitize_text(ours, 64), sanitize_text(theirs, 64))
 
 
 def client_info(

@@ -17,7 +17,7 @@ QUESTION  client, in the middle of a task with an exchange      `Question`      
 REPLY     server, to a question                                 none                    the method's
 REFUSED   server: the task's exchange is over, nothing is used  `Reason`                none
 MEASURE   rank 0: measure these batches                         `Measure`               the model's values, the first time
-MEASURED  rank: the partial sums                                plain data of `Evaluator.noted`  none
+MEASURED  rank: the partial sums                                plain data of `Evaluator.partials`  none
 KEEPALIVE server, to an idle client                             none                    none
 STOP      server, leader or rank 0: the run, or the client, ends `Reason`               none
 ========= ===================================================== ======================= ==============================
@@ -52,11 +52,22 @@ PRECISIONS: Final = ("32-true", "32", "bf16-mixed")
 
 
 def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
-    """Expect a message without tensors; for `Connection.recv`."""
+    """Expect a message without tensors; see `Connection.recv`.
+
+    Args:
+        kind: of the message.
+        assignment: its id.
+        meta: its plain data.
+    """
 
 
 def count_of(meta: Meta, name: str, least: int = 0) -> int:
-    """Return a field that is a whole number from ``least`` to below 2**53.
+    """Return a field that is a whole number below 2**53.
+
+    Args:
+        meta: plain data of a message.
+        name: of the field.
+        least: smallest allowed value.
 
     Raises:
         Refused: it is missing, or anything else.
@@ -111,7 +122,14 @@ class Hello:
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
-        """Describe a client; a series of its profile goes by digest, for a server that has the series itself."""
+        """Describe a client; a series of its profile goes by digest, for a server that has the series itself.
+
+        Args:
+            identity: of config, model and version.
+            info: of the client; a series of its profile is sent as a digest, for a server that has the series
+                itself.
+            unsent: id of an assignment whose update was not sent on an earlier connection; None = there is none.
+        """
         data = client_to_json(info)
         return cls(identity, unsent, {**data, "profile": as_sent(data["profile"])})
 

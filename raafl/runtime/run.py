@@ -268,7 +268,14 @@ class Run:
     def finish(
         self, reason: str, time_s: float, error: CodeFailed | None = None, batched: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Write the summary and return it; ``error`` is what has failed of the user's, ``batched`` for the summary."""
+        """Write the summary and return it.
+
+        Args:
+            reason: why the run ended.
+            time_s: seconds on the run's clock.
+            error: of the user's code; None = none.
+            batched: counters of `batch_clients` for the summary; None = it was off.
+        """
         self.observer.error = self.observer.error or error
         coordinator, reason = self.parts.coordinator, self.observer.failure or reason
         summary = self.record.summary(
@@ -321,7 +328,14 @@ def simulate(
     experiment: Experiment, config_yaml: str = "", observer: RunHooks | None = None,
     transport: Transport | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
-    """Run on a virtual clock; return the summary and the run folder. Ranks that ``transport`` brings train, too."""
+    """Run on a virtual clock; return the summary and the run folder.
+
+    Args:
+        experiment: the run.
+        config_yaml: its config as text, for the run folder.
+        observer: called during the run; None = nobody.
+        transport: brings ranks that train, too; None = this process alone.
+    """
     from raafl.runtime.executors import RankExecutor
     from raafl.runtime.simulation import Simulation
 

@@ -95,7 +95,13 @@ def _prepared(experiment: Experiment) -> LightningModule:
 
 
 def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: object = None) -> Submodels:
-    """Return the submodels of ``module``, as server and clients must have them alike."""
+    """Return the submodels of a module, which must be equal on server and clients.
+
+    Args:
+        options: of the config.
+        module: the model.
+        example_batch: of its data; None = there is none.
+    """
     return Submodels(module, example_batch, residual_width=options.residual_width, batch_norm=options.batch_norm)
 
 
@@ -123,7 +129,13 @@ def proven_submodels(
 
 
 def proven(experiment: Experiment, module: LightningModule, data: FederatedData) -> Submodels:
-    """Return the submodels of ``module``, the experiment's model, without the axes that are not proven."""
+    """Return the submodels of a module without the axes that are not proven.
+
+    Args:
+        experiment: the run.
+        module: its model.
+        data: of the run.
+    """
 
     def plain() -> LightningModule:
         with skeleton():
@@ -247,7 +259,16 @@ def coordinator_of(
     experiment: Experiment, data: FederatedData, algorithm: Algorithm, state: GlobalState, limits: Limits, *,
     pace: bool = False,
 ) -> Coordinator:  # fmt: skip
-    """Make the coordinator of a run, which knows of its config and data what decides what tasks cost."""
+    """Make the coordinator of a run.
+
+    Args:
+        experiment: its config, as far as it decides costs of tasks.
+        data: of the run.
+        algorithm: of the run.
+        state: the global model.
+        limits: at which the run ends.
+        pace: let tasks take the time of their device profiles.
+    """
     return Coordinator(
         algorithm, state, limits, training=experiment.train, batch_size=batch_size_of(experiment, data),
         seed=experiment.seed, pace=pace, plan=compression_plan(experiment, state.submodels), own_tests=own_tests(experiment, data),
@@ -266,7 +287,14 @@ def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
 
 
 def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
-    """Return a trainer for the experiment's local part."""
+    """Return a trainer for the experiment's local part.
+
+    Args:
+        experiment: the run.
+        submodels: of the model.
+        options: of Fabric.
+        max_built: submodels kept for reuse.
+    """
     algorithm = experiment.algorithm
     if (problem := device_problem(options)) is not None:
         raise BadInput(problem)
@@ -285,7 +313,14 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
 def client_parts(
     experiment: Experiment, data: FederatedData, options: FabricOptions, max_built: int = 1
 ) -> tuple[Submodels, LocalTrainer]:
-    """Build the model that a client's own process needs: its structure, and the values of parameters that are frozen."""
+    """Build the model that a client's own process needs: its structure, and the values of parameters that are frozen.
+
+    Args:
+        experiment: the run.
+        data: of the run.
+        options: of Fabric.
+        max_built: submodels kept for reuse.
+    """
     drawn = generators()
     with skeleton():
         module = _prepared(experiment)
@@ -305,10 +340,13 @@ MAX_BUILT = 16
 def make_executor(
     parts: ServerSetup, workers: int, own: Mapping[int, ClientData] | None = None, *, ranks: bool = False
 ) -> Executor:
-    """Make the executor of a simulated run or a replay, in so many processes.
+    """Make the executor of a simulated run or a replay.
 
-    ``own`` are data of clients that do not train on their share of the run's; ``ranks``: other ranks train, too
-    (`RankExecutor.take_on`).
+    Args:
+        parts: of the run.
+        workers: number of processes that train.
+        own: data of clients that do not train on their share of the run's; None = no such client.
+        ranks: other ranks train, too (`RankExecutor.take_on`).
     """
     from raafl.local.evaluation.evaluate import Evaluator
     from raafl.runtime.executors import Pool, RankExecutor
@@ -328,7 +366,13 @@ def make_executor(
 
 
 def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:
-    """Make what trains tasks within a process: one after the other, or several as one batch."""
+    """Make the executor that trains tasks within a process: one by one, or several as one batch.
+
+    Args:
+        experiment: the run.
+        trainer: of this process.
+        data: returns the data of a client, by id.
+    """
     from raafl.runtime.executors import Inline
 
     if experiment.batch_clients == 1:

@@ -27,7 +27,7 @@ class Bases:
         self._own: FrozenBase | None = None
         self._made: dict[str | None, FrozenBase] = {}
         self._digests: dict[str, str] = {}
-        self._again: Callable[[], nn.Module] | None = None
+        self._rebuild: Callable[[], nn.Module] | None = None
 
     def normal(self, name: str | None) -> str | None:
         """Return ``name``, or None for the module's own precision; raises `SpecError` for one that the module does not have."""
@@ -43,36 +43,36 @@ class Bases:
         module.submodel_hold(name)
         return module
 
-    def take(self, own: FrozenBase, again: Callable[[], nn.Module] | None = None) -> None:
+    def take(self, own: FrozenBase, rebuild: Callable[[], nn.Module] | None = None) -> None:
         """Take the base in the module's own precision, from which the others are converted and kept.
 
         Args:
             own: the values.
-            again: builds the model anew; then only the precision of the last task is kept, initially none. None = keep all.
+            rebuild: builds the model anew; then only the precision of the last task is kept, initially none. None = keep all.
         """
-        self._own, self._again = own, again if self.names else None
+        self._own, self._rebuild = own, rebuild if self.names else None
         self._made, self._digests = {}, {}
-        if self._again is not None:
+        if self._rebuild is not None:
             own.let_go()
 
-    def held(self, name: str | None) -> FrozenBase | None:
+    def values(self, name: str | None) -> FrozenBase | None:
         """Return the values in a precision; None where the model has no frozen base, or its values are not loaded."""
         name = self.normal(name)
-        if self._own is None or (name is None and self._again is None):
+        if self._own is None or (name is None and self._rebuild is None):
             return self._own
         if name not in self._made:
             values: Mapping[str, Tensor] = self._own.tensors
-            if self._again is not None:
+            if self._rebuild is not None:
                 self._made.clear()
-                values = {n: p for n, p in self._again().named_parameters() if n in self._frozen}
+                values = {n: p for n, p in self._rebuild().named_parameters() if n in self._frozen}
             self._made[name] = self._make(name, values)
         return self._made[name]
 
     def digest(self, name: str | None) -> str | None:
         """Return the digest of the values in a precision, converting them temporarily if needed."""
         name = self.normal(name)
-        if self._own is None or name is None or self._again is not None:
-            base = self.held(name)
+        if self._own is None or name is None or self._rebuild is not None:
+            base = self.values(name)
             return None if base is None else base.digest
         if name not in self._digests:
             base = self._made.get(name) or self._make(name, self._own.tensors)

@@ -42,7 +42,15 @@ def keep_static(module: nn.Module) -> None:
 def still_buffers(
     module: nn.Module, trains: Collection[str], buffers: Collection[str], *, static: bool, frozen: bool
 ) -> set[str]:
-    """Return the buffers that clients do not send back: static statistics, and those of layers that a spec freezes."""
+    """Return the buffers that clients do not send back: static statistics, and those of layers that a spec freezes.
+
+    Args:
+        module: the model.
+        trains: names of the parameters that train.
+        buffers: names of the buffers.
+        static: the run's statistics are static, so that clients send none.
+        frozen: parameters are frozen by the spec.
+    """
     still = {name for pair in statistics_of(module) for name in pair} if static else set()
     if frozen:
         own: dict[str, bool] = {}

@@ -24,7 +24,13 @@ class Caches:
         self._lock = threading.Lock()
 
     def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the cached result; where there is none, compute it with ``make``."""
+        """Return a cached result, computing it where there is none.
+
+        Args:
+            kind: of the result.
+            key: of the result.
+            make: computes it.
+        """
         cache = self._kept.setdefault(kind, OrderedDict())
         found: T = cache.get(key, _MISSING)
         if found is _MISSING:

@@ -184,7 +184,13 @@ def stand_ins(spec: Spec, exits: Mapping[str, Exit]) -> dict[str, str]:
 
 
 def absent(spec: Spec, stacks: Mapping[str, Stack], exits: Mapping[str, Exit]) -> tuple[str, ...]:
-    """Return the paths of the modules that ``spec`` leaves out."""
+    """Return the paths of the modules that ``spec`` leaves out.
+
+    Args:
+        spec: the submodel.
+        stacks: by name.
+        exits: by name.
+    """
     gone = []
     for name, kept in spec.blocks:
         stack = stacks[name]

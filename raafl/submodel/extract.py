@@ -163,7 +163,13 @@ class CopyPlan:
         return zip(self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True)
 
     def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update) -> None:
-        """Call ``fn(target, source)`` on matching pieces; ``target``, a piece of ``full``, is changed in place."""
+        """Call ``fn(target, source)`` on matching pieces.
+
+        Args:
+            full: values of the whole model; changed in place.
+            small: values of the submodel.
+            fn: changes ``target``, a piece of ``full``, in place.
+        """
         for target, source in self._pairs(full, small):
             fn(target, source)
         for piece in self._indexed:
@@ -190,11 +196,23 @@ class CopyPlan:
             piece.put(piece.region(full), small.view(piece.small).to(full.device))
 
     def add_(self, full: FlatTensors, small: FlatTensors, alpha: float = 1.0) -> None:
-        """Add ``alpha * small`` to ``full`` in place."""
+        """Add ``alpha * small`` to ``full`` in place.
+
+        Args:
+            full: values of the whole model; changed in place.
+            small: values of the submodel.
+            alpha: factor of ``small``.
+        """
         self.apply_(full, small, lambda target, source: target.add_(source, alpha=alpha))
 
     def lerp_(self, full: FlatTensors, small: FlatTensors, weight: float) -> None:
-        """Move ``full`` by ``weight`` of the distance towards ``small``, in place."""
+        """Move ``full`` by ``weight`` of the distance towards ``small``, in place.
+
+        Args:
+            full: values of the whole model; changed in place.
+            small: values of the submodel.
+            weight: share of the distance, 0 to 1.
+        """
         self.apply_(full, small, lambda target, source: target.lerp_(source, weight))
 
     def cover_(self, count: FlatTensors, weight: float = 1.0) -> None:

@@ -58,7 +58,13 @@ class FrozenBase:
         self._on.clear()
 
     def selected(self, layout: Layout, selections: Selections, device: torch.device) -> dict[str, Tensor]:
-        """Return the part of ``layout`` that a submodel uses on ``device``: whole tensors are shared, cut ones copied."""
+        """Return the part of a layout that a submodel uses: whole tensors are shared, cut ones copied.
+
+        Args:
+            layout: of the frozen parameters in the submodel.
+            selections: indices that the submodel keeps.
+            device: of the result.
+        """
         self.note()
         here, part = self._on.setdefault(device, {}), {}
         for name in (entry.name for entry in layout.entries if entry.name in self.tensors):

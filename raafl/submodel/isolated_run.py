@@ -147,7 +147,13 @@ def call(module: nn.Module, batch: Any) -> Any:
 
 
 def draw_(name: str, value: Tensor, noise: Tensor) -> None:
-    """Set a parameter to values like those of initialised layers, made from standard normal ``noise``."""
+    """Set a parameter to values like those of initialised layers.
+
+    Args:
+        name: of the parameter.
+        value: changed in place.
+        noise: standard normal, of the same shape.
+    """
     if value.dim() > 1:
         value.copy_(noise / math.sqrt(max(value.numel() // max(len(value), 1), 1)))
     else:

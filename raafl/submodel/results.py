@@ -33,12 +33,12 @@ class Form:
 
     Attributes:
         key: operation, default dtype and form of the arguments.
-        made: form of its result; None = unknown, or more than the form matters.
+        result: form of its result; None = unknown, or more than the form matters.
         cost: entry of the ledger; None = unknown.
     """
 
     key: Any
-    made: Any = None
+    result: Any = None
     cost: Any = None
 
     def remember(self) -> None:
@@ -57,12 +57,24 @@ class _OfItsOwn(Exception):
 
 
 def result_of(func: object, args: object, kwargs: object) -> object:
-    """Run an ATen operation, or create its result where an equal one has run and only its form matters."""
+    """Run an ATen operation, or create its result where an equal one has run and only its form matters.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
     return run(func, args, kwargs, form_of(func, args, kwargs) if _is_functional(func) else None)
 
 
 def form_of(func: object, args: Any, kwargs: Any) -> Form | None:
-    """Return the form of an operation on tensors without values; None where more than the form of an argument matters."""
+    """Return the form of an operation on tensors without values; None where more than the form of an argument matters.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
     tensors: list[Tensor] = []
     try:
         with torch._C.DisableTorchFunction():  # or each attribute that is read goes through all modes
@@ -78,14 +90,21 @@ def form_of(func: object, args: Any, kwargs: Any) -> Form | None:
 
 
 def run(func: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
-    """Run an operation, or create its result where that of its ``form`` is known."""
-    if form is not None and form.made is not None:
-        return _made(form.made)
+    """Run an operation, or create its result where the form of the result is known.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        form: of the call; None = it must run.
+    """
+    if form is not None and form.result is not None:
+        return _made(form.result)
     own = _made_here(func._overloadpacket, args)
     result = func(*args, **kwargs) if own is None else own(*args, **kwargs)
     if form is not None and _is_functional(func):
-        form.made = _fresh(result, tensors_in((args, kwargs)))
-        if form.made is not None:
+        form.result = _fresh(result, tensors_in((args, kwargs)))
+        if form.result is not None:
             form.remember()
     return result
 

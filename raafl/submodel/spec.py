@@ -57,7 +57,14 @@ class Spec:
         trained: Iterable[str] | None = None,
         exits: Iterable[str] | None = None,
     ) -> Spec:
-        """Return the spec that keeps these indices, e.g. ``Spec.select({"fc1": range(40)}, trained=["fc2"])``."""
+        """Return the spec that keeps these indices, e.g. ``Spec.select({"fc1": range(40)}, trained=["fc2"])``.
+
+        Args:
+            kept: axis -> indices of units; an axis that is not named is whole. None = all axes are.
+            blocks: stack -> indices of blocks; a stack that is not named is whole. None = all stacks are.
+            trained: names of layers that train; None = all.
+            exits: names of exits; None = all.
+        """
         return cls(
             tuple((kept or {}).items()),  # type: ignore[arg-type]  # normalised on construction
             tuple((blocks or {}).items()),  # type: ignore[arg-type]

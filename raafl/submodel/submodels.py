@@ -81,7 +81,7 @@ class Submodels:
         first = {id(p): name for name, p in self._parameters.items()}
         every = module.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(p)] for name, p in every if name != first[id(p)]}
-        self.found: DiscoveredAxes | None = None
+        self.discovered: DiscoveredAxes | None = None
         self.whole_dims: dict[tuple[str, int], str] = {}  # of a tensor -> the reason, once `axes` has been asked for
         self.refuted: dict[str, str] = {}
 
@@ -97,7 +97,7 @@ class Submodels:
 
         options = {"residual_width": self.residual_width, "only_ranks": self.only_ranks}
         found = discover_axes(self.module, self.example_batch, shapes, self.aliases, **options)
-        self.found = found
+        self.discovered = found
         self.whole_dims = {place: str(reason) for place, reason in found.whole.items()}
         return AxisTable(found.axes, shapes)
 
@@ -109,13 +109,13 @@ class Submodels:
     @property
     def kept_whole(self) -> dict[str, str]:
         """Layers whose width cannot shrink, with the reason that tracing found."""
-        found = self.found if self._table else None
+        found = self.discovered if self._table else None
         return {**({} if found is None else found.kept_whole), **self.refuted}
 
     @property
     def problem(self) -> str | None:
         """Why axes were not found, or only those of layers that declare them; None where nothing prevented it."""
-        found = self.found if self._table else None
+        found = self.discovered if self._table else None
         return None if found is None else found.problem
 
     @property
@@ -273,24 +273,30 @@ class Submodels:
         return CopyPlan(spec, full, small, self.selections(spec))
 
     def cached(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the cached result under ``what`` and ``key``, computing it with ``make`` once."""
+        """Return a cached result, computing it once.
+
+        Args:
+            what: kind of the result.
+            key: of the result.
+            make: computes it.
+        """
         return self._caches.get(what, key, make)
 
     # ---- what does not travel ----
 
-    def attach_base(self, values: nn.Module | FlatTensors, again: Callable[[], nn.Module] | None = None) -> None:
+    def attach_base(self, values: nn.Module | FlatTensors, rebuild: Callable[[], nn.Module] | None = None) -> None:
         """Attach the values of the frozen parameters, which are then not sent: server and client each have them.
 
         Args:
             values: a real instance of this model, or the global state. Its frozen values are shared, not copied: they must not
                 change.
-            again: builds that instance anew, to keep only the precision of the last task, see `Bases`; None = keep all.
+            rebuild: builds that instance anew, to keep only the precision of the last task, see `Bases`; None = keep all.
         """
         if not self.frozen:
             return
         named = dict(values.named_parameters()) if isinstance(values, nn.Module) else values
         self.base = FrozenBase({name: named[name] for name in self.frozen})
-        self.bases.take(self.base, again)
+        self.bases.take(self.base, rebuild)
         self._caches.clear()
 
     def form(self, spec: Spec) -> Submodels:
@@ -301,7 +307,7 @@ class Submodels:
     def _form(self, base: str) -> Submodels:
         module = self.bases.module(base)
         form = type(self)(module, self.example_batch, residual_width=self.residual_width, batch_norm=self.batch_norm)
-        form._table, form.found = self._table, self.found
+        form._table, form.discovered = self._table, self.discovered
         form.attach_base(module)
         if form.layout(part="trained") != self.layout(part="trained"):
             raise BadInput(f"submodel_hold('{base}') of {type(module).__name__} changes more than what is frozen")
@@ -309,7 +315,7 @@ class Submodels:
 
     def base_of(self, spec: Spec) -> FrozenBase | None:
         """Return the shared values of the frozen base in the precision of ``spec``; None where they are not loaded."""
-        return self.bases.held(spec.base)
+        return self.bases.values(spec.base)
 
     def idle_bytes(self, spec: Spec = FULL) -> int:
         """Return the bytes of the frozen base that a client of ``spec`` does not use: what is absent, or kept in part."""
@@ -355,7 +361,7 @@ class Submodels:
             absent=self._absent(spec),
             stand_ins=stand_ins(spec, self.exits),
             counts={name: len(kept) for name, kept in spec.kept},
-            **({} if self.found is None else self.found.follows()),
+            **({} if self.discovered is None else self.discovered.follows()),
             frozen={} if base is None else base.selected(self.layout(spec), selections, present.device),
         )
         module = build(structure, present, rescale=rescale)

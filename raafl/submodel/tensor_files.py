@@ -86,7 +86,13 @@ def check_folder(folder: str) -> None:
 
 
 def check_room(folder: str, num_bytes: int, what: str) -> None:
-    """Raise `BadInput` unless ``num_bytes`` (described by ``what``) are free in ``folder``."""
+    """Raise `BadInput` unless a folder's disk has enough free space.
+
+    Args:
+        folder: where files are to be written.
+        num_bytes: needed.
+        what: description of the files, for the message.
+    """
     if (free := shutil.disk_usage(folder).free) < num_bytes:
         raise BadInput(
             f"memory_folder is '{folder}', where {free:,} bytes are free, but {num_bytes:,} are needed: {what}; make room, "

@@ -274,7 +274,16 @@ def decode_body(header: Header, data: bytes | memoryview) -> Body:
 
 
 def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
-    """Ask ``expect`` where the tensors go, and check that they fit there; raises `Refused` with the message attached."""
+    """Ask ``expect`` for the destination of the tensors, and check that they fit there.
+
+    Args:
+        header: of the message.
+        body: its plain data and layout.
+        expect: returns the destination.
+
+    Raises:
+        Refused: with the message attached.
+    """
     try:
         target = expect(header.kind, header.assignment, body.meta)
         if declared(target) != body.buffers:
@@ -286,12 +295,25 @@ def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
 
 
 def finish(header: Header, meta: dict[str, Any], tensors: FlatTensors | None) -> Message:
-    """Assemble the message from its header, meta object and received tensors."""
+    """Assemble the message from its header, meta object and received tensors.
+
+    Args:
+        header: of the message.
+        meta: its plain data.
+        tensors: its payload; None = none.
+    """
     return Message(header.kind, header.assignment, header.incarnation, meta, tensors)
 
 
 def read_payload(header: Header, body: Body, data: memoryview, target: FlatTensors) -> None:
-    """Verify payload and footer in ``data``, then copy the payload into ``target``, which may be on any device."""
+    """Verify payload and footer in ``data``, then copy the payload into ``target``, which may be on any device.
+
+    Args:
+        header: of the message.
+        body: its plain data and layout.
+        data: payload and footer as received.
+        target: for the payload, on any device.
+    """
     end = header.payload_bytes
     if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data[:end])) != data[end:]:
         raise Refused("bad-checksum", "payload", finish(header, body.meta, None))

@@ -150,7 +150,14 @@ def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
 
 
 def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """Create a ProcessGroupNCCL whose watchdog does not terminate the process (`WATCHDOG`)."""
+    """Create a ProcessGroupNCCL whose watchdog does not terminate the process (`WATCHDOG`).
+
+    Args:
+        store: through which the ranks meet.
+        rank: of this process in the group.
+        size: ranks of the group.
+        timeout_s: of each operation, in seconds.
+    """
     for name, value in WATCHDOG.items():
         os.environ.setdefault(name, value)
     options = dist.ProcessGroupNCCL.Options()
@@ -159,7 +166,15 @@ def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: Callable[[Any], None]) -> Any:
-    """Create a group and let ``check`` use it once, which joins the ranks; if ``check`` raises, the group is aborted."""
+    """Create a group and let ``check`` use it once, which joins the ranks; if ``check`` raises, the group is aborted.
+
+    Args:
+        store: through which the ranks meet.
+        rank: of this process in the group.
+        size: ranks of the group.
+        timeout_s: of each operation, in seconds.
+        check: called with the group.
+    """
     group = new_group(store, rank, size, timeout_s)
     try:
         check(group)

@@ -89,7 +89,7 @@ class TorchrunTransport(Transport):
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Expect every client at once; each connection is made when the client has come, too. See `Transport.listen`."""
+        """Expect every client at once; see `Transport.listen`. Each connection is made when its client has come."""
         for client in range(1, self._num_clients + 1):
             admit(client, f"rank {client}", partial(self._meet, client, device))
         self.store.set(_READY, "1")

@@ -55,18 +55,18 @@ class Mark:
 class Marks:
     """Recent merges of a run, for its rates."""
 
-    found: deque[Mark] = field(default_factory=lambda: deque([Mark()], MERGES + 1))
+    marks: deque[Mark] = field(default_factory=lambda: deque([Mark()], MERGES + 1))
 
-    def merged(self, mark: Mark, *, again: bool) -> None:
-        """Record progress after a merge; ``again`` replaces the last mark when one more update of that merge becomes known."""
-        if again and len(self.found) > 1:
-            last = self.found.pop()
+    def merged(self, mark: Mark, *, replaces: bool) -> None:
+        """Record progress after a merge; ``replaces`` replaces the last mark when one more update of that merge becomes known."""
+        if replaces and len(self.marks) > 1:
+            last = self.marks.pop()
             mark = Mark(max(mark.time_s, last.time_s), mark.updates, mark.num_bytes)
-        self.found.append(mark)
+        self.marks.append(mark)
 
     def rates(self, now: Mark) -> tuple[float, float]:
         """Return updates and bytes per second since `MERGES` merges ago, or since the run began."""
-        then = self.found[0]
+        then = self.marks[0]
         lasted_s = now.time_s - then.time_s
         if lasted_s <= 0:
             return 0.0, 0.0
@@ -132,9 +132,9 @@ def etas(
     return tuple(found)
 
 
-def ends_in_s(goals: Goals, found: Iterable[Eta]) -> float | None:
+def ends_in_s(goals: Goals, etas: Iterable[Eta]) -> float | None:
     """Return the seconds until the first goal ends the run; None if unknown."""
-    by_goal = {eta.goal: eta.in_s for eta in found}
+    by_goal = {eta.goal: eta.in_s for eta in etas}
     limits = [by_goal[name] for name in ("max_updates", "max_time") if name in by_goal]
     targets = [by_goal[str(target)] for target in goals.targets]
     known = [in_s for in_s in limits if in_s is not None]

@@ -167,7 +167,7 @@ class RunState:
         self._updates += 1
         self._staleness = [self._staleness[0] + staleness, max(self._staleness[1], staleness)]
         mark = Mark(self.time_s if at_s is None else at_s, self._updates, sum(self._bytes))
-        self._marks.merged(mark, again=version == self._version)
+        self._marks.merged(mark, replaces=version == self._version)
         self._version = version
 
     def metrics(self, row: Mapping[str, Any]) -> None:

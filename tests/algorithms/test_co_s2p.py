@@ -170,7 +170,7 @@ def test_scores_train_before_their_window_and_then_decide_it(fleet):
         name.replace(".0.", ".2.").replace(".1.", ".3.") for name in wanted
     }
     scores = {name: torch.tensor([0.0, 3.0, -1.0, 2.0]) for name in wanted}
-    one.state.clients.kept[SCORES] = {1: FlatTensors.from_named(scores)}
+    one.state.clients.values[SCORES] = {1: FlatTensors.from_named(scores)}
     _, first, again, *_ = tasks(select, one, 5)
     assert list(first.spec.indices("model.vit.layers.0.heads")) == [1, 3]
     assert list(first.spec.indices("model.vit.layers.1.ffn")) == [*range(8, 16), *range(24, 32)]

@@ -14,7 +14,7 @@ from raafl.algorithms import fed_avg, fed_buff
 from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress, TopK
 from raafl.compression.plan import CompressionPlan
-from raafl.compression.streams import Up
+from raafl.compression.streams import UplinkCodec
 from raafl.config.options import Timeouts
 from raafl.core.local import Local
 from raafl.core.records_json import client_to_json
@@ -58,7 +58,7 @@ def test_a_session_refuses_places_that_cannot_be_and_goes_on():
             message = pair.recv(lambda *_: FlatTensors.empty(submodels.layout(FULL, "sent")), 20.0)
             assert message.tensors.fingerprint() == values.fingerprint()
             change = drawn(submodels.layout(FULL, "trained"), seed=number)
-            wire = Up(made).pack(task(number, client=4), change, values)
+            wire = UplinkCodec(made).pack(task(number, client=4), change, values)
             if swap:
                 wire["torch.float32 places"].copy_(wire["torch.float32 places"].flip(0))
             meta = {"num_samples": 17, "num_steps": 2, "metrics": {}}

@@ -11,7 +11,7 @@ import torch
 from raafl.algorithms import fed_avg
 from raafl.compression.compressors import Compress, InvalidPayload
 from raafl.compression.plan import CompressionPlan
-from raafl.compression.streams import COPY, LIVES, RESIDUAL, CompressedSnapshots, Down, Up
+from raafl.compression.streams import COPY, LIVES, RESIDUAL, CompressedSnapshots, DownlinkCodec, UplinkCodec
 from raafl.core import saving
 from raafl.core.local import Local
 from raafl.core.types import Assignment, Update
@@ -37,7 +37,7 @@ def test_what_top_k_leaves_out_comes_later(merge, spec):
     """At any time the updates as received and the residual make the updates as they were."""
     spec = cut() if spec == "cut" else FULL
     made = plan_of(up="top_k", merge=merge)
-    client, server = Up(made), Up(made)
+    client, server = UplinkCodec(made), UplinkCodec(made)
     layout = made.submodels.layout(spec, "trained")
     total, arrived = torch.zeros(sum(layout.numel.values())), torch.zeros(sum(layout.numel.values()))
     for number in range(1, 6):
@@ -62,7 +62,7 @@ def test_what_top_k_leaves_out_comes_later(merge, spec):
 
 def test_residuals_of_different_submodels_share_what_they_share():
     made = plan_of(up="top_k", top_k=0.01, merge=Deltas())  # one element travels
-    client = Up(made)
+    client = UplinkCodec(made)
     small, full = made.submodels.layout(cut(), "trained"), made.submodels.layout(FULL, "trained")
     ones = FlatTensors.zeros(small)
     ones.buffers[torch.float32].fill_(1.0)
@@ -78,16 +78,16 @@ def test_residuals_of_different_submodels_share_what_they_share():
 
 def test_all_of_top_k_leaves_no_residual_and_changes_no_bit():
     made = plan_of(up="top_k", top_k=1.0, merge=Deltas())
-    client = Up(made)
+    client = UplinkCodec(made)
     change = drawn(made.submodels.layout(FULL, "trained"), seed=1)
     wire = client.pack(task(), change, change)
-    assert Up(made).unpack(FULL, wire, None).fingerprint() == change.fingerprint() and client.residual is None
+    assert UplinkCodec(made).unpack(FULL, wire, None).fingerprint() == change.fingerprint() and client.residual is None
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "top_k"])
 def test_an_update_that_is_not_finite_is_refused_and_forgotten(name):
     made = plan_of(up=name)
-    client = Up(made)
+    client = UplinkCodec(made)
     received = drawn(made.submodels.layout(FULL, "sent"), seed=1)
     for number, bad in enumerate([0.0, math.nan, 0.0], start=1):
         trained = drawn(made.submodels.layout(FULL, "trained"), seed=2)
@@ -95,10 +95,10 @@ def test_an_update_that_is_not_finite_is_refused_and_forgotten(name):
         wire = client.pack(task(number), trained, received)
         if math.isnan(bad):
             with pytest.raises(InvalidPayload, match="non-finite"):
-                Up(made).unpack(FULL, wire, received)
+                UplinkCodec(made).unpack(FULL, wire, received)
             assert client.residual is None
         else:
-            assert Up(made).unpack(FULL, wire, received).is_finite()
+            assert UplinkCodec(made).unpack(FULL, wire, received).is_finite()
 
 
 def test_values_that_overflow_are_refused():
@@ -107,7 +107,7 @@ def test_values_that_overflow_are_refused():
     received.buffers[torch.float32].fill_(3e38)
     trained.buffers[torch.float32].fill_(-3e38)
     with pytest.raises(InvalidPayload, match="non-finite"):
-        Up(made).unpack(FULL, Up(made).pack(task(), trained, received), received)
+        UplinkCodec(made).unpack(FULL, UplinkCodec(made).pack(task(), trained, received), received)
 
 
 # ---- down ----
@@ -117,13 +117,13 @@ def test_bf16_down_by_hand():
     made = plan_of(down="bf16")
     values = FlatTensors.zeros(made.submodels.layout(FULL, "sent"))
     values.buffers[torch.float32].fill_(1 + 2**-9)
-    end = Down(made)
+    end = DownlinkCodec(made)
     assert torch.equal(end.unpack(FULL, end.pack(task(), values)).buffers[torch.float32], torch.ones(26))
 
 
 def test_top_k_down_is_whole_at_first_and_then_what_has_changed():
     made = plan_of(down="top_k", top_k=0.1)
-    server, client = Down(made), Down(made)
+    server, client = DownlinkCodec(made), DownlinkCodec(made)
     values = drawn(made.submodels.layout(FULL, "sent"), seed=1)
     flat = values.buffers[torch.float32]
 
@@ -152,7 +152,7 @@ def test_top_k_down_is_whole_at_first_and_then_what_has_changed():
 
 def test_a_client_that_has_a_part_is_sent_the_rest_whole():
     made = plan_of(down="top_k")
-    end = Down(made)
+    end = DownlinkCodec(made)
     values = drawn(made.submodels.layout(FULL, "sent"), seed=1)
     for spec, is_whole in [(cut(), True), (cut(), False), (FULL, True), (FULL, False)]:
         small = made.submodels.plan(spec, "sent").gather(values)
@@ -188,24 +188,24 @@ def test_what_the_user_is_told():
 def test_what_top_k_holds_at_either_end_is_predicted():
     """Every element of 26 is 4 bytes; of a quarter, 6, go elements and places: 48 bytes."""
     plain, full = model().cost(FULL), 4 * 26
-    assert plan_of(up="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == held_by(Up) == 48 + 4 * full
+    assert plan_of(up="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == held_by(UplinkCodec) == 48 + 4 * full
     assert plan_of(down="top_k").cost(plain, FULL).peak_bytes - plain.peak_bytes == 48 + 2 * full
     (note,) = plan_of(down="top_k").notes(num_clients=1)
-    assert note.endswith(f"up to {held_by(Down):,} bytes more, for 1 clients at work")
+    assert note.endswith(f"up to {held_by(DownlinkCodec):,} bytes more, for 1 clients at work")
 
 
 def held_by(end):
     """What one end holds after a few tasks, beside what it is given."""
-    made = plan_of(**{end.__name__.lower(): "top_k"})
+    made = plan_of(**{"down" if end is DownlinkCodec else "up": "top_k"})
     one, values = end(made), drawn(made.submodels.layout(FULL, "sent"), seed=1)
     for number in range(1, 4):
         values.buffers[torch.float32].add_(1.0)
-        if end is Down:
+        if end is DownlinkCodec:
             one.unpack(FULL, one.pack(task(number), values))
         else:
             one.pack(task(number), values, FlatTensors.zeros(values.layout))
     scratch = sum(flat.num_bytes for kept in one._scratch._kept.values() for flat in kept.values())
-    return scratch + (one.copy if end is Down else one.residual).num_bytes
+    return scratch + (one.copy if end is DownlinkCodec else one.residual).num_bytes
 
 
 def test_a_simulation_keeps_both_ends_with_what_else_is_kept_for_a_client_until_it_comes_back():
@@ -222,7 +222,7 @@ def test_a_simulation_keeps_both_ends_with_what_else_is_kept_for_a_client_until_
     answered(task(1))
     sent, left = kept.find(COPY, 1), kept.find(RESIDUAL, 1)
     assert sent is not None and left is not None and coordinator.state.memory[LIVES][1][0] == 0
-    again = saving.from_plain(saving.to_plain(kept.kept))
+    again = saving.from_plain(saving.to_plain(kept.values))
     assert again[COPY][1].fingerprint() == sent.fingerprint() and again[RESIDUAL][1].fingerprint() == left.fingerprint()
     carried.cut(task(2, incarnation=1))
     assert kept.find(COPY, 1) is not sent and kept.find(RESIDUAL, 1) is None
@@ -239,6 +239,6 @@ def test_statistics_travel_as_they_are():
     values = drawn(made.submodels.layout(FULL, "trained"), seed=1)
     received = FlatTensors.zeros(made.submodels.layout(FULL, "sent"))
     received["1.running_var"].fill_(5.0)
-    update = Up(made).unpack(FULL, Up(made).pack(task(), values, received), received)
+    update = UplinkCodec(made).unpack(FULL, UplinkCodec(made).pack(task(), values, received), received)
     for name in ("1.running_mean", "1.running_var"):
         assert torch.equal(update[name], values[name])

@@ -245,6 +245,6 @@ def test_a_failure_that_nobody_asks_for_is_never_told(kind):
         with pytest.raises(TaskFailed):
             executor.result(first.id)
         if kind in SHARING:
-            wait_for(lambda: any(task.found for task in executor._tasks.values()), "a failure")
+            wait_for(lambda: any(task.result for task in executor._tasks.values()), "a failure")
         for task, _ in rest:
             executor.cancel(task.id)

@@ -51,7 +51,7 @@ def warm_up() -> None:
 
 @contextmanager
 def reuse_findings() -> Iterator[None]:
-    """Find and prove a model's axes, and predict a submodel's cost, once for all runs within, the forked ones' too.
+    """Cache axes, proofs and predicted costs for all runs inside this context, forked ones included.
 
     For the zoo's own models once for all tests: all that such a model is is in its arguments and parameters. How they are found
     has tests of its own, in tests/submodel.

@@ -39,7 +39,7 @@ EXAMPLE = (torch.zeros(2, 2), torch.zeros(2))
 
 
 def line_state(hidden: int = 4, value: float = 0.0) -> GlobalState:
-    """A state of `Line` with every parameter at `value`."""
+    """Return a state of `Line` with every parameter at `value`."""
     module = Line(hidden)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -49,7 +49,13 @@ def line_state(hidden: int = 4, value: float = 0.0) -> GlobalState:
 
 
 def filled(state: GlobalState, value: float, spec: Spec | None = None) -> FlatTensors:
-    """An update's tensors for `spec`, every element at `value`."""
+    """Return tensors for an update with equal elements.
+
+    Args:
+        state: the global model.
+        value: of every element.
+        spec: of the submodel; None = the whole model.
+    """
     tensors = FlatTensors.empty(state.submodels.layout(spec or Spec(), "trained"))
     for buffer in tensors.buffers.values():
         buffer.fill_(value)
@@ -59,7 +65,15 @@ def filled(state: GlobalState, value: float, spec: Spec | None = None) -> FlatTe
 def update_for(
     state: GlobalState, assignment: Assignment, value: float, *, num_samples: int = 1, refusal: str | None = None
 ) -> Update:
-    """The answer to `assignment` with every element at `value`."""
+    """Return an update with equal elements.
+
+    Args:
+        state: the global model.
+        assignment: that it answers.
+        value: of every element.
+        num_samples: it was trained on.
+        refusal: reason for which the client refuses; None = it trained.
+    """
     return Update(
         assignment.id,
         assignment.client,
@@ -73,7 +87,14 @@ def update_for(
 def coordinator_for(
     algorithm: Algorithm, state: GlobalState | None = None, seed: int = 0, **limits: object
 ) -> Coordinator:
-    """A coordinator for a tiny model."""
+    """Return a coordinator for a tiny model.
+
+    Args:
+        algorithm: of the run.
+        state: the global model; None = a line's.
+        seed: of the run.
+        limits: fields of `Limits`.
+    """
     return Coordinator(
         algorithm,
         state or line_state(),
@@ -87,7 +108,14 @@ def coordinator_for(
 def join(
     coordinator: Coordinator, clients: Iterable[int], speed: dict[int, float] | None = None, now: float = 0.0
 ) -> list[Action]:
-    """Let clients join; returns all actions."""
+    """Let clients join; return all actions.
+
+    Args:
+        coordinator: of the run.
+        clients: their ids.
+        speed: in FLOPs per second; None = their profiles say nothing of it.
+        now: seconds on the run's clock.
+    """
     actions: list[Action] = []
     for client in clients:
         profile = Profile(flops_per_s=(speed or {}).get(client, 1.0))
@@ -96,28 +124,40 @@ def join(
 
 
 def assigned(actions: Iterable[Action]) -> dict[int, Assignment]:
-    """The newest assignment of each client among `actions`."""
+    """Return the newest assignment of each client among `actions`."""
     return {action.assignment.client: action.assignment for action in actions if isinstance(action, Assign)}
 
 
 def answer(
     coordinator: Coordinator, assignment: Assignment, value: float, now: float = 0.0, num_samples: int = 1
 ) -> list[Action]:
-    """Hand in an answer."""
+    """Answer an assignment with equal elements; return the actions.
+
+    Args:
+        coordinator: of the run.
+        assignment: that is answered.
+        value: of every element.
+        now: seconds on the run's clock.
+        num_samples: the client trained on.
+    """
     return coordinator.handle(Arrived(update_for(coordinator.state, assignment, value, num_samples=num_samples)), now)
 
 
 def values_of(state: GlobalState) -> torch.Tensor:
-    """All floating-point values, in one row."""
+    """Return all floating-point values in one tensor, (values,)."""
     return torch.cat([b for d, b in state.values.buffers.items() if d.is_floating_point])
 
 
 def cut_in_the_middle(
     fresh: Callable[[], Coordinator], cut: int, value: Callable[[int], float], steps: int = 14
 ) -> tuple[Coordinator, Coordinator]:
-    """Four clients answer in order, each with every element at `value(step)`; saved after `cut` steps and restored.
+    """Let four clients answer in order, once without a break and once saved and restored after some steps.
 
-    Returns the coordinator that went on, and the one that was restored and given the same answers.
+    Args:
+        fresh: makes a coordinator.
+        cut: steps before the save.
+        value: of every element at a step.
+        steps: in all.
     """
 
     def play(coordinator: Coordinator, tasks: dict[int, Assignment], steps: Iterable[int]) -> None:

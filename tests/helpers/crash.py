@@ -43,6 +43,12 @@ def crash(monkeypatch: pytest.MonkeyPatch, num_settled: int) -> Iterator[None]:
 
 
 def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) -> None:
-    """Simulate with these options, and crash once `num_settled` tasks are settled."""
+    """Simulate a run that crashes.
+
+    Args:
+        monkeypatch: of the test.
+        num_settled: settled tasks after which it crashes.
+        options: of the command line.
+    """
     with crash(monkeypatch, num_settled):
         simulated(*options)

@@ -1,4 +1,4 @@
-"""A CUDA that is not there: two GPUs whose tensors lie in the CPU's memory, and refuse what a GPU's tensors refuse.
+"""Emulate CUDA: two GPUs whose tensors lie in the CPU's memory and refuse what tensors of a GPU refuse.
 
 Every operation passes through `Emulated`. It marks what is made on ``cuda`` with its device, computes on the CPU, refuses to
 mix devices where PyTorch does (`tests/test_emulated_cuda.py` holds the cases, which a real GPU checks), has each device
@@ -123,7 +123,7 @@ EMULATED: list[Emulated] = []
 
 
 class Emulated(TorchDispatchMode):
-    """All that is done on emulated devices.
+    """Dispatch mode that runs every operation on emulated devices.
 
     Attributes:
         counts: of copies ``to device``, ``to host`` and ``between``, and of ``waits``.
@@ -163,6 +163,13 @@ class Emulated(TorchDispatchMode):
         return self.compute(func, args, kwargs or {})
 
     def compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operation on the CPU in place of the GPU that it names; its result is of that GPU.
+
+        Args:
+            func: operation of ATen.
+            args: its arguments.
+            kwargs: its keyword arguments.
+        """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         place = where(func, args, kwargs, tensors)
         casts = func is aten._to_copy.default and kwargs.get("dtype") not in (None, tensors[0].dtype)
@@ -219,7 +226,7 @@ class Emulated(TorchDispatchMode):
 
     @contextmanager
     def _drawing(self, func: Any, place: torch.device) -> Iterator[None]:
-        """Have what draws on a device draw from its generator."""
+        """Draw from the generator of the emulated device."""
         if place.type != "cuda" or torch.Tag.nondeterministic_seeded not in func.tags:
             yield
             return
@@ -233,7 +240,14 @@ class Emulated(TorchDispatchMode):
 
 
 def where(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> torch.device:
-    """Return the device that an operation computes on, by PyTorch's own rules; raises where it would."""
+    """Return the device that an operation computes on by PyTorch's rules; raise the error that PyTorch would raise.
+
+    Args:
+        func: operation of ATen.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        tensors: all tensors among them.
+    """
     devices = [tensor.device for tensor in tensors]
     first, packet = (devices or [CPU])[0], func.overloadpacket
     if len(set(devices)) < 2 or packet in COPIES:
@@ -268,7 +282,7 @@ def where(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -
 
 @cache
 def leaves_devices_to_its_iterator(func: Any) -> bool:
-    """Look in the table that torch's kernels are made from whether an elementwise one may be given a scalar of the CPU.
+    """Check in torch's table of kernels whether an elementwise operation accepts a scalar on the CPU.
 
     The others check all tensors before they begin (`device_check: ExactSame`, the default for what has a kernel for CUDA).
     """
@@ -298,7 +312,7 @@ def _mixed(devices: list[torch.device]) -> RuntimeError:
 
 
 def generators(of: Emulated) -> type:
-    """Return what takes the place of `torch.Generator`: draws on the CPU, and knows the device that it is for."""
+    """Return a class in place of `torch.Generator` that draws on the CPU and stores the device that it is for."""
     plain: Any = torch.Generator
     kind: Any = type(plain)
 
@@ -326,7 +340,7 @@ def emulated_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
 
 @contextmanager
 def emulation(monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulated]:
-    """Have two GPUs within this context, by patches that outlast it."""
+    """Emulate two GPUs inside this context, by patches that stay in place after it."""
     # torch keeps this list: made below, it would lack torch.tensor itself, which `with torch.device("meta")` then misses
     _device_constructors()
     made = Emulated()

@@ -1,4 +1,4 @@
-"""Streams and events of emulated GPUs, whose order is checked.
+"""Emulate streams and events of GPUs, and check their order.
 
 A copy between host and GPU that blocks nobody is made as late as a real one may be: once the CPU waits for it, or work that
 comes after it begins. What a stream, or the CPU, does with memory that another stream is still at work on is refused unless it
@@ -86,7 +86,7 @@ class Event:
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """What a late copy does with a piece of memory."""
+    """A read or write of memory by a late copy."""
 
     stream: Stream
     number: int
@@ -120,7 +120,7 @@ class Streams:
         return chosen.get(index, self.defaults[index])
 
     def synchronize(self, index: int) -> None:
-        """Have the CPU wait for all of a GPU."""
+        """Let the CPU wait for all work of a GPU."""
         self.counts.add("waits")
         for stream in [one for one in self.all if one.device.index == index]:
             self.known(stream.mark())
@@ -136,7 +136,7 @@ class Streams:
             self._of_thread.chosen = before
 
     def known(self, mark: Mark) -> None:
-        """Have the CPU wait for so much."""
+        """Let the CPU wait for these counts of each stream's work."""
         for stream, number in mark.items():
             stream.run(number)
         merge(self.host, mark)
@@ -145,7 +145,15 @@ class Streams:
                 self.pending.pop(access, None)
 
     def begin(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], gpus: list[int]) -> bool:
-        """Check what an operation touches, on GPUs or by the CPU; return whether it is a copy that is made later."""
+        """Check an operation's tensors, whether GPUs or the CPU touch them; return True for a copy that is made later.
+
+        Args:
+            func: operation of ATen.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            tensors: all tensors among them.
+            gpus: numbers of the GPUs that take part; empty = the CPU computes.
+        """
         if func.is_view:
             return False
         written = {id(leaf) for leaf in tree_leaves(writes(func, args, kwargs))}
@@ -180,7 +188,7 @@ class Streams:
         return False
 
     def made(self, tensor: Tensor) -> None:
-        """Note that a tensor is new; who had its memory before is of no concern."""
+        """Record a new tensor, and forget earlier accesses to its memory."""
         stream = self.current(tensor.get_device())
         self._read.pop(key(tensor), None)
         self._written[key(tensor)] = stream, stream.number
@@ -205,7 +213,7 @@ class Streams:
 
 
 def merge(into: Mark, mark: Mark) -> None:
-    """Know what both know."""
+    """Merge two vector clocks: the larger count of each stream."""
     for stream, number in mark.items():
         into[stream] = max(number, into.get(stream, 0))
 
@@ -215,7 +223,13 @@ def key(tensor: Tensor) -> int:
 
 
 def writes(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operation writes to."""
+    """Return the arguments that an operation writes to.
+
+    Args:
+        func: operation of ATen.
+        args: its arguments.
+        kwargs: its keyword arguments.
+    """
     return [
         args[place] if place < len(args) else kwargs.get(name)
         for place, name in written_places(func)

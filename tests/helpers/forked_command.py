@@ -23,7 +23,7 @@ DEADLINE_S = 100.0
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    """Return what ``condition`` does, once that is true."""
+    """Wait until ``condition`` returns something true, and return that."""
     deadline = time.monotonic() + DEADLINE_S
     while not (found := condition()):
         assert time.monotonic() < deadline, f"{what} has not come within {DEADLINE_S:g} s"
@@ -70,7 +70,7 @@ class Command:
 
 
 def pending(pid: int, number: signal.Signals) -> bool:
-    """Return whether a process has yet to take a signal; False where the system does not say."""
+    """Check whether a signal is pending for a process; False where the system does not say."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("ShdPnd:"):
@@ -123,9 +123,14 @@ def command(
     entry: Callable[[list[str]], int | None] = main,
     **environment: str,
 ) -> Iterator[Command]:
-    """Run `raafl ARGV`, or another ``entry``, in a process group of its own, which is killed in the end.
+    """Run `raafl ARGV` in a process group of its own, which is killed at the end.
 
-    ``before`` is called in it first.
+    Args:
+        folder: of its output and working directory.
+        argv: arguments.
+        before: called in the process first; None = nothing is.
+        entry: what is run in place of the command line's main function.
+        environment: variables to set.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cached_models.warm_up()
@@ -142,7 +147,7 @@ def command(
 
 
 def in_fork(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what ``function`` does in a process forked for it: what it sets for its process is gone with that."""
+    """Call ``function`` in a forked process and return its result; its changes to the process do not outlast it."""
     context = mp.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 

@@ -52,7 +52,7 @@ class Started:
 
 
 def started(folder: Path, *words: str) -> list[Started]:
-    """Those that live and have all ``words`` in a row in their command lines, the oldest first."""
+    """Return the running processes whose command lines contain ``words`` in a row, the oldest first."""
     found = []
     for note in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
         with suppress(psutil.NoSuchProcess):
@@ -65,7 +65,7 @@ def started(folder: Path, *words: str) -> list[Started]:
 
 
 def start() -> None:
-    """From now on have each `python -m raafl ...` and `python SCRIPT.py ...` of `subprocess` forked, whichever thread asks."""
+    """Fork each `python -m raafl ...` and `python SCRIPT.py ...` that `subprocess` starts from now on, in any thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(_SUBREAPER, 1, 0, 0, 0) == 0
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

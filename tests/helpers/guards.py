@@ -32,13 +32,13 @@ LIBRARY_VARIABLES = {
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and of the children that it has waited for."""
+    """Return the CPU seconds of this process and of the children that it has waited for."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def over_budget(spent_s: float, reasons: list[object]) -> str | None:
-    """The complaint about a test that took so many CPU seconds, with the reasons of its `slow` marks; None if it may."""
+    """Return the complaint about a test that took so many CPU seconds; None where its budget or its `slow` marks allow them."""
     if spent_s <= BUDGET_S * ALLOWANCE or reasons:
         return None
     return (
@@ -48,13 +48,13 @@ def over_budget(spent_s: float, reasons: list[object]) -> str | None:
 
 
 def unnamed(marks: list[pytest.Mark]) -> list[pytest.Mark]:
-    """Marks `slow` that do not say why."""
+    """Return the tests whose mark `slow` has no reason."""
     return [mark for mark in marks if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0])]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Note what CPU time a test takes."""
+    """Record the CPU time of a test."""
     before = cpu_s()
     try:
         return (yield)
@@ -80,7 +80,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def raafl_data() -> Path:
-    """The folder with the prepared real data sets; the test is skipped where there is none."""
+    """Return the folder of the prepared real data sets; skip the test where there is none."""
     folder = os.environ.get("RAAFL_DATA")
     if not folder:
         pytest.skip("RAAFL_DATA is not set: it names the folder with the real data sets")

@@ -44,7 +44,7 @@ FIGURES = (
 
 
 class Words:
-    """What a hostile client says, drawn by a seed: mostly well formed, so that it gets past what only looks at types."""
+    """Random plain data of a hostile client's messages: mostly well formed, so that checks of types alone accept it."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -54,7 +54,7 @@ class Words:
         return rng.choice(NUMBERS) if rng.random() < 0.5 else rng.choice([1, -1]) * 10 ** rng.uniform(-320, 308)
 
     def rate(self) -> Any:
-        """A number that may be let in, from the least to the most."""
+        """Return a number between the smallest and the largest that is accepted."""
         return self.number() if self.rng.random() < 0.05 else 10 ** self.rng.uniform(-6, 24)
 
     def profile(self) -> Any:
@@ -105,7 +105,7 @@ class Words:
         return found if self.rng.random() < 0.97 else self.number()
 
     def extra(self, own: Any) -> Any:
-        """What its hook would have sent, with something put in the place of a part of it."""
+        """Return an honest hook's `Update.extra` with a part replaced."""
         if self.rng.random() < 0.05:
             return self.number()
         return self._bent({**own, **({"more": self.number()} if self.rng.random() < 0.3 else {})})
@@ -166,7 +166,7 @@ class Play(Driver):
         self.blamed.append(error)
 
     def step(self) -> None:
-        """Let time go on, with the timers that are due."""
+        """Advance the clock, and fire the timers that are due."""
         self.at += 1.0
         while self.timers and self.timers[0][0] <= self.at:
             self._tell(Timer(heapq.heappop(self.timers)[1]))
@@ -178,11 +178,11 @@ class Play(Driver):
             self._snapshots.give_back(snapshot)
 
     def join(self, client: int) -> None:
-        """Let a client of the run's own join."""
+        """Let an honest client join."""
         self._tell(Joined(self.parts.clients[client - 1]))
 
     def join_hostile(self, incarnation: int) -> bool:
-        """Let the hostile client say hello, as often as it likes; return whether it was let in."""
+        """Let the hostile client join; return True if it was admitted."""
         known = replace(self.parts.clients[HOSTILE - 1], id=HOSTILE)
         hello = json.loads(json.dumps({**client_to_json(known), **self.words.hello()}))
         try:
@@ -195,7 +195,7 @@ class Play(Driver):
         return True
 
     def answer(self, client: int) -> str:
-        """Train what a client was asked for and hand it in; return what it was refused for."""
+        """Train a client's task and submit the update; return the reason of its refusal, or None."""
         assignment, snapshot = self.out.pop(client)
         update = self.executor.result(assignment.id)
         self._snapshots.returned(assignment, update, snapshot)
@@ -229,20 +229,33 @@ class Play(Driver):
             update.refusal = refused.reason
 
     def lose(self, client: int, reason: str, incarnation: int) -> None:
-        """Let a client go."""
+        """Report a client as lost.
+
+        Args:
+            client: its id.
+            reason: of the loss.
+            incarnation: of the client.
+        """
         self._given_up(client)
         self._tell(Lost(client, reason, incarnation))
 
 
 def world(folder: Path, algorithm: Any, seed: int, **fields: Any) -> Play:
-    """Make such a run of a method."""
+    """Build a run of a method for random events.
+
+    Args:
+        folder: of the run.
+        algorithm: of the run.
+        seed: of the random events.
+        fields: of the experiment.
+    """
     made = experiment(folder / "config", algorithm, max_updates=10**9, eval_every=10**9, **fields)
     parts = build(made, pace=True, min_clients=1, count_lost=False)
     return Play(parts, folder / "run", seed)
 
 
 def play(run: Play, num_profiles: int) -> None:
-    """Let so many hostile profiles come, each with answers, beside three honest clients who must get on with their work."""
+    """Let the hostile client join with ``num_profiles`` profiles and send updates; three honest clients must make progress."""
     for client in (1, 2, 3):
         run.join(client)
     incarnation = 0

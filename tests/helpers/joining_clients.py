@@ -32,7 +32,7 @@ SECRET = Secret(b"a secret for tests only")
 
 @dataclass
 class Joiner:
-    """A process that is a client as soon as it is told.
+    """A process that becomes a client on request.
 
     Attributes:
         client: its id.
@@ -54,12 +54,12 @@ class Joiner:
         os.kill(self.process.pid, number)
 
     def exit_code(self, timeout_s: float = 40.0) -> int | None:
-        """How it ended; None = it still runs."""
+        """Return the exit code; None = it still runs."""
         self.process.join(timeout_s)
         return self.process.exitcode
 
     def words(self) -> str:
-        """What it has said so far."""
+        """Return its output so far."""
         return self.said.read_text() if self.said.exists() else ""
 
 
@@ -157,7 +157,7 @@ class Remote:
         return Finished(*serve(experiment, config_yaml, listener, SECRET, inbox=inbox, **options))
 
     def finished(self, folder: Path) -> Finished:
-        """What a server left behind."""
+        """Return a server's summary and run folder."""
         return Finished(json.loads((folder / "summary.json").read_text()), folder)
 
     def close(self) -> None:
@@ -176,7 +176,18 @@ def remote(
     experiment: Experiment, config_yaml: str, folder: Path, clients: Sequence[int | tuple[int, dict[str, Any]]],
     held_back: Sequence[int] = (), servers: Sequence[Experiment] = (), port: int | None = None,
 ) -> Iterator[Remote]:  # fmt: skip
-    """Clients that join at once, but for some (by their place in the list) that wait for `Joiner.begin`; killed at the end."""
+    """Run a server and clients that join it; all are killed at the end.
+
+    Args:
+        experiment: of the clients.
+        config_yaml: its config as text.
+        folder: of the run.
+        clients: ids, or pairs of an id and its options.
+        held_back: places in ``clients`` of those that join only when `Joiner.begin` is called; the others join at
+            once.
+        servers: experiments of servers to fork beside the clients; empty = none.
+        port: of the server; None = any free one.
+    """
     with cached_models.reuse_findings():
         started = Remote(experiment, config_yaml, folder, clients, servers, port)
         try:

@@ -54,7 +54,13 @@ def state_of(algorithm, seed=0):
 
 
 def started(algorithm, clients=3, state=None):
-    """A coordinator whose clients are at work, and their tasks."""
+    """Return a coordinator whose clients are at work, and their tasks.
+
+    Args:
+        algorithm: of the run.
+        clients: how many.
+        state: the global model; None = a new one.
+    """
     coordinator = coordinator_for(algorithm, state or state_of(algorithm), min_clients=clients)
     return coordinator, assigned(join(coordinator, range(1, clients + 1)))
 
@@ -68,12 +74,18 @@ def adapters(state, rank=RANK):
 
 
 def weight(state):
-    """What the adapted layer multiplies by."""
+    """Return the effective weight of the adapted layer."""
     return state.values[BASE].double() + adapters(state)
 
 
 def trained(coordinator, task, num_samples=1):
-    """An answer with random values, and the product of its adapters; the tensors are only lent."""
+    """Return an update with random values, and the product of its adapters; its tensors are valid until the next call.
+
+    Args:
+        coordinator: of the run.
+        task: that is answered.
+        num_samples: the client trained on.
+    """
     state = coordinator.state
     small = FlatTensors.empty(state.submodels.layout(task.spec, "trained"))
     for buffer in small.buffers.values():
@@ -90,14 +102,20 @@ STARTS: dict = {}
 
 
 def note_starts(state, tasks):
-    """What each client is sent: A and B of its rank, as they are now."""
+    """Store the values that each client receives: A and B of its rank, as they are now."""
     for task in tasks.values():
         sent = state.submodels.plan(task.spec, "sent").gather(state.values)
         STARTS[task.id] = {name: sent[name].clone() for name in (A, B)}
 
 
 def give(coordinator, task, num_samples=1):
-    """Answer a task; return its product, and the tasks that follow."""
+    """Answer a task; return the product of its adapters, and the tasks that follow.
+
+    Args:
+        coordinator: of the run.
+        task: that is answered.
+        num_samples: the client trained on.
+    """
     update, wanted = trained(coordinator, task, num_samples)
     tasks = assigned(coordinator.handle(Arrived(update), 0.0))
     for buffer in update.tensors.buffers.values():

@@ -55,7 +55,13 @@ def rated() -> RateSelect:
 
 
 def lora_run(output: Path, algorithm: Any, **fields: Any) -> Experiment:
-    """A run of four clients with ranks 8, 4, 2 and 1."""
+    """Return an experiment of four clients with ranks 8, 4, 2 and 1.
+
+    Args:
+        output: folder of the run.
+        algorithm: of the run.
+        fields: of the experiment that differ.
+    """
     return experiment(output, algorithm, **{"model": lora_bert, "data": Tokens, **fields})
 
 

@@ -160,7 +160,7 @@ class Ranks:
         os.kill(pid, number)
 
     def exit_codes(self, timeout_s: float = 40.0) -> dict[int, int | None]:
-        """How each client ended; None = it still runs after ``timeout_s``."""
+        """Return the exit code of each client; None = it still runs after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes.values():
             process.join(timeout=max(deadline - time.monotonic(), 0.0))
@@ -187,7 +187,14 @@ def ranks(
     fork_server: bool = False,
     simulating: int = 0,
 ) -> Iterator[Ranks]:
-    """The experiment's clients (and rank 0, if asked for), or ranks that train what is simulated, killed at the end."""
+    """Run the experiment's clients on real ranks, or ranks that train for a simulation; all are killed at the end.
+
+    Args:
+        experiment: of the run.
+        before: called in each rank first, with its number; None = nothing is.
+        fork_server: fork rank 0, too; else the test is rank 0.
+        simulating: number of ranks of a simulation; 0 = a run of real clients.
+    """
     with cached_models.reuse_findings():
         started = Ranks(experiment, before, fork_server=fork_server, simulating=simulating)
         try:
@@ -197,7 +204,7 @@ def ranks(
 
 
 class Watched(Inbox):
-    """An inbox that tells of each event as the server takes it, and notes when each was put in."""
+    """An inbox that reports each event when the server takes it, and records when each was put in."""
 
     def __init__(self, seen: Callable[[Event], None] | None = None) -> None:
         super().__init__()
@@ -215,7 +222,7 @@ class Watched(Inbox):
 
 
 def held() -> tuple[int, int, int]:
-    """Threads of Python, threads of the process, and open files of this process."""
+    """Return the numbers of Python's threads, of the process's threads, and of its open files."""
     gc.collect()
     process = psutil.Process()
     return threading.active_count(), process.num_threads(), process.num_fds()

@@ -11,7 +11,7 @@ Key = tuple[str, int]
 
 
 def key_of(event: Event) -> Key | None:
-    """Return what names an event in a script, ("arrived", assignment), ("joined" or "lost", client); else None."""
+    """Return an event's name in a script: ("arrived", assignment), ("joined" or "lost", client), or None."""
     match event:
         case Arrived(update):
             return ("arrived", update.assignment)

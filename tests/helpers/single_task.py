@@ -33,7 +33,15 @@ class Slope(LightningModule):
 
 
 def task_of(algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: int, y: float = 4.0) -> tuple:
-    """Train on one sample (1, y) from tensors by name, those of a bundle as BUNDLE/NAME; return what goes up, and the update."""
+    """Train on one sample (1, y); return the tensors that are sent to the server, and the update.
+
+    Args:
+        algorithm: of the run.
+        module: the model.
+        sent: tensors by name, those of a bundle as BUNDLE/NAME.
+        steps: of the task.
+        y: target of the sample.
+    """
     submodels = Submodels(module, (torch.ones(1, 1), torch.zeros(1, 1)))
     merge = algorithm.merge
     trainer = LocalTrainer(submodels, algorithm.local, merge.sends, Training(num_steps=steps, num_epochs=None))
@@ -46,7 +54,16 @@ def task_of(algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: 
 
 
 def give(coordinator, assignment: Assignment, value: float, num_samples: int = 1, extra=None, **bundles: float) -> dict:
-    """Answer a task with its values, and each bundle's, all alike; return the new assignments."""
+    """Answer a task with equal elements; return the new assignments.
+
+    Args:
+        coordinator: of the run.
+        assignment: that is answered.
+        value: of every element of the submodel.
+        num_samples: the client trained on.
+        extra: `Update.extra`; None = empty.
+        bundles: value of every element of each bundle.
+    """
     payload = coordinator.payload
     tensors = FlatTensors.empty(payload.layout(assignment.spec, "trained"))
     values, known = payload.split(tensors, assignment.spec, "trained")

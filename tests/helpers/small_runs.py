@@ -37,13 +37,13 @@ def digits() -> Digits:
 
 
 def unequal(speeds: Sequence[float] = SPEEDS, **more: Any) -> list[Device]:
-    """One device for each speed, with a link so that bytes count."""
+    """Return one device for each speed, with a link, so that bytes count."""
     link = {"down_bytes_per_s": 1e6, "up_bytes_per_s": 5e5, "latency_s": 0.01, **more}
     return [Device(name=f"device-{i}", flops_per_s=speed, **link) for i, speed in enumerate(speeds, start=1)]
 
 
 def windows(*periods: tuple[tuple[float, float], float]) -> list[Device]:
-    """Four unequal devices, each there only in its own windows."""
+    """Return four unequal devices, each present only in its own windows of time."""
     return [
         Device(name=f"d{i}", flops_per_s=speed, up_bytes_per_s=2e5, availability=(window,), period_s=period)
         for i, (speed, (window, period)) in enumerate(zip(SPEEDS, periods, strict=True), start=1)
@@ -55,7 +55,13 @@ COMING_AND_GOING = windows(((0.0, 0.4), 0.5), ((0.1, 0.6), 0.7), ((0.0, 0.2), 0.
 
 
 def experiment(output: Path, algorithm: Algorithm | str = "fed_avg", **fields: Any) -> Experiment:
-    """A run of four unequal clients on digits, that ends after twelve updates unless `fields` say otherwise."""
+    """Return an experiment of four unequal clients on digits that ends after twelve updates.
+
+    Args:
+        output: folder of the run.
+        algorithm: its name, or the algorithm.
+        fields: of the experiment that differ.
+    """
     if isinstance(algorithm, str):
         algorithm = ALGORITHMS[algorithm]()
     clients = fields.get("clients", 4)
@@ -96,13 +102,13 @@ class Finished:
 
 
 def finish(experiment: Experiment, run: Callable[[Experiment], tuple[dict[str, Any], Path]] = simulate) -> Finished:
-    """Run it to its end."""
+    """Run an experiment to its end."""
     with cached_models.reuse_findings():
         return Finished(*whole(run(experiment)))
 
 
 def equal_replay(made: Experiment, run: Finished) -> bool:
-    """Check whether a replay of the run that it made comes to the same model."""
+    """Check whether a replay of the run gives the same model."""
     rows, summary = read_run(run.folder)
     with cached_models.reuse_findings():
         parts = build(made, pace=False, **next(iter(rows))["start"])
@@ -112,7 +118,7 @@ def equal_replay(made: Experiment, run: Finished) -> bool:
 
 
 def whole(run: tuple[dict[str, Any], Path]) -> tuple[dict[str, Any], Path]:
-    """Pass on a run's summary and folder; end the tests where a signal has cut it short.
+    """Return a run's summary and folder; end the tests where a signal has interrupted the run.
 
     A run takes SIGTERM and Ctrl-C as a request to end early. One that the tests' own process gets, as from `timeout` when the
     time for all of them is up, is not meant for the run at hand, which would be found to give another model.

@@ -38,12 +38,24 @@ def die():
 
 
 def command(code: str, folder: Path, name: str) -> list[str]:
-    """How a stand-in is started; it notes `pid N` first."""
+    """Return the command that starts a stand-in, which first records `pid N`.
+
+    Args:
+        code: that it runs.
+        folder: of its records.
+        name: of its record.
+    """
     return [sys.executable, "-S", "-c", f"{PRELUDE}\nnote(f'pid {{os.getpid()}}')\n{code}", str(folder), name]
 
 
 def supervisor(folder: Path, plan: dict[str, Any], say: Any) -> Any:
-    """The supervisor of a plan."""
+    """Return the supervisor of a plan.
+
+    Args:
+        folder: of the records.
+        plan: code of each process.
+        say: called with each message.
+    """
     from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
 
     def child(name: str, code: str, log: Path | None) -> Child:

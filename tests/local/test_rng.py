@@ -35,11 +35,11 @@ def test_a_stream_steps_aside_and_goes_on_where_it_was():
     torch.manual_seed(8)
     other = torch.rand(2).tolist()
     torch.manual_seed(8)
-    with draws.aside():  # it is not in use
+    with draws.suspended():  # it is not in use
         found = [torch.rand(1).item()]
     with draws:
         own = [torch.rand(1).item()]
-        with draws.aside():
+        with draws.suspended():
             found.append(torch.rand(1).item())
         own.append(torch.rand(1).item())
     assert (own, found) == (wanted, other)

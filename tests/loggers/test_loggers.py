@@ -234,7 +234,7 @@ def test_names_classes_and_lists_are_understood():
     two = specs(["csv", {"class_path": f"{__name__}.Noting"}])
     assert [spec.name for spec in two] == ["CSVLogger", "Noting"]
     made = CSVLogger("somewhere")
-    assert specs(made)[0].made is made
+    assert specs(made)[0].instance is made
     assert specs(None) == specs([]) == []
 
 

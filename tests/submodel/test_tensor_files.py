@@ -72,7 +72,7 @@ def test_the_bits_are_those_of_memory_with_regions_that_nobody_trains_and_memori
             merge.apply(state)
             state.version += 1
         assert states[0].values.fingerprint() == states[1].values.fingerprint()
-    assert uncovered >= 3 and is_in_files(states[1].clients.kept["latest update"][1])
+    assert uncovered >= 3 and is_in_files(states[1].clients.values["latest update"][1])
     assert merges[0].report(states[0]) == merges[1].report(states[1])
     assert list(tmp_path.iterdir()) == []
 
@@ -90,7 +90,7 @@ def test_they_survive_a_restart(tmp_path, cut):
     whole, again = cut_in_the_middle(lambda: fresh(memory="disk", memory_folder=str(tmp_path)), cut, value)
     assert torch.equal(values_of(in_ram.state), values_of(whole.state))
     assert torch.equal(values_of(whole.state), values_of(again.state))
-    assert all(map(is_in_files, again.state.clients.kept["latest update"].values()))
+    assert all(map(is_in_files, again.state.clients.values["latest update"].values()))
 
 
 def test_a_run_ends_alike_in_memory_in_files_resumed_and_replayed(tmp_path, monkeypatch):
@@ -133,7 +133,7 @@ def test_the_server_keeps_hardly_any_of_it_in_memory(tmp_path):
     for client in range(2, 13):
         take(client)
     # what a checkpoint is written from: the sums, and twelve copies in files, too
-    saved = saving.to_plain([state.memory, state.clients.kept])
+    saved = saving.to_plain([state.memory, state.clients.values])
     grown = anonymous() - before
     assert grown < 44e6, "of 176 MB that are remembered, and saved"  # the allocator keeps some of what came before
     take(1)  # not into what is saved

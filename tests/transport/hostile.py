@@ -15,7 +15,7 @@ from raafl.errors import parse_address
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.handshake import Secret
-from raafl.transport.tcp.listener import Listener, call
+from raafl.transport.tcp.listener import Listener, connect
 from tests.helpers.raw_frames import encode
 
 SECRET = Secret(b"sixteen bytes or more")
@@ -60,7 +60,7 @@ class Server(threading.Thread):
                     self.lost.put((client, getattr(error, "reason", "timeout")))
 
     def call(self, client):
-        return call(self.listener.address, SECRET.for_client(client), timeout_s=WAIT_S, pair_timeout_s=WAIT_S)
+        return connect(self.listener.address, SECRET.for_client(client), timeout_s=WAIT_S, pair_timeout_s=WAIT_S)
 
     def raw(self):
         return socket.create_connection(parse_address(self.listener.address), WAIT_S)

@@ -7,7 +7,7 @@ import socket
 
 from raafl.errors import parse_address
 from raafl.transport.tcp.handshake import Secret
-from raafl.transport.tcp.listener import Listener, call
+from raafl.transport.tcp.listener import Listener, connect
 
 SECRET = Secret(b"sixteen bytes or more")
 WAIT_S = 30
@@ -26,7 +26,7 @@ class House:
         self.admitted.put((pair, client, address))
 
     def call(self, client=1, **more):
-        return call(self.listener.address, SECRET.for_client(client), timeout_s=WAIT_S, **more)
+        return connect(self.listener.address, SECRET.for_client(client), timeout_s=WAIT_S, **more)
 
     def reason(self):
         return self.refused.get(timeout=WAIT_S)

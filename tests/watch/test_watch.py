@@ -37,10 +37,10 @@ def test_rates_are_those_since_twenty_merges_ago():
     marks = Marks()
     assert marks.rates(Mark()) == (0.0, 0.0)
     for version in range(1, 11):  # one update of 100 bytes each 2 s
-        marks.merged(Mark(2.0 * version, version, 100 * version), again=False)
+        marks.merged(Mark(2.0 * version, version, 100 * version), replaces=False)
     assert marks.rates(Mark(25.0, 10, 1000)) == (10 / 25, 1000 / 25)  # fewer than twenty: since the run began
     for version in range(11, 41):  # then two updates, of 300 bytes, each second
-        marks.merged(Mark(20.0 + version - 10, 2 * version - 10, 1000 + 300 * (version - 10)), again=False)
+        marks.merged(Mark(20.0 + version - 10, 2 * version - 10, 1000 + 300 * (version - 10)), replaces=False)
     # 21 marks are kept, of versions 20 to 40; version 20 was at 30 s with 30 updates and 4,000 bytes
     assert marks.rates(Mark(50.0, 70, 10_000)) == ((70 - 30) / 20, (10_000 - 4_000) / 20)
     assert marks.rates(Mark(70.0, 70, 10_000)) == (1.0, 150.0)  # nothing for 20 s more: the rate falls
@@ -49,8 +49,8 @@ def test_rates_are_those_since_twenty_merges_ago():
 def test_several_updates_of_one_merge_are_one_mark():
     marks = Marks()
     for updates, at_s in ((1, 5.0), (2, 3.0), (3, 4.0)):
-        marks.merged(Mark(at_s, updates, 10 * updates), again=updates > 1)
-    assert list(marks.found) == [Mark(), Mark(5.0, 3, 30)]
+        marks.merged(Mark(at_s, updates, 10 * updates), replaces=updates > 1)
+    assert list(marks.marks) == [Mark(), Mark(5.0, 3, 30)]
 
 
 def test_when_it_ends_is_when_the_first_limit_or_all_targets_are_met():

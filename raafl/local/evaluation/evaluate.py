@@ -11,7 +11,7 @@ import torch
 from raafl.data.federated import Sized
 from raafl.errors import BadInput
 from raafl.local.buffers import Buffers
-from raafl.local.evaluation.metric_partials import Noting, NotMergeable, add
+from raafl.local.evaluation.metric_partials import NotMergeable, PartialRecorder, add
 from raafl.local.evaluation.metrics import begin, end, step
 from raafl.local.evaluation.record import Recorder
 from raafl.local.rng import generators, same_generators
@@ -24,7 +24,7 @@ from raafl.submodel.module_state import ModuleState
 class Evaluator:
     """Runs the module's ``validation_step`` over the test batches, for given values.
 
-    Batches can be shared between processes: another process returns partial sums (`noted`), which are added here (`add`) in the
+    Batches can be shared between processes: another process returns partial sums (`partials`), which are added here (`add`) in the
     order of batches, between `begin` and `end`.
 
     Attributes:
@@ -112,9 +112,9 @@ class Evaluator:
         """Evaluate the batches from ``start`` to before ``stop``; return how many there were."""
         return step(self.module, self._recorder, self._numbered(start, stop), self.device)
 
-    def add(self, noted: dict[str, Any]) -> None:
+    def add(self, partials: dict[str, Any]) -> None:
         """Add the partial sums of another process for the next batches."""
-        add(self._recorder, noted)
+        add(self._recorder, partials)
 
     def end(self) -> dict[str, float]:
         """Return the metrics over all samples."""
@@ -122,13 +122,13 @@ class Evaluator:
         self._state.check()
         return metrics
 
-    def noted(self, start: int, stop: int) -> dict[str, Any]:
+    def partials(self, start: int, stop: int) -> dict[str, Any]:
         """Evaluate some batches with the current values for another process; return partial sums as plain data for `add`.
 
         Raises:
             NotMergeable: results of a batch may depend on earlier ones.
         """
-        recorder, drawn = Noting(), generators()
+        recorder, drawn = PartialRecorder(), generators()
         recorder.attach(self.module)
         begin(self.module, recorder)
         try:
@@ -137,7 +137,7 @@ class Evaluator:
                 raise NotMergeable("validation_step draws random numbers")
             if changed := self._state.changed(metrics=False):
                 raise NotMergeable(f"validation_step changes the attribute {changed[0]}")
-            return recorder.taken()
+            return recorder.partials()
         finally:
             recorder.clear()
 

@@ -16,7 +16,15 @@ class Latest:
         self._epoch: dict[str, tuple[Any, float]] = {}
 
     def add(self, name: str, value: Any, weight: float, on_step: bool | None, on_epoch: bool | None) -> None:
-        """Add one value (a number, a detached tensor or a Metric) with ``weight`` samples."""
+        """Add one value.
+
+        Args:
+            name: of the metric.
+            value: a number, a detached tensor or a Metric.
+            weight: number of samples.
+            on_step: as in Lightning's `log`; None = Lightning's default for the hook.
+            on_epoch: as in Lightning's `log`; None = Lightning's default for the hook.
+        """
         if not on_epoch:
             self._last[name] = value
             return

@@ -15,7 +15,7 @@ class NotMergeable(Exception):
     """The evaluation cannot be shared between processes; the message says why."""
 
 
-class Noting(Recorder):
+class PartialRecorder(Recorder):
     """Recorder that keeps each logged number as plain data."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Noting(Recorder):
             weight = self.weight if batch_size is None else float(batch_size)
             self._numbers.append((name, logged_value(name, value), how, weight))
 
-    def taken(self) -> dict[str, Any]:
+    def partials(self) -> dict[str, Any]:
         """Return everything recorded, and the states of metrics.
 
         Raises:
@@ -46,11 +46,11 @@ class Noting(Recorder):
         }
 
 
-def add(recorder: Recorder, noted: dict[str, Any]) -> None:
-    """Continue ``recorder`` with what a `Noting` recorded, as if it had been logged there."""
-    for name, text, how, weight in noted["numbers"]:
+def add(recorder: Recorder, partials: dict[str, Any]) -> None:
+    """Continue ``recorder`` with what a `PartialRecorder` recorded, as if it had been logged there."""
+    for name, text, how, weight in partials["numbers"]:
         recorder.log(name, float(text), reduce_fx=how, batch_size=weight)
-    for name, states in noted["states"].items():
+    for name, states in partials["states"].items():
         metric = recorder.metrics[name]
         for state, numbers in states.items():
             own = getattr(metric, state)

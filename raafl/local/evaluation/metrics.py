@@ -81,7 +81,15 @@ def step(
     module: nn.Module, recorder: Recorder, batches: Iterable[tuple[int, Sized]], device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> int:  # fmt: skip
-    """Evaluate numbered batches; return how many there were."""
+    """Evaluate numbered batches; return how many there were.
+
+    Args:
+        module: in evaluation mode.
+        recorder: of what it logs.
+        batches: pairs of a batch's number and the batch.
+        device: that computes.
+        context: makes the context of each forward pass, as for a precision.
+    """
     num = 0
     for index, (batch, num_samples) in batches:
         num += 1
@@ -117,9 +125,18 @@ def measure_part(
 ) -> dict[str, float]:
     """Return a client's metrics on its test part as ``test/...``, and ``test/num_samples``; the model stays unchanged.
 
-    Buffers that the model changes are restored, also where it changes its own weights for inference; attributes are restored
-    before the next task. ``on_batch`` are paths of batch norms without usable running statistics, which use those of each batch.
-    Other arguments are as for `measure`.
+    Buffers that the model changes are restored, even when it changes its own weights for inference; attributes are restored
+    before the next task.
+
+    Args:
+        module: the trained submodel.
+        recorder: of what it logs.
+        buffers: restores the module's buffers.
+        data: of the client.
+        batches: of its test part.
+        device: that computes.
+        context: makes the context of each forward pass, as for a precision.
+        on_batch: paths of batch norms without usable running statistics, which use those of each batch.
     """
     trained = (p.detach() for p in module.parameters() if p.requires_grad)
     before = [(tensor, tensor.clone()) for tensor in (*module.buffers(), *trained)]

@@ -83,7 +83,13 @@ class Recorder:
         return self._metrics
 
     def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Add several values."""
+        """Add several values; see `Recorder.log`.
+
+        Args:
+            values: by name.
+            args: as for `log`.
+            kwargs: as for `log`.
+        """
         for name, value in values.items():
             self.log(name, value, **kwargs)
 
@@ -134,7 +140,13 @@ class Recorder:
 
 
 def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[..., None]) -> None:
-    """Replace ``log`` and ``log_dict`` of the module and of LightningModules inside it."""
+    """Replace ``log`` and ``log_dict`` of the module and of LightningModules inside it.
+
+    Args:
+        module: changed in place.
+        log: replaces ``log``.
+        log_dict: replaces ``log_dict``.
+    """
     for part in module.modules():
         if part is module or callable(getattr(type(part), "log_dict", None)):
             part.log = log  # type: ignore[assignment]

@@ -152,6 +152,12 @@ def try_single_samples(
 ) -> None:
     """Run a training step on one sample as the last batch of an epoch, where clients have such a batch.
 
+    Args:
+        module: the user's.
+        data: of all clients.
+        training: the run's setting of local work.
+        device: that computes.
+
     Raises:
         BadInput: it fails, as batch norm does: one value per channel has no variance.
     """
@@ -183,7 +189,13 @@ def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Tr
 
 @contextmanager
 def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[None]:
-    """Return a context that turns errors into `BadInput` with the layer, the shapes and the line of code."""
+    """Return a context that turns errors into `BadInput` with the layer, the shapes and the line of code.
+
+    Args:
+        module: the user's.
+        method: of the module that runs inside the context.
+        batch: that it is given; None = unknown.
+    """
     entered: list[tuple[str, nn.Module, Any]] = []
     handles = [handle for name, layer in module.named_modules() for handle in _watch(name, layer, entered)]
     try:

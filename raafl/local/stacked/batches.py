@@ -75,7 +75,14 @@ def _aligned(one: Tensor) -> Tensor:
 def batches(
     clients: Sequence[ClientData], rows: Sequence[Rows], counts: Sequence[int], batch_size: int | None
 ) -> Iterator[Batch]:
-    """Yield what each step trains on; ``counts`` are the clients' numbers of batches, descending."""
+    """Yield the batch of each step.
+
+    Args:
+        clients: data of each client.
+        rows: sample numbers of each client.
+        counts: each client's number of batches, descending.
+        batch_size: local batch size; None = the data's own.
+    """
     first = clients[0]
     if not first.gathers:
         yield from _one_by_one(clients, rows, counts)

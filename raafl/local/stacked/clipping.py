@@ -13,7 +13,13 @@ _LEAST_NORM = 1e-6  # torch's own
 
 
 def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
-    """Scale gradients of shape (clients, ...) in place, so that no client's total norm exceeds ``most``."""
+    """Scale gradients in place, so that no client's total norm exceeds a bound.
+
+    Args:
+        known: which operations have equal bits when computed together.
+        gradients: of shape (clients, ...).
+        most: largest norm.
+    """
     if gradients:
         norms = torch.stack([_norms(known, one) for one in gradients], 1)
         factors = (most / (_norms(known, norms) + _LEAST_NORM)).clamp(max=1.0)

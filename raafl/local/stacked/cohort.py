@@ -31,7 +31,14 @@ OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: str) -> str | None:
-    """Return why no task of a run can be trained together with others, or None; ``device`` is the type that Fabric uses."""
+    """Return why no task of a run can be trained together with others, or None; ``device`` is the type that Fabric uses.
+
+    Args:
+        local: the algorithm's part.
+        payload: that travels with a task.
+        options: of Fabric.
+        device: its type, as Fabric uses it.
+    """
     if not local.steps_are_plain or type(local).exchange is not Local.exchange or payload.has_bundles:
         return "the algorithm has steps of its own"
     if device != "cpu":

@@ -45,7 +45,7 @@ class Logged:
         self._step.append((name, value, self.weight if batch_size is None else float(batch_size), how))
 
     def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Note several values."""
+        """Record several values of all clients, inside vmap; see `Recorder.log_dict`."""
         for name, value in values.items():
             self.log(name, value, **kwargs)
 

@@ -19,7 +19,13 @@ _USUAL = {
 
 
 def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Compute `F.cross_entropy` of stacks, inside vmap: by slices but for means of (batch, classes) by class number."""
+    """Compute `F.cross_entropy` of stacks, inside vmap: by slices but for means of (batch, classes) by class number.
+
+    Args:
+        num: number of clients.
+        args: of `F.cross_entropy`.
+        kwargs: of `F.cross_entropy`.
+    """
     usual = len(args) == 2 and all(value is None or value == _USUAL[name] for name, value in kwargs.items())
     logits, labels = (stack_of(one) for one in args[:2]) if usual else (None, None)
     if logits is None or labels is None or logits.dim() != 3 or labels.dim() != 2 or labels.is_floating_point():

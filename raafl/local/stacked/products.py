@@ -24,7 +24,15 @@ Known = dict[Hashable, bool]
 
 
 def linear(known: Known, num: int, x: object, weight: object, bias: object = None) -> object:
-    """Compute `F.linear` of stacks, inside vmap."""
+    """Compute `F.linear` of stacks, inside vmap.
+
+    Args:
+        known: which operations have equal bits when computed together.
+        num: number of clients.
+        x: input, (clients, ..., in).
+        weight: (clients, out, in).
+        bias: (clients, out); None = none.
+    """
     stacks = [stack_of(one) for one in (x, weight, bias)]
     if any(stack is None for stack, one in zip(stacks, (x, weight, bias), strict=True) if one is not None):
         return by_slices(F.linear, (x, weight, bias), {}, num)
@@ -70,7 +78,15 @@ class _Linear(Function):
 def product(
     known: Known, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
 ) -> Tensor:
-    """Compute for all clients at once, or separately where that has other bits; determines which on first use."""
+    """Compute for all clients at once, or separately where that has other bits; determines which on first use.
+
+    Args:
+        known: which operations have equal bits when computed together; changed in place.
+        name: of the operation.
+        together: computes it on stacks.
+        alone: computes it for one client.
+        operands: stacks of shape (clients, ...).
+    """
     places = ((*one.shape[1:], *one.stride(), one.data_ptr() % CACHE_LINE_BYTES) for one in operands)
     key = (name, len(operands[0]).bit_length(), *places)
     equal = known.get(key)
@@ -109,7 +125,13 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
-    """Compute `F.embedding` on stacks, inside vmap; a table shared by all clients is no stack and stays as it is."""
+    """Compute `F.embedding` on stacks, inside vmap; a table shared by all clients is no stack and stays as it is.
+
+    Args:
+        num: number of clients.
+        args: of `F.embedding`.
+        kwargs: of `F.embedding`.
+    """
     if stack_of(args[1]) is None:
         return F.embedding(*args, **kwargs)
     return _embedding(num, *args, **kwargs)

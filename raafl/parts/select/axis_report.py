@@ -26,7 +26,7 @@ def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict
         rates: shares of each axis, in (0, 1].
         batch_size: batch size of the step whose FLOPs are counted.
     """
-    spanned = frozenset() if not submodels.axes or submodels.found is None else submodels.found.spanned
+    spanned = frozenset() if not submodels.axes or submodels.discovered is None else submodels.discovered.spanned
     cut = {name: axis for name, axis in submodels.axes.items() if name not in spanned}
     named = {f"{rate:g}": rate for rate in rates}
     return {
@@ -82,7 +82,7 @@ def _whole(submodels: Submodels) -> dict[tuple[str, int], str]:
     """Return the reason for each dimension of a parameter that lies on no axis."""
     on_axes = {(m.name, m.dim) for axis in submodels.axes.values() for m in axis.members}
     otherwise = submodels.problem or "the axes that the model declares do not name it"
-    if submodels.found is not None and submodels.problem is None:
+    if submodels.discovered is not None and submodels.problem is None:
         otherwise = "only the ranks of its adapters shrink"
     return {
         (entry.name, dim): submodels.whole_dims.get((entry.name, dim), otherwise)

@@ -36,6 +36,14 @@ def with_memory(
 ) -> tuple[ClientInfo, list[str]]:
     """Return this client's description with its memory, once its process holds everything but a task, and notes for the user.
 
+    Args:
+        experiment: of the run.
+        info: of the client, with or without declared memory.
+        submodels: of the model.
+        data: of the run.
+        device: that computes.
+        place: GPU and processes of this rank.
+
     Raises:
         BadInput: no submodel of the algorithm fits into the memory.
     """
@@ -63,6 +71,13 @@ def settle_heap(
     """Keep freed memory for the next step, or return it to the system at once where memory is scarce.
 
     Memory suffices if the whole model could train in it including fragmentation, and always where another device holds the model.
+
+    Args:
+        experiment: of the run.
+        info: of the client, with its memory.
+        submodels: of the model.
+        data: of the run.
+        device: that computes.
     """
     needs_bytes = 0.0
     if info.profile.memory_bytes < math.inf and device.type == "cpu":

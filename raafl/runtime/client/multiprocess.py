@@ -158,7 +158,7 @@ class ClientGroup:
         if different is not None:
             name = "frozen parameters" if different.field == "base" else different.field
             raise RunFailed(
-                f"client {self._client}: its processes differ in {name}: {different.mine} in process 0, {different.theirs} in "
+                f"client {self._client}: its processes differ in {name}: {different.ours} in process 0, {different.theirs} in "
                 f"process {number}"
             )
         if theirs.memory_bytes is None:

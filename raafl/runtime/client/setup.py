@@ -97,7 +97,13 @@ class ClientSetup:
     def client(
         self, pair: Connection, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None
     ) -> Client:
-        """Return a worker for a connection; see `Client`."""
+        """Return a worker for a connection; see `Client`.
+
+        Args:
+            pair: the connection to the server.
+            unsent: id of an assignment whose update was not sent on an earlier connection; None = there is none.
+            on_welcome: called once the server has accepted the client.
+        """
         return Client(
             self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
             config=self.sections or None, unsent=unsent, on_welcome=on_welcome,

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from raafl.compression.plan import CompressionPlan
-from raafl.compression.streams import Down, Up
+from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.config.options import Timeouts
 from raafl.core.payload import Payload
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
@@ -65,7 +65,7 @@ class Client:
         """
         self._plan = plan
         travels = plan or CompressionPlan(Payload(submodels))
-        self._down, self._up = Down(travels), Up(travels)
+        self._down, self._up = DownlinkCodec(travels), UplinkCodec(travels)
         self._side = ClientSide(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config

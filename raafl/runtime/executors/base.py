@@ -50,7 +50,13 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Accept a task, to be trained in order of ``needed_at``; ``snapshot`` stays unchanged until `result` or `cancel`."""
+        """Accept a task for training.
+
+        Args:
+            assignment: of the task.
+            snapshot: values to send; they stay unchanged until `result` or `cancel`.
+            needed_at: virtual time in seconds at which the result is due; tasks are trained in this order.
+        """
 
     @abstractmethod
     def result(self, assignment_id: int) -> Update:
@@ -90,7 +96,7 @@ class Inline(Executor):
         self._tasks: dict[int, tuple[Assignment, FlatTensors]] = {}
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Store the task until its result is requested."""
+        """Store the task until its result is requested; see `Executor.submit`."""
         self._tasks[assignment.id] = (assignment, snapshot)
 
     def result(self, assignment_id: int) -> Update:

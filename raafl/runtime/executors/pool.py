@@ -36,7 +36,7 @@ class Pool(RankExecutor):
         """Fork the workers, who measure with an ``evaluator`` of their own; to be called before any thread is started."""
         super().__init__(trainer, inner)
         for base in trainer.submodels.bases.names:  # forms that are made now are shared
-            trainer.submodels.bases.held(base)
+            trainer.submodels.bases.values(base)
         context, pairs = mp.get_context("fork"), [socket.socketpair() for _ in range(num_processes - 1)]
         does, num_threads = partial(work, trainer=trainer, inner=inner, evaluator=evaluator), torch.get_num_threads()
         self._processes = [

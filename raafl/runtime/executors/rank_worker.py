@@ -107,7 +107,7 @@ def _measured(made: Callable[[], Evaluator], asked: Measure, values: FlatTensors
         evaluator = made()
         if values is not None:
             evaluator.fill(values)
-        return Message(Kind.MEASURED, meta=evaluator.noted(asked.start, asked.stop))
+        return Message(Kind.MEASURED, meta=evaluator.partials(asked.start, asked.stop))
     except Exception as error:  # rank 0 measures on them itself, and says what there is to say
         return Message(Kind.FAILED, meta=Failed(error=format_error(error)).to_meta())
 

@@ -46,7 +46,7 @@ class _Task:
     here: bool = False
     sending: bool = False
     cancelled: bool = False
-    found: Update | TaskFailed | None = None
+    result: Update | TaskFailed | None = None
 
 
 class RankExecutor(Executor):
@@ -92,7 +92,7 @@ class RankExecutor(Executor):
         return self._inner.most(assignment)
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Accept the task; tasks begin in the order in which their results are needed."""
+        """Accept the task; see `Executor.submit`. Tasks begin in the order in which their results are needed."""
         with self._changed:
             task = self._tasks[assignment.id] = _Task(assignment, snapshot, needed_at)
             self._offer(task)
@@ -104,9 +104,9 @@ class RankExecutor(Executor):
         while True:
             with self._changed:
                 task = self._tasks[assignment_id]
-                if task.found is not None:
+                if task.result is not None:
                     self._one_less_needed()
-                    return self._taken(assignment_id, task.found)
+                    return self._taken(assignment_id, task.result)
                 some = self._for_here(task)
                 if not some and not task.here:
                     self._changed.wait()
@@ -147,18 +147,18 @@ class RankExecutor(Executor):
                 return
             while task.sending:  # the snapshot is given back by whoever cancels
                 self._changed.wait()
-            if task.begun and not task.here and task.found is None:
+            if task.begun and not task.here and task.result is None:
                 task.cancelled = True
                 return
             del self._tasks[assignment_id]
-            if task.found is not None:
-                self._count(task.found, -1)
+            if task.result is not None:
+                self._count(task.result, -1)
                 self._num_in_vain += 1
             elif not task.begun:
                 self._drop(task)
             elif task.here:
                 self._num_here -= 1
-        if task.here and task.found is None:
+        if task.here and task.result is None:
             self._inner.cancel(assignment_id)
 
     def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
@@ -181,7 +181,7 @@ class RankExecutor(Executor):
         """Report the way in which all processes together trained."""
         here = self._inner.counted()
         with self._changed:
-            kept = sum(task.found is not None for task in self._tasks.values())
+            kept = sum(task.result is not None for task in self._tasks.values())
             there = list(self._counted.values())
         return summed([here, *there, {"in_vain": self._num_in_vain + kept}]) if here else {}
 
@@ -264,27 +264,27 @@ class RankExecutor(Executor):
         update.tensors = update.tensors.clone()  # the trainer's own, used again for the next task
         return update
 
-    def _keep(self, task: _Task, found: Update | TaskFailed) -> None:
+    def _keep(self, task: _Task, result: Update | TaskFailed) -> None:
         """Hold a result until it is asked for."""
         with self._changed:
             if task.cancelled:
                 del self._tasks[task.assignment.id]
                 self._num_in_vain += 1
             else:
-                task.found = found
-                self._count(found, 1)
+                task.result = result
+                self._count(result, 1)
             self._changed.notify_all()
 
-    def _taken(self, assignment_id: int, found: Update | TaskFailed) -> Update:
+    def _taken(self, assignment_id: int, result: Update | TaskFailed) -> Update:
         del self._tasks[assignment_id]
-        self._count(found, -1)
-        if isinstance(found, TaskFailed):
-            raise found
-        return found
+        self._count(result, -1)
+        if isinstance(result, TaskFailed):
+            raise result
+        return result
 
-    def _count(self, found: Update | TaskFailed, sign: int) -> None:
+    def _count(self, result: Update | TaskFailed, sign: int) -> None:
         self._num_ahead += sign
-        self._ahead_bytes += sign * (0 if isinstance(found, TaskFailed) else found.tensors.num_bytes)
+        self._ahead_bytes += sign * (0 if isinstance(result, TaskFailed) else result.tensors.num_bytes)
         self._changed.notify_all()  # there may be room again
 
     # ---- with another rank; each in a thread of its own ----
@@ -312,7 +312,7 @@ class RankExecutor(Executor):
         theirs = Hello.from_meta(pair.recv(no_tensors, FOR_EVER_S).meta)
         if (different := agree(Identity.of(self._submodels), theirs.identity)) is not None:
             name = "frozen parameters" if different.field == "base" else different.field
-            raise Refused("incompatible", f"another {name}: {different.theirs}, here it is {different.mine}")
+            raise Refused("incompatible", f"another {name}: {different.theirs}, here it is {different.ours}")
         with self._stopping:
             pair.send(Message(Kind.WELCOME, meta=Welcome(tuple(sorted(self._submodels.refuted))).to_meta()))
 

@@ -53,15 +53,15 @@ class Shared:
     def measure(self) -> dict[str, float]:
         """Return the metrics, evaluating here while other ranks help."""
         for place, (start, stop) in enumerate(self._parts):
-            noted = self._of_another(place)
-            if noted is None:
+            partials = self._of_another(place)
+            if partials is None:
                 self._evaluator.measure(start, stop)
             else:
-                self._evaluator.add(noted)
+                self._evaluator.add(partials)
         return self._evaluator.end()
 
     def _of_another(self, place: int) -> dict[str, Any] | None:
-        """Wait for what another has noted of a part; None = it is this process's, from now on or again."""
+        """Wait for the partial sums of a part that another process evaluates; None = it is this process's, from now on or again."""
         with self._changed:
             if place < self._last:
                 self._first = max(self._first, place + 1)
@@ -74,7 +74,7 @@ class Shared:
         """Have one rank evaluate parts while there are any; runs on that rank's thread."""
         values: FlatTensors | None = self._values  # with the first
         while (place := self._take()) is not None:
-            noted = None
+            partials = None
             try:
                 start, stop = self._parts[place]
                 asked = Measure(start, stop, values is not None)
@@ -84,10 +84,10 @@ class Shared:
                 if answer.kind is not Kind.MEASURED:
                     self.is_refused = True
                     return
-                noted = answer.meta
+                partials = answer.meta
             finally:
                 with self._changed:
-                    self._found[place] = noted
+                    self._found[place] = partials
                     self._num_out -= 1
                     self._changed.notify_all()
 

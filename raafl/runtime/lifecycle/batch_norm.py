@@ -132,11 +132,14 @@ class StatisticsHookList(HookList):
         self._filler = statistics
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Call each observer with the statistics collected for the evaluation of these values."""
+        """Call each observer with the statistics collected for the evaluation of these values; see `RunHooks.on_values`."""
         with self._filler.measured(values):
             super().on_values(version, metrics, values)
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Call each observer: with the final model's statistics at the end, before with those of the last evaluation."""
+        """Call each observer; see `RunHooks.on_checkpoint`.
+
+        At the end of a run it sees the final model's statistics, before that those of the last evaluation.
+        """
         with self._filler.filled(coordinator.state.values, anew=coordinator.finished is not None):
             super().on_checkpoint(coordinator, version, clock)

@@ -45,7 +45,7 @@ class BestCheckpoint(RunHooks):
         self._warned = False
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Write the model if it is better than the kept one."""
+        """Write the model if it is better than the kept one; see `RunHooks.on_values`."""
         value = metrics.get(self._metric, math.nan) if self._metric is not None else math.nan
         if not math.isfinite(value) or not self._is_better(value):
             return

@@ -65,7 +65,10 @@ class Checkpointer(RunHooks):
         return self._last is None or self._last.done()
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Copy the state and write it in the background; waits for the previous write, so that at most one copy exists."""
+        """Copy the state and write it in the background; see `RunHooks.on_checkpoint`.
+
+        Waits for the previous write, so that at most one copy exists.
+        """
         self.wait()
         self._saved_s = self._clock()
         # All is copied here, in the thread that changes it in place: what the writer's thread gets, nobody changes any more.

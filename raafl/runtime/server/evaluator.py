@@ -29,7 +29,13 @@ class SnapshotEvaluator(threading.Thread):
         self.failure: CodeFailed | None = None
 
     def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
-        """Copy ``values`` for measuring; returns once they are copied."""
+        """Copy values for a later measurement; returns once they are copied.
+
+        Args:
+            version: of the values.
+            at_s: seconds on the run's clock.
+            values: of the global model.
+        """
         with self._changed:
             # One that nobody has begun to measure is overwritten. One that is being measured is in neither place.
             snapshot = self._next[2] if self._next is not None else self._spare

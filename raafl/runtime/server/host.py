@@ -31,14 +31,23 @@ _GREET_S = 30.0  # for a client that has called to greet; it may have to load it
 
 def host(
     experiment: Experiment, config_yaml: str, transport: Transport, *,
-    inbox: Inbox | None = None, bears: int | None = 0, terms: Terms | None = None, min_clients: int | None = None,
+    inbox: Inbox | None = None, max_failures: int | None = 0, terms: Terms | None = None, min_clients: int | None = None,
     note: Callable[[Path], None] = lambda folder: None, observer: RunHooks | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Coordinate the clients that a transport brings; return the summary and the run folder.
 
-    ``transport`` is this end of it, not entered yet; events pass through ``inbox``; ``bears`` is how many failures
-    alike of a client's code end no run (see `Server`); ``min_clients`` None = all that are to be there, or as many as
-    the run to resume began with; ``note`` is told the run folder before any client is let in, and may raise `BadInput`.
+    Args:
+        experiment: the run.
+        config_yaml: its config as text, for the run folder.
+        transport: this end of it, not entered yet.
+        inbox: through which events pass; None = a new one.
+        max_failures: equal failures of clients' code that do not end the run, see `Server`; None = no number of
+            them ends it.
+        terms: settings on which clients must agree; None = none.
+        min_clients: clients with which the run starts; None = all of them, or as many as the run to resume began
+            with.
+        note: called with the run folder before a client is admitted; may raise `BadInput`.
+        observer: called during the run; None = nobody.
     """
     with transport:
         saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
@@ -50,11 +59,11 @@ def host(
             count_lost=not transport.comes_and_goes,
         )  # fmt: skip
         run = Run(parts, config_yaml, "distributed", saved, observer)
-        run.progress.stamped = bears is None  # clients of others come and go: the server's output is a log
+        run.progress.stamped = max_failures is None  # clients of others come and go: the server's output is a log
         note(run.folder)
         server = Server(
             parts.coordinator, inbox or Inbox(), run.record, run.evaluator, waits=experiment.waits, hooks=run.hooks,
-            progress=run.progress, announce=transport.announce, bears=bears,
+            progress=run.progress, announce=transport.announce, max_failures=max_failures,
             patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
         )  # fmt: skip
         transport.listen(_admit(run, server, terms), run.record.turned_away, parts.coordinator.state.values.device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from raafl.compression.plan import CompressionPlan
-from raafl.compression.streams import Down, Up
+from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.config.options import Timeouts
 from raafl.core.exchange import Exchange
 from raafl.core.local import Local
@@ -92,7 +92,7 @@ class Session(threading.Thread):
         self._pair: Connection | None = None
         self._terms = terms or Terms()
         self._plan = plan or CompressionPlan(Payload(submodels))
-        self._down, self._up = Down(self._plan), Up(self._plan)
+        self._down, self._up = DownlinkCodec(self._plan), UplinkCodec(self._plan)
         self._received: FlatTensors | None = None  # what the client has been sent, as it has it
         # While it greets and while a task is out two may send, this thread and `stop`, in the loop's: a pair takes one at a time.
         # `_stopping` is set before the lock is tried, and looked at after it is given back, so that one of the two tells the
@@ -208,11 +208,11 @@ class Session(threading.Thread):
             return f"different config: '{different.field[7:]}' is not as in the server's config.yaml"
         if different.field == "base":
             return (
-                f"different frozen parameters: the server's have digest {different.mine[:16]}, those of client {self.client} "
+                f"different frozen parameters: the server's have digest {different.ours[:16]}, those of client {self.client} "
                 f"{different.theirs[:16]}; they are not sent: give both the same pretrained weights"
             )
         return (
-            f"different {different.field}: the server has {different.mine}, client {self.client} has {different.theirs}"
+            f"different {different.field}: the server has {different.ours}, client {self.client} has {different.theirs}"
         )
 
     def _take_late(self, hello: Hello) -> None:

@@ -64,16 +64,16 @@ class Server(Driver):
         progress: Progress | None = None,
         announce: Callable[[int | None, str], None] = lambda client, reason: None,
         patience_s: float | None = None,
-        bears: int | None = None,
+        max_failures: int | None = None,
     ) -> None:
         """Prepare; `run` starts the clock. ``announce`` is told why a client (None = all) is let go.
 
         With ``patience_s`` clients may come and go (`enter`), and the run fails when there has been none for so long;
         without, all enter before `run`, which starts their sessions, and it fails when none is left. A client in which the
-        user's code fails in the same way more than ``bears`` times ends it too; None = it does not, others have sound data.
+        user's code fails in the same way more than ``max_failures`` times ends it too; None = it does not, others have sound data.
         """
         super().__init__(coordinator, record, evaluator, hooks, progress)
-        self._bears, self._failures, self._num_failures = bears, Counter[tuple[int, str, str]](), 0
+        self._max_failures, self._failures, self._num_failures = max_failures, Counter[tuple[int, str, str]](), 0
         self._announce = announce
         self._patience_s, self._alone_since = patience_s, 0.0
         self.inbox, self.waits = inbox, waits or Timeouts()
@@ -239,9 +239,9 @@ class Server(Driver):
 
     def _take_failure(self, failure: TaskFailed) -> None:
         """Say that the user's code has failed in a client; where that ends no run, leave the traceback."""
-        if self._bears is not None:
+        if self._max_failures is not None:
             self._failures[failure.kind] += 1
-            if self._failures[failure.kind] > self._bears:
+            if self._failures[failure.kind] > self._max_failures:
                 self._fail(failure)
                 return
         self._keep_traceback(str(failure), failure)

@@ -28,6 +28,12 @@ def product_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
     """Return the FLOPs of a matrix product, convolution, attention, recurrent layer or transform; 0 for other operations.
 
     A multiplication with its addition counts 2; of complex numbers 8.
+
+    Args:
+        packet: operation of ATen.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: its result.
     """
     formula = _formulas().get(packet)
     if formula is None:
@@ -37,12 +43,18 @@ def product_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
     return 4 * flops if made.is_complex() and packet not in _TRANSFORMS else flops
 
 
-def arithmetic_flops(func: Any, args: Any, made: Sequence[Tensor]) -> float:
-    """Return one FLOP per value that a pointwise operation produces or a reduction reads; 0 for other operations."""
+def arithmetic_flops(func: Any, args: Any, results: Sequence[Tensor]) -> float:
+    """Return one FLOP per value that a pointwise operation produces or a reduction reads; 0 for other operations.
+
+    Args:
+        func: operation of ATen.
+        args: its arguments.
+        results: tensors that it returned.
+    """
     if func._overloadpacket in _REDUCTIONS:
         return float(args[0].numel())
-    if torch.Tag.pointwise in func.tags and made and (made[0].is_floating_point() or made[0].is_complex()):
-        return float(made[0].numel())
+    if torch.Tag.pointwise in func.tags and results and (results[0].is_floating_point() or results[0].is_complex()):
+        return float(results[0].numel())
     return 0.0
 
 

@@ -46,7 +46,7 @@ _TIMES = {
 the layer of `raafl.devices.probes`: plain arithmetic runs at the speed of memory, an activation at that of its exponentials."""
 
 
-def traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_bytes: int) -> tuple[int, float]:
+def traffic(packet: Any, args: Sequence[Any], results: Sequence[Tensor], moved_bytes: int) -> tuple[int, float]:
     """Return the effective bytes of an operation, and its FLOPs on padding.
 
     Effective bytes are proportional to the time of moving them: more for an operation that copies, as convolutions do, or that
@@ -55,10 +55,10 @@ def traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_byte
     Args:
         packet: the operation.
         args: its arguments.
-        made: its results.
+        results: its results.
         moved_bytes: bytes of operands and results.
     """
-    shape = _convolution(packet, args, made)
+    shape = _convolution(packet, args, results)
     if shape is None:
         return int(_TIMES.get(packet, 1.0) * moved_bytes), 0.0
     x, weight, y, transposed, groups, masks, uses_onednn = shape
@@ -70,17 +70,23 @@ def traffic(packet: Any, args: Sequence[Any], made: Sequence[Tensor], moved_byte
     return int(_CONVOLUTION * (moved_bytes + sum(one.num_bytes for one in passes))), padding_flops
 
 
-def workspace_bytes(packet: object, args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """Return the bytes that a convolution or oneDNN's LSTM needs at its peak beyond operands and results; 0 for others."""
+def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tensor]) -> int:
+    """Return the bytes that a convolution or oneDNN's LSTM needs at its peak beyond operands and results; 0 for others.
+
+    Args:
+        packet: operation of ATen.
+        args: its arguments.
+        results: tensors that it returned.
+    """
     if packet in _RECURRENT:
         return _recurrent_workspace(*args)
-    shape = _convolution(packet, args, made)
+    shape = _convolution(packet, args, results)
     if shape is None:
         return 0
     x, weight, y, _, groups, masks, uses_onednn = shape
     if not uses_onednn:
         return _unfolded(x, weight, y)
-    results = sum(map(_bytes, made))
+    results = sum(map(_bytes, results))
     passes = _passes(x, weight, y, groups, masks)
     if not masks:  # while it is computed, or while the result is put in order
         return max(passes[0].num_bytes, passes[0].y_bytes + _bytes(y)) - results

@@ -141,7 +141,14 @@ class OperationCost(NamedTuple):
 
 
 def counted(func: object, args: Any, kwargs: object, result: object) -> OperationCost:
-    """Return the ledger entry of an operation; None where it is not one of torch's own."""
+    """Return the ledger entry of an operation; None where it is not one of torch's own.
+
+    Args:
+        func: the operation.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        result: its result.
+    """
     if not isinstance(func, torch._ops.OpOverload):
         return OperationCost()
     packet, made = func._overloadpacket, tensors_in(result)

@@ -17,7 +17,13 @@ _NAMES = "_raafl_carried"
 
 
 def set_carried(layer: nn.Module, name: str, value: object) -> None:
-    """Set an attribute of a layer such that every copy of the layer has it, too."""
+    """Set an attribute of a layer such that every copy of the layer has it, too.
+
+    Args:
+        layer: changed in place.
+        name: of the attribute.
+        value: of the attribute.
+    """
     attributes = layer.__dict__
     attributes[name] = value
     if not isinstance(layer, _Carrying):

@@ -66,7 +66,13 @@ def _uncopyable(thing: object, own: dict[int, Any]) -> Iterator[Any]:
 def remade(
     module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]
 ) -> nn.Module:  # fmt: skip
-    """Copy the structure, replacing each tensor by the result of ``parameter`` or ``buffer``."""
+    """Copy the structure, replacing each tensor by the result of ``parameter`` or ``buffer``.
+
+    Args:
+        module: to copy.
+        parameter: maps each parameter.
+        buffer: maps each buffer.
+    """
     memo: dict[int, Any] = {id(p): nn.Parameter(parameter(p), p.requires_grad) for p in module.parameters()}
     memo |= {id(b): buffer(b) for b in module.buffers()}
     return copy_structure(module, memo)

@@ -35,7 +35,18 @@ class FewerHeads(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output and, if requested, attention weights; shapes and masks as in the base class."""
+        """Return output and, if requested, attention weights.
+
+        Args:
+            query: (L, E) or as in the base class with a batch.
+            key: (S, E), likewise.
+            value: (S, E), likewise.
+            key_padding_mask: as in `nn.MultiheadAttention`; None = no padding.
+            need_weights: return attention weights, else None.
+            attn_mask: as in `nn.MultiheadAttention`; None = none.
+            average_attn_weights: average the weights over heads.
+            is_causal: as in `nn.MultiheadAttention`.
+        """
         batched, is_self = query.dim() == 3, query is key and key is value
         if not batched:
             query, key, value = (x.unsqueeze(0) for x in (query, key, value))

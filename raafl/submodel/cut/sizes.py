@@ -112,12 +112,12 @@ def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int
         (held if isinstance(held, dict) else held.__dict__)[part] = value
 
 
-def shallow(held: object) -> object:
+def shallow(value: object) -> object:
     """Return a shallow copy of a dictionary or plain object."""
-    if isinstance(held, dict):
-        return held.copy()
-    copy = object.__new__(type(held))
-    copy.__dict__.update(held.__dict__)
+    if isinstance(value, dict):
+        return value.copy()
+    copy = object.__new__(type(value))
+    copy.__dict__.update(value.__dict__)
     return copy
 
 

@@ -11,9 +11,9 @@ from raafl.submodel.axes import Axis, Member
 from raafl.submodel.cut.layers import produces
 from raafl.submodel.cut.sizes import Extent
 from raafl.submodel.declared import above, declarations, join, within
-from raafl.submodel.find.held import held
 from raafl.submodel.find.labels import Atom, Dim, Reason
 from raafl.submodel.find.trace import TraceResult
+from raafl.submodel.find.whole_layers import whole_layers
 from raafl.submodel.packages import is_packaged
 
 MOST_MEMBERS = 512
@@ -50,7 +50,7 @@ class Candidate:
     outside: set[Atom] = field(default_factory=set)
 
     @property
-    def made(self) -> list[str]:
+    def producers(self) -> list[str]:
         """Names of the tensors that produce its units; if none does, of the tensors that contain them."""
         made = [spot.name for spot in self.spots if spot.is_made]
         made = made or [spot.name for spot in self.spots if not spot.is_read]
@@ -94,7 +94,7 @@ class Candidates:
 
     def _hold(self) -> Iterator[tuple[tuple[str, int], Reason]]:
         """Keep layers of known families as they were cut before there were traces; give their dimensions and reasons."""
-        for path, is_wide in held(self.module):
+        for path, is_wide in whole_layers(self.module):
             name = f"{path}.weight"
             if name not in self.seen.dims:
                 continue  # this model is made without it
@@ -175,7 +175,7 @@ class Candidates:
         alone = [b for c, b in zip(picked, blocks, strict=True) if "batch" not in c.atom.marks and c.atom.span is None]
         names: list[str] = []
         for candidate, block in zip(picked, blocks, strict=True):
-            made = candidate.made[0].rpartition(".")[0] or candidate.made[0]
+            made = candidate.producers[0].rpartition(".")[0] or candidate.producers[0]
             options, is_wide = [made], candidate.atom.span is not None
             if "batch" in candidate.atom.marks:
                 options = [join(block, "heads"), join(block, "cross_heads"), made]
@@ -198,13 +198,13 @@ class Candidates:
 
     def _width(self, candidate: Candidate) -> list[str]:
         """Name the residual width of the outermost model of a package that makes all of it, if there is one."""
-        home = _common(name.rpartition(".")[0] for name in candidate.made)
+        home = _common(name.rpartition(".")[0] for name in candidate.producers)
         packages = (path for path in (*above(home), home) if is_packaged(self.module.get_submodule(path)))
         return [join(path, "width") for path in packages][:1]
 
     # ---- what comes of it ----
 
-    def found(self) -> list[Axis]:
+    def as_axes(self) -> list[Axis]:
         """Return the axes."""
         axes = []
         for name, candidate in self.axes.items():

@@ -80,7 +80,7 @@ def discover_axes(
         seen = TraceResult({}, seen.labels, frozenset(), seen.watch)
     candidates = Candidates(seen, module, residual_width, declared)
     places = {name: place for place, name in enumerate(shapes)}
-    found = candidates.found()
+    found = candidates.as_axes()
     axes = sorted([*found, *declared], key=lambda axis: min(places.get(m.name, len(places)) for m in axis.members))
     whole = candidates.whole()
     kept_whole: dict[str, str] = {}

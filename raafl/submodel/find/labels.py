@@ -223,7 +223,13 @@ class Labels:
                 return
 
     def take(self, dim: Dim, start: int, length: int) -> Dim:
-        """Return indices ``start`` to ``start + length - 1``, as a slice does."""
+        """Return indices ``start`` to ``start + length - 1``, as a slice does.
+
+        Args:
+            dim: to select from.
+            start: first index.
+            length: number of indices.
+        """
         if start == 0 and length == dim.size:
             return dim
         atoms = dim.leaves()

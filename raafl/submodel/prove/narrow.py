@@ -35,6 +35,11 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Su
 
     Where possible the residual width is cut, too, and a frozen base beside LoRA ranks, which stay as they are: the copy need not
     compute what the model does, only have the same structure.
+
+    Args:
+        submodels: of the model.
+        module: the model.
+        batch: an example.
     """
     ranks = {axis.members for axis in lora.ranks(module)}
     for wide in dict.fromkeys([True, submodels.residual_width]):
@@ -43,7 +48,7 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Su
                 _plain(module), batch, residual_width=wide, batch_norm=submodels.batch_norm, only_ranks=False
             )
             least = {name: min(axis.size, max(2, axis.size // NARROW)) for name, axis in large.axes.items()}
-            least |= {name: min(least[name], WIDEST) for name in (large.found.spanned if large.found else ())}
+            least |= {name: min(least[name], WIDEST) for name in (large.discovered.spanned if large.discovered else ())}
             least |= {name: axis.size for name, axis in large.axes.items() if axis.members in ranks}
             copy = _cut(large, module, large.normal(Spec.select({name: range(size) for name, size in least.items()})))
             narrow = type(submodels)(
@@ -83,7 +88,7 @@ def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
     return small.module
 
 
-def drawn(submodels: Submodels, module: nn.Module) -> FlatTensors:
+def random_values(submodels: Submodels, module: nn.Module) -> FlatTensors:
     """Return a full state with values like those of initialised layers, no two alike; buffers are the module's own."""
     generator, values = torch.Generator().manual_seed(7), FlatTensors.zeros(submodels.layout())
     buffers = persistent_buffers(module)

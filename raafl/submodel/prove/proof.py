@@ -26,7 +26,7 @@ from raafl.submodel.frozen import select
 from raafl.submodel.isolated_run import loss_of, one_line, seeded, settle, undisturbed, watch_outputs
 from raafl.submodel.module_state import ModuleState
 from raafl.submodel.nested_batch import mapped
-from raafl.submodel.prove.narrow import drawn, narrowed, num_values, shortened
+from raafl.submodel.prove.narrow import narrowed, num_values, random_values, shortened
 from raafl.submodel.prove.noise import NOISE, Quiet
 from raafl.submodel.spec import FULL, Spec
 
@@ -104,9 +104,9 @@ class _Proof:
     def __init__(self, submodels: Submodels, module: nn.Module, batch: Any, dtype: torch.dtype) -> None:
         self.submodels, self.dtype = submodels, dtype
         self.batch = mapped(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
-        self.values = drawn(submodels, module)
+        self.values = random_values(submodels, module)
         self.spanned = {axis.name for axis in submodels.axes.values() if _norm_spans(submodels.module, axis)}
-        self.spanned |= set() if submodels.found is None else submodels.found.spanned
+        self.spanned |= set() if submodels.discovered is None else submodels.discovered.spanned
         self.halves = frozenset({torch.float16, torch.bfloat16} & set(submodels.layout().dtypes))
         self.generator = torch.Generator().manual_seed(11)
         self.noise = NOISE

@@ -33,7 +33,13 @@ _NONCE = struct.Struct("<4xQ")
 
 
 def derive(key: bytes, salt: bytes, info: bytes) -> bytes:
-    """Derive 32 bytes by HKDF with SHA-256 (RFC 5869); an empty ``salt`` means none."""
+    """Derive 32 bytes by HKDF with SHA-256 (RFC 5869).
+
+    Args:
+        key: input keying material.
+        salt: empty = none.
+        info: context string.
+    """
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 

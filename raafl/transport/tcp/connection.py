@@ -1,6 +1,6 @@
 """Exchange messages over a connected TCP socket, with clients on other machines that come and go.
 
-The handshake authenticates (`Listener` and `call` run it before they make a connection); a `RecordCipher` encrypts.
+The handshake authenticates (`Listener` and `connect` run it before they make a connection); a `RecordCipher` encrypts.
 """
 
 from __future__ import annotations

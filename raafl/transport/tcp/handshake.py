@@ -164,6 +164,11 @@ def server_handshake(
 def client_handshake(stream: SocketStream, key: ClientKey, demand_encryption: bool) -> RecordCipher | None:
     """Run the client's side of the handshake; return the session's keys if it is encrypted.
 
+    Args:
+        stream: connected to the server.
+        key: of the client.
+        demand_encryption: refuse a server that does not encrypt.
+
     Raises:
         Refused: bad-magic, bad-version, wrong-secret, bad-share, or not-encrypted.
         PeerLost: the server closed the connection.

@@ -294,7 +294,7 @@ class Listener:
             _log.exception("could not report a caller turned away as %s", reason)
 
 
-def call(
+def connect(
     address: str, key: ClientKey, *, timeout_s: float, demand_encryption: bool = False, pair_timeout_s: float = 30.0
 ) -> TcpConnection:
     """Connect to a `Listener` and authenticate with a client's key; return the connection.

@@ -1,4 +1,4 @@
-"""Transport for clients on other machines that come and go: a `Listener` on the server, `call` on the client."""
+"""Transport for clients on other machines that come and go: a `Listener` on the server, `connect` on the client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from raafl.errors import BadInput
 from raafl.transport.connection import Connection
-from raafl.transport.tcp.listener import Listener, call, encrypts
+from raafl.transport.tcp.listener import Listener, connect, encrypts
 from raafl.transport.tcp.rate_limit import TokenBucket
 from raafl.transport.transport import Admit, ConnectOptions, Transport
 
@@ -45,10 +45,10 @@ class TcpTransport(Transport):
         self._listener.close()
 
     def connect(self, device: torch.device | str = "cpu") -> Connection:
-        """Connect to the server; see `call`."""
+        """Connect to the server; see `raafl.transport.tcp.listener.connect`."""
         meeting, key = self._meeting, self._secret.for_client(self.client)
         assert isinstance(meeting.address, str)
-        return call(
+        return connect(
             meeting.address,
             key,
             timeout_s=meeting.wait_s,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raafl.errors import BadInput
-from raafl.local.evaluation.metric_partials import Noting, add
+from raafl.local.evaluation.metric_partials import PartialRecorder, add
 from raafl.local.evaluation.record import Recorder
 
 
@@ -40,7 +40,7 @@ def test_logging_holds_no_graph():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sums_are_in_float64_whatever_the_precision_of_the_model(dtype):
     """A running sum in bfloat16 stands still at 256: the mean of 2,000 would be 0.15."""
-    recorder, noting = Recorder(), Noting()
+    recorder, noting = Recorder(), PartialRecorder()
     value = torch.tensor(1.14, dtype=dtype)
     for one in (recorder, noting):
         for _ in range(2000):
@@ -48,7 +48,7 @@ def test_sums_are_in_float64_whatever_the_precision_of_the_model(dtype):
             one.log("number", value, reduce_fx="sum")
     wanted = {"loss": value.item(), "number": 2000 * value.item()}
     assert recorder.means() == pytest.approx(wanted, rel=1e-12)
-    add(recorder, noting.taken())
+    add(recorder, noting.partials())
     assert recorder.means() == pytest.approx(wanted, rel=1e-12)
 
 

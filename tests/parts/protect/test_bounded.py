@@ -147,7 +147,7 @@ def test_what_would_overflow_is_refused_and_leaves_no_trace(name, spec):
     assert states[0].values.model_digest() == states[1].values.model_digest()
     plain = [saving.to_plain(state.memory) for state in states]
     assert all(torch.equal(a, b) for a, b in zip(*map(tensors_in, plain), strict=True))
-    clients = [saving.to_plain(state.clients.kept) for state in states]
+    clients = [saving.to_plain(state.clients.values) for state in states]
     assert all(torch.equal(a, b) for a, b in zip(*map(tensors_in, clients), strict=True))
 
 

@@ -153,7 +153,7 @@ def test_a_failure_in_another_rank_is_told_with_its_own_words_when_its_turn_come
     with ranks(bench, data, 2) as executor:
         ((first, values),) = tasks_of(bench, 1)
         executor.submit(first, values, 0.0)
-        while not executor._tasks[first.id].found:
+        while not executor._tasks[first.id].result:
             time.sleep(0.005)
         with pytest.raises(TaskFailed, match="ZeroDivisionError: in the user's code"):
             executor.result(first.id)

@@ -86,7 +86,7 @@ def test_sizes_that_code_works_out_are_corrected_where_they_are_handed_on():
     assert attention.n_head == 4 and attention.n_embd == 8  # the scale hangs on the number of heads, and stays
     assert isinstance(attention.__dict__["forward"], Corrected)
     assert not any("forward" in part.__dict__ for part in small.model.blocks[0]["part1"].modules())
-    assert submodels.found.sizes.calls.keys() == {(f"model.blocks.{i}.part0.1", "forward") for i in (0, 1)}
+    assert submodels.discovered.sizes.calls.keys() == {(f"model.blocks.{i}.part0.1", "forward") for i in (0, 1)}
 
 
 @pytest.mark.parametrize("name", ["nanoGPT", "sizes in the code", "cells by hand", "Phi-3"])

@@ -9,11 +9,11 @@ import pytest
 
 from raafl.submodel.cut.layers import RESIZES
 from raafl.submodel.depth.tails import TAILS
-from raafl.submodel.find.held import HELD
+from raafl.submodel.find.whole_layers import WHOLE_LAYERS
 from tests.habits.source import ROOT
 
 FOLDER = ROOT / "raafl" / "submodel"
-NAMED = sorted({name for table in (RESIZES, HELD, TAILS) for name in table if isinstance(name, str)})
+NAMED = sorted({name for table in (RESIZES, WHOLE_LAYERS, TAILS) for name in table if isinstance(name, str)})
 
 
 def test_types_of_other_packages_are_named_in_tables_alone():

@@ -17,7 +17,7 @@ from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp import handshake
 from raafl.transport.tcp import listener as module
 from raafl.transport.tcp.handshake import ClientKey, Secret
-from raafl.transport.tcp.listener import Listener, call
+from raafl.transport.tcp.listener import Listener, connect
 from raafl.transport.tcp.rate_limit import TokenBucket
 from tests.transport.house import SECRET, WAIT_S, House, all_bytes, nothing, raw
 
@@ -110,7 +110,7 @@ def test_a_client_with_its_own_key_only(tmp_path):
     path.chmod(0o600)
     with (
         House() as house,
-        call(house.listener.address, handshake.load_secret(str(path)).for_client(3), timeout_s=WAIT_S),
+        connect(house.listener.address, handshake.load_secret(str(path)).for_client(3), timeout_s=WAIT_S),
     ):
         assert house.admitted.get(timeout=WAIT_S)[1] == 3
 
@@ -119,7 +119,7 @@ def test_a_client_with_its_own_key_only(tmp_path):
 def test_a_wrong_key_is_refused_on_both_sides(key):
     with House() as house:
         with pytest.raises(Refused) as caught:
-            call(house.listener.address, key, timeout_s=WAIT_S)
+            connect(house.listener.address, key, timeout_s=WAIT_S)
         assert caught.value.reason == "wrong-secret" and house.listener.address in str(caught.value)
         assert house.reason() == "wrong-secret"
         with house.call(3):
@@ -212,12 +212,12 @@ def test_call_where_something_else_listens():
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(Refused, match=f"bad-magic: {address}: what answers is no raafl server"):
-            call(address, SECRET.for_client(1), timeout_s=WAIT_S)
+            connect(address, SECRET.for_client(1), timeout_s=WAIT_S)
         thread.join()
         with pytest.raises(PeerTimeout):
-            call(address, SECRET.for_client(1), timeout_s=0.3)
+            connect(address, SECRET.for_client(1), timeout_s=0.3)
     with pytest.raises(PeerLost, match="cannot reach"):
-        call("no.such.host.invalid:1", SECRET.for_client(1), timeout_s=5)
+        connect("no.such.host.invalid:1", SECRET.for_client(1), timeout_s=5)
 
 
 def test_who_comes_too_often_is_turned_away_before_anything_is_reckoned_and_nobody_else(monkeypatch):

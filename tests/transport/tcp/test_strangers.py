@@ -19,7 +19,7 @@ import pytest
 from raafl.errors import parse_address
 from raafl.transport import PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp.handshake import ClientKey, Secret
-from raafl.transport.tcp.listener import call
+from raafl.transport.tcp.listener import connect
 from tests.transport.hostile import (
     FRAMES,
     GOOD,
@@ -121,14 +121,14 @@ def web(server):
 
 def claims_another_id(server):
     with suppress(Refused):
-        call(server.listener.address, ClientKey(1, SECRET.for_client(2).key), timeout_s=WAIT_S)
+        connect(server.listener.address, ClientKey(1, SECRET.for_client(2).key), timeout_s=WAIT_S)
         raise AssertionError("client 2 passed for client 1")
     return "wrong-secret"
 
 
 def knows_no_secret(server):
     with suppress(Refused):
-        call(server.listener.address, Secret(os.urandom(16)).for_client(1), timeout_s=WAIT_S)
+        connect(server.listener.address, Secret(os.urandom(16)).for_client(1), timeout_s=WAIT_S)
         raise AssertionError("let in without the secret")
     return "wrong-secret"
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from raafl.submodel.packages import TORCHVISION, hugging_face, type_names
 
-HELD: dict[str, tuple[str, bool]] = {
+WHOLE_LAYERS: dict[str, tuple[str, bool]] = {
     **dict.fromkeys(
         hugging_face("bert.BertPooler roberta.RobertaPooler vit.ViTPooler deit.DeiTPooler"), ("dense", True)
     ),
@@ -26,10 +26,10 @@ stay whole.
 """
 
 
-def held(module: nn.Module) -> Iterator[tuple[str, bool]]:
-    """Yield the path of each layer of `HELD`, and whether it goes with the residual width."""
+def whole_layers(module: nn.Module) -> Iterator[tuple[str, bool]]:
+    """Yield the path of each layer of `WHOLE_LAYERS`, and whether it goes with the residual width."""
     for path, part in module.named_modules():
         for base in type_names(part):
-            if base in HELD:
-                layer, is_wide = HELD[base]
+            if base in WHOLE_LAYERS:
+                layer, is_wide = WHOLE_LAYERS[base]
                 yield f"{path}.{layer}".removeprefix("."), is_wide

@@ -86,16 +86,16 @@ def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tenso
     x, weight, y, _, groups, masks, uses_onednn = shape
     if not uses_onednn:
         return _unfolded(x, weight, y)
-    results = sum(map(_bytes, results))
+    result_bytes = sum(map(_bytes, results))
     passes = _passes(x, weight, y, groups, masks)
     if not masks:  # while it is computed, or while the result is put in order
-        return max(passes[0].num_bytes, passes[0].y_bytes + _bytes(y)) - results
+        return max(passes[0].num_bytes, passes[0].y_bytes + _bytes(y)) - result_bytes
     kept, needs = _bytes(x) if masks[0] else 0, [0]
     if masks[1]:
         needs.append(passes[-1].num_bytes + y.itemsize * y.shape[1] + kept)
     if masks[0]:
         needs += [passes[0].num_bytes, kept + passes[0].x_bytes]
-    return max(max(needs) - results, 0)
+    return max(max(needs) - result_bytes, 0)
 
 
 def _recurrent_workspace(x: Tensor, of_input: Tensor, of_hidden: Tensor, *args: object) -> int:

@@ -202,10 +202,7 @@ class Explained(Check):
         return found
 
     def check_object(self, kind: str, value: Any, where: str) -> None:
-        """Check a class_path and its arguments; see `Check.check_object`.
-
-        A mapping without class_path is arguments of the default class.
-        """
+        """Check a class_path (default: the field's) and its arguments; see `Check.check_object`."""
         spec = value if isinstance(value, dict) else {"class_path": value}
         before, given = self._made.get(where, (None, {}))
         path = spec.get("class_path", before)

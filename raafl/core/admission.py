@@ -10,9 +10,8 @@ from functools import partial
 from raafl.core.algorithm import Algorithm, SelectContext
 from raafl.core.payload import Payload
 from raafl.core.quarantine import DAMAGED, RefusalBackoff
-from raafl.core.rollback import is_ruined
 from raafl.core.roster import Roster
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, is_ruined
 from raafl.core.types import (
     DIVERGED,
     NUM_TESTED,

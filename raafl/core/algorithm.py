@@ -15,24 +15,18 @@ A toy algorithm, whole: clients train the full model one at a time, and the newe
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
 from raafl.core.part import Part
-from raafl.core.payload import Bundles, TransferCost
+from raafl.core.payload import Bundles
+from raafl.core.select import OwnTests, Select, SelectContext
 from raafl.core.state import GlobalState
 from raafl.core.training import Training
-from raafl.core.types import Assignment, ClientInfo, Update, Warn, Work, derive_seed
-from raafl.devices.profiles import TaskTime
-from raafl.devices.times import time_on
-from raafl.devices.variation import real_time
-from raafl.errors import BadInput
-from raafl.submodel.cost import Cost
+from raafl.core.types import Update, Warn
 from raafl.submodel.flat import FlatTensors
 from raafl.submodel.spec import Spec
 
@@ -52,186 +46,6 @@ __all__ = [
 ]  # fmt: skip
 
 Restart = Literal["arrival", "merge"]
-
-
-@dataclass(frozen=True, slots=True)
-class OwnTests:
-    """Number of samples on which each client evaluates its trained submodel.
-
-    Attributes:
-        sizes: client -> samples in the test part of its share of the run's data; a client that is not named has none.
-        share: fraction of a client's own data that is its test part, for clients whose data the server does not know.
-    """
-
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    share: float = 0.0
-
-    def of(self, client: ClientInfo) -> float:
-        """Return the number of test samples of ``client``; for own data, estimated from its number of training samples."""
-        if client.own_data:
-            return client.num_samples * self.share / (1.0 - self.share)
-        return float(self.sizes.get(client.id, 0))
-
-    def most(self, client: ClientInfo) -> int:
-        """Return the largest number of test samples that ``client`` can have; for own data, allowing for rounding."""
-        own = 1.0 / (1.0 - self.share) if client.own_data and self.share else 0.0
-        return int(self.of(client) + own)
-
-
-@dataclass(frozen=True, slots=True)
-class SelectContext:
-    """Everything that a `select` part may read when it chooses a client's work.
-
-    Attributes:
-        state: global values, version t and merge counts q(j); read only.
-        clients: id -> every client that has joined and is not lost.
-        rng: the run's random generator; draws from it are replayed.
-        training: the run's setting of local work.
-        batch_size: local batch size, for predictions of memory.
-        cache: what the part has computed; `Select.on_join` and `Select.on_loss` clear it unless the part keeps it up to date.
-        seed: the run's seed, for draws that must not depend on earlier draws.
-        local: what clients do with their submodels, for predictions of cost.
-        plan: how updates are compressed, for predictions of transfer times; None = they are not.
-        own_tests: number of samples on which clients evaluate their own submodels.
-        drop_last: whether an epoch drops its last batch when that is smaller than the others.
-    """
-
-    state: GlobalState
-    clients: Mapping[int, ClientInfo]
-    rng: random.Random
-    training: Training
-    batch_size: int
-    cache: MutableMapping[Any, Any] = field(default_factory=dict)
-    seed: int = 0
-    local: Local = field(default_factory=Local)
-    plan: TransferCost | None = None
-    own_tests: OwnTests = field(default_factory=OwnTests)
-    drop_last: bool = False
-
-    def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
-        """Return a context in which exactly ``clients`` have joined, with an empty cache."""
-        return replace(self, clients={client.id: client for client in clients}, cache={})
-
-    def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
-        """Predict the cost of a task.
-
-        Where the frozen base exists in several precisions and ``spec`` names none, the least precise one counts: what fits with
-        it can be assigned, and `choose_base` then picks the precision.
-
-        Args:
-            spec: the submodel.
-            extra: `Work.extra` of the task.
-        """
-        if spec.base is None and (bases := self.state.submodels.bases.names):
-            spec = replace(spec, base=bases[-1])
-        cost = self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
-        return cost if self.plan is None else self.plan.cost(cost, spec)
-
-    def choose_base(self, client: ClientInfo, spec: Spec, extra: Mapping[str, Any] | None = None) -> Spec:
-        """Return ``spec`` with the frozen base's precision for ``client``: the highest that fits its memory, else the lowest.
-
-        Args:
-            client: whose memory counts.
-            spec: the submodel; returned unchanged if it already names a precision.
-            extra: `Work.extra` of the task; None = empty.
-        """
-        bases = self.state.submodels.bases.names
-        if not bases or spec.base is not None:
-            return spec
-        budget, forms = client.profile.memory_bytes, [replace(spec, base=base) for base in bases]
-        return next((one for one in forms if self.cost(one, extra).peak_bytes <= budget), forms[-1])
-
-    def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
-        """Predict the seconds of download, computation (evaluation on the client's test part included) and upload of ``work``."""
-        samples = self.training.samples(work, client.num_samples, self.batch_size)
-        spec = self.choose_base(client, work.spec, work.extra)
-        return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
-
-    def real_time(self, client: ClientInfo, predicted: TaskTime, now: float, task: int) -> TaskTime:
-        """Return the real duration of a task, on a device that may vary; see `raafl.devices.variation`.
-
-        Args:
-            client: whose device it is.
-            predicted: see `task_time`.
-            now: when the task is assigned, in seconds of the run's clock.
-            task: the client's number of it, see `Assignment.task`.
-        """
-        return real_time(client.profile, predicted, now, task, partial(derive_seed, self.seed, "device", client.id))
-
-    def task_options(self, client: ClientInfo) -> dict[str, Any]:
-        """Return the entries of `Work.extra` that all tasks of ``client`` share; see `Local.task_options`."""
-        return self.local.task_options(client, self.state.submodels, self.training, self.batch_size, self.drop_last)
-
-    def tested(self, client: ClientInfo, extra: Mapping[str, Any] | None = None) -> float:
-        """Return the number of samples on which ``client`` evaluates its trained submodel after a task with this `Work.extra`."""
-        return self.own_tests.of(client) if self.local.evaluates_on_client(extra or {}) else 0.0
-
-    def cost_s(self, client: ClientInfo, work: Work) -> float:
-        """Predict the seconds of ``work`` on ``client`` in total, the papers' c(n, j)."""
-        return self.task_time(client, work).total_s
-
-    def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
-        """Call ``ask`` for every client and collect the messages of the `BadInput` that it raises."""
-        found = []
-        for client in self.clients.values():
-            try:
-                ask(client)
-            except BadInput as error:
-                found.append(str(error))
-        return found
-
-    def fits(self, client: ClientInfo, spec: Spec) -> bool:
-        """Check whether the predicted peak memory of a task (`Cost.peak_bytes`) is within the client's memory."""
-        budget = client.profile.memory_bytes
-        return budget == float("inf") or self.cost(spec).peak_bytes <= budget
-
-
-class Select(Part, ABC):
-    """Base of the part that answers: which submodel, and how much work, does this client get?"""
-
-    @abstractmethod
-    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the work for an idle ``client``; raises `BadInput` where none is possible."""
-
-    def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Update the cache when ``client`` joins: for the first time, again, or with another device profile."""
-        self.forget(client, fleet)
-
-    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Update the cache when ``client`` is lost."""
-        self.forget(client, fleet)
-
-    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Remove from the cache what depends on the set of clients; by default everything."""
-        fleet.cache.clear()
-
-    def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Prepare for a round whose clients were just drawn; each of them is asked for its work afterwards.
-
-        Args:
-            out: clients of the round: those drawn, and those of earlier rounds that are still at work.
-            fleet: what the part may read.
-        """
-        return
-
-    def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Record that an update has arrived.
-
-        Args:
-            client: that sent it.
-            assignment: the task.
-            seconds: from assignment to arrival.
-            fleet: the run as the part may see it.
-        """
-        return
-
-    def check(self, fleet: SelectContext) -> list[str]:
-        """Return every problem that can be found before training starts, one line each."""
-        return []
-
-    def notes(self, fleet: SelectContext) -> list[str]:
-        """Return notes for the user at the start of a run, one line each; a `Warn` where the setting is probably a mistake."""
-        return []
 
 
 @dataclass(frozen=True, slots=True)

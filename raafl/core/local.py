@@ -157,7 +157,7 @@ class Local(Part):
         """Whether its hook is `Hook` itself, so that only the proximal term, clipping and the optimiser read gradients."""
         return type(self).hook is Local.hook and self.hook.__func__ is Local.hook  # type: ignore[attr-defined]
 
-    def prepare(self, module: object) -> Any:
+    def prepare(self, module: torch.nn.Module) -> Any:
         """Return the model as this method trains it, for example with additional heads; on server and clients, also without values.
 
         Raises:

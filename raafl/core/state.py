@@ -1,12 +1,20 @@
-"""Hold the global model: its values, version, merges of each region, and the merge's memory."""
+"""Hold the global model, and make merges of it reversible: copy the state first, restore the copy if a merge is not finite."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from raafl.core.client_state import ClientState
 from raafl.submodel import FlatTensors, Submodels
+from raafl.submodel.flat import is_finite, is_merged
+
+RUINED = 1e6
+"""Magnitude of a parameter of a global model on which clients may fail through no fault of their own."""
 
 
 @dataclass(slots=True)
@@ -32,3 +40,87 @@ class GlobalState:
     scratch: dict[str, Any] = field(default_factory=dict)
     clients: ClientState = field(default_factory=ClientState)
     num_clients: int = 1
+
+
+def copied(state: GlobalState, but: str) -> dict[str, Any]:
+    """Copy everything that a merge may change, except the entry ``but`` of the merge's memory.
+
+    Per-client tensors are copied on first change, by `ClientState.recording`, into the entry "clients".
+    """
+    memory = {name: _copy(value) for name, value in state.memory.items() if name != but}
+    return {"values": state.values.clone(), "memory": memory, "clients": {}}
+
+
+def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
+    """Restore in place what `copied` saved.
+
+    Args:
+        state: the global model.
+        saved: result of `copied`; it is consumed.
+        but: entry of the merge's memory that stays unchanged.
+    """
+    state.values.copy_(saved["values"])
+    for name in [name for name in state.memory if name != but]:
+        del state.memory[name]
+    state.memory.update(saved["memory"])
+    state.scratch.clear()  # the memory from before may be shared with it
+    for (name, client), flat in saved["clients"].items():
+        if flat is None:
+            state.clients.forget(name, client)
+        else:
+            state.clients.values[name][client].copy_(flat)
+
+
+def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
+    """Check that a merge after `copied` left only finite numbers.
+
+    Per-client tensors are checked for infinities only: NaN marks elements that a client has never trained, and an overflowing
+    sum becomes infinite before it becomes NaN.
+
+    Args:
+        state: the global model after the merge.
+        saved: result of `copied`.
+        but: entry of the merge's memory that is not checked.
+    """
+    touched = (state.clients.find(name, client) for name, client in saved["clients"])
+    if any(bool(buffer.isinf().any()) for flat in touched if flat is not None for buffer in flat.buffers.values()):
+        return False
+    leaves = _leaves({name: value for name, value in state.memory.items() if name != but})
+    return state.values.is_finite() and all(map(is_finite, leaves))
+
+
+def is_ruined(state: GlobalState) -> bool:
+    """Check whether the global parameters are not finite, or so large that honest training may overflow."""
+    for entry in state.submodels.layout(part="trained").entries:
+        if entry.name in state.submodels.parameter_names and is_merged(entry.dtype):
+            most = min(RUINED, torch.finfo(entry.dtype).max / 10)
+            if not bool((state.values[entry.name].abs() <= most).all()):
+                return True
+    return False
+
+
+def _copy(value: object) -> object:
+    """Copy containers and tensors; what else a memory has is never changed in place."""
+    match value:
+        case Tensor() | FlatTensors():
+            return value.clone()
+        case dict():
+            return {key: _copy(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)([_copy(item) for item in value])
+    return value
+
+
+def _leaves(value: object) -> Iterator[Tensor]:
+    """Yield every tensor in a merge's memory."""
+    match value:
+        case Tensor():
+            yield value
+        case FlatTensors():
+            yield from value.buffers.values()
+        case dict():
+            for item in value.values():
+                yield from _leaves(item)
+        case list() | tuple():
+            for item in value:
+                yield from _leaves(item)

@@ -113,3 +113,14 @@ def _label_of(sample: object, index: int) -> object:
             "(input, label) or with an entry 'label', or use a partition that needs no labels, such as Iid"
         )
     return label
+
+
+def class_numbers(labels: torch.Tensor | npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Return the class of each sample as int64, (samples,); raises `BadInput` for anything but one whole number each."""
+    array = labels.detach().cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
+    if array.ndim != 1 or array.dtype.kind not in "iub":
+        raise BadInput(
+            f"labels have shape {array.shape} and type {array.dtype}; a partition by class needs one whole number "
+            "for each sample: use Iid, QuantitySkew or ByColumn for other targets"
+        )
+    return array.astype(np.int64)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raafl.data.labels import class_numbers
 from raafl.errors import BadInput, at_least
 
 _log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Partition(ABC):
         Raises:
             BadInput: there are more clients than data, or this partition cannot be made of these labels.
         """
-        labels_n = _labels(labels)
+        labels_n = class_numbers(labels)
         at_least("num_clients", num_clients, 1)
         at_least("seed", seed, 0)
         _check_enough(len(labels_n), num_clients, max(1, getattr(self, "min_samples", 1)))
@@ -345,22 +346,11 @@ def _divided(num: int, share: float, name: str, seed: tuple[int, int]) -> tuple[
     return order[num_drawn:].sort().values, order[:num_drawn].sort().values
 
 
-def _labels(labels: torch.Tensor | npt.ArrayLike) -> Ints:
-    array = labels.detach().cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
-    if array.ndim != 1 or array.dtype.kind not in "iub":
-        raise BadInput(
-            f"labels have shape {array.shape} and type {array.dtype}; a partition by class needs one whole number "
-            "for each sample: use Iid, QuantitySkew or ByColumn for other targets"
-        )
-    return array.astype(np.int64)
-
-
 def _proportions(alpha: float, num_clients: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
     shares = rng.dirichlet(np.full(num_clients, alpha))
     # A tiny alpha underflows to no share at all: in the limit, one client has everything.
-    return (
-        shares if np.isfinite(shares).all() and shares.sum() > 0.5 else np.eye(num_clients)[rng.integers(num_clients)]
-    )
+    is_sound = np.isfinite(shares).all() and shares.sum() > 0.5
+    return shares if is_sound else np.eye(num_clients)[rng.integers(num_clients)]
 
 
 def _rebalance(parts: list[Ints], min_samples: int, rng: np.random.Generator) -> int:

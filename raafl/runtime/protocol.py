@@ -52,13 +52,7 @@ PRECISIONS: Final = ("32-true", "32", "bf16-mixed")
 
 
 def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
-    """Expect a message without tensors; see `Connection.recv`.
-
-    Args:
-        kind: of the message.
-        assignment: its id.
-        meta: its plain data.
-    """
+    """Expect a message without tensors; arguments as for `raafl.transport.Expect`."""
 
 
 def count_of(meta: Meta, name: str, least: int = 0) -> int:
@@ -374,9 +368,7 @@ class Question:
         """Read a message; raises `Refused` for a value out of range."""
         precision, accumulate, sends = meta.get("precision"), meta.get("accumulate"), meta.get("sends")
         if precision not in PRECISIONS:
-            raise Refused(
-                "bad-json", f"precision {sanitize_text(precision, 40)}: two sides know {', '.join(PRECISIONS)}"
-            )
+            raise Refused("bad-json", f"precision is {sanitize_text(precision, 40)}: use {', '.join(PRECISIONS)}")
         if type(accumulate) is not int or not 0 < accumulate < 2**31 or sends not in ("values", "delta"):
             raise Refused("bad-json", f"accumulate {sanitize_text(accumulate, 40)}, sends {sanitize_text(sends, 40)}")
         return cls(cast(str, precision), accumulate, cast(Literal["values", "delta"], sends))

@@ -273,13 +273,7 @@ class Submodels:
         return CopyPlan(spec, full, small, self.selections(spec))
 
     def cached(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return a cached result, computing it once.
-
-        Args:
-            what: kind of the result.
-            key: of the result.
-            make: computes it.
-        """
+        """Return a cached result, computing it once; arguments as for `Caches.get`."""
         return self._caches.get(what, key, make)
 
     # ---- what does not travel ----

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch lists it in no __all__
 
-from raafl.core import rollback
 from raafl.core.algorithm import Algorithm
-from raafl.core.state import GlobalState
+from raafl.core.state import GlobalState, copied, is_sound, restore
 from raafl.core.types import HUGE_NORM, Update
 from raafl.parts.merge.mean import chunks
 from raafl.parts.merge.wrapped import Wrapped
@@ -129,7 +128,7 @@ class Bounded(Wrapped):
             is_large: scale the copy by `HEADROOM`.
             keep: call `detach` between receiving and applying.
         """
-        saved = rollback.copied(state, MEMORY)
+        saved = copied(state, MEMORY)
         bundles = {name: bundle.clone() for name, bundle in update.bundles.items()}
         tried = replace(update, tensors=update.tensors.clone(), bundles=bundles)
         for flat in (tried.tensors, *bundles.values()) if is_large else ():
@@ -143,11 +142,11 @@ class Bounded(Wrapped):
                 if keep:
                     super().detach(state)
                 super().apply(state)
-            return rollback.is_sound(state, saved, MEMORY)
+            return is_sound(state, saved, MEMORY)
         except (ArithmeticError, LinAlgError):
             return False
         finally:
-            rollback.restore(state, saved, MEMORY)
+            restore(state, saved, MEMORY)
 
     # ---- norms ----
 

@@ -1,4 +1,4 @@
-"""The files and names on the pages about the architecture exist, and the walk of an update has at most sixteen files."""
+"""The files that pages name exist, as do the names in the walk of an update, which has at most sixteen files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tests.habits.source import ROOT, modules, tree
 
 WALK = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The way of an update")[1]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 ROWS = re.findall(r"^\| (\d+) \| `(\S+)` \| (.*) \|$", WALK, re.M)
 
 
@@ -56,8 +57,8 @@ def test_a_name_that_is_gone_is_found():
     assert not defined("Coordinator.process") and not defined("Coordinator", "core/state.py")
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "extending.md"])
-def test_every_path_exists(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    paths = [path for path in re.findall(r"`((?:raafl|tests|docs|configs)/[\w./-]+)`", text) if "NAME" not in path]
-    assert len(paths) > 10 and not [path for path in paths if not (ROOT / path).exists()]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_on_a_page_exists(page):
+    text = page.read_text(encoding="utf-8")
+    paths = re.findall(r"`((?:raafl|model_zoo|tests|docs|configs|launch|benchmarks)/[\w./-]+)`", text)
+    assert not [path for path in paths if "NAME" not in path and not (ROOT / path).exists()]

@@ -18,6 +18,7 @@ from tests.docs.commands import check
 from tests.docs.configs import check_yaml
 from tests.habits.source import ROOT
 
+HEAVY = ("fine-tuning.md", "frozen-base.md")  # language models by transformers: half a minute each
 SECRET = "0123456789abcdef0123456789abcdef"
 
 
@@ -79,7 +80,7 @@ def run_python(block: Block, names: dict[str, object], here: Path) -> None:
 @pytest.mark.slow("what the docs show is run")
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.long) if page.name == "fine-tuning.md" else page for page in PAGES],
+    [pytest.param(page, marks=pytest.mark.long) if page.name in HEAVY else page for page in PAGES],
     ids=lambda page: page.name,
 )
 def test_every_block_does_what_it_says(page, here, finished, capsys):

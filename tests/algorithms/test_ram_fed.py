@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from tempfile import gettempdir
 
 import pytest
@@ -204,7 +205,7 @@ def test_every_argument_reaches_its_part():
         ({"memory": "disc"}, "memory is 'disc': did you mean 'disk'"),
         ({"memory_folder": "there"}, "memory_folder is there, but with memory ram there are no files"),
         ({"mask": "M-Arb"}, "mask is 'M-Arb'"),
-        ({"cohort": 2, "rest": 5}, "cohort is 2, but trained, coverage and rest"),
+        ({"cohort": 2, "rest": 5}, "cohort is 2, but trained, coverage, rest and hold"),
         ({"submodel": RateSelect(), "mask": "S-Arb", "rest": 5}, "mask is S-Arb, rest is 5, but submodel says"),
     ],
 )
@@ -291,3 +292,14 @@ def test_a_joint_result_is_of_no_client(tmp_path):
         finish(experiment(tmp_path / "run", ram_fed(), guard=Guard(combine="median")))
     with pytest.raises(BadInput, match="ram_fed remembers each client's own"):
         finish(experiment(tmp_path / "run", ram_fed(), privacy=Privacy(clip_norm=1.0, delta=1e-3)))
+
+
+def test_a_held_assignment_leaves_one_region_to_nobody_after_the_first_round(tmp_path):
+    algorithm = ram_fed("S-Arb", trained=3, coverage=1, full_first=True, hold=True)
+    run = finish(experiment(tmp_path / "run", algorithm, clients=10, max_updates=40))
+    specs = [(row["client"], row["task"], str(row["spec"])) for row in run.events("assigned")]
+    later = {client: {spec for one, task, spec in specs if one == client and task > 0} for client, _, _ in specs}
+    assert all(len(mine) == 1 for mine in later.values())
+    counts = Counter(next(iter(mine)) for mine in later.values())
+    assert len(counts) == 3 and min(counts.values()) == 1
+    assert len({spec for _, task, spec in specs if task == 0}) == 1

@@ -21,7 +21,8 @@ Choices that the paper leaves open:
 - Rounds that leave regions untrained ("periodically", section 6.2) are set by `trained` and `every`. Without them, and
   without `coverage` and `rest`, each client draws by itself, and regions are left out by chance.
 - Figure 3: mask S-Arb with (coverage, trained) = (1, 4), (2, 4), (10, 1).
-  Figure 4: mask S-Arb with (coverage, rest) = (1, 200), (2, 200), (1, 4), (2, 4).
+  Figure 4: mask S-Arb with (coverage, rest) = (1, 4), (2, 4); for tau 200 the authors' code keeps one assignment, in which nobody
+  trains one of the regions: hold, full_first, trained 3, coverage 1 and 2.
 - "All neuron regions are trained on all clients in the first round" (Remark 5) is `full_first`; it is off by default, since
   a client that has memory for one region cannot do that.
 - The mean is over clients, not samples, as in eq. (1).
@@ -52,6 +53,7 @@ def ra_fed(
     cohort: int | None = None,
     concurrency: int | None = None,
     submodel: Select | None = None,
+    hold: bool = False,
 ) -> Algorithm:
     """Return RA-Fed, whose clients train changing regions of the model and average over those that cover an element.
 
@@ -61,20 +63,24 @@ def ra_fed(
         regions: number of regions of the model (K).
         trained: number of regions trained in a round that leaves some out (S*); None = all.
         every: interval in rounds; the last round of each interval leaves regions out.
-        coverage: least number of clients that train a trained region (Gamma*); None = 1 with trained or rest, else by chance.
-        rest: largest number of consecutive rounds in which a client may skip a region (tau_q); None = no limit.
+        coverage: least number of clients that train a trained region (Gamma*); None = 1 with trained, an even spread with rest
+            or hold, else by chance.
+        rest: largest number of consecutive rounds in which a client skips a region (tau_q); None = no limit.
         full_first: train all regions on all clients in the first round, as far as their memory allows.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: select part that replaces the regions, such as `raafl.parts.RateSelect`; leave mask to full_first at their
             defaults then. None = regions.
+        hold: keep one assignment for the whole run; with trained below regions, nobody trains the others after the first round.
     """
     return Algorithm(
         name="ra_fed",
         paper="Wang et al. 2023, RA-Fed",
         sample=Sample(cohort, concurrency),
-        select=regions_of(Regions(mask, regions, trained, every, coverage, rest, full_first), cohort, submodel),
+        select=regions_of(
+            Regions(mask, regions, trained, every, coverage, rest, full_first, hold=hold), cohort, submodel
+        ),
         local=Local(rescale=rescale),
         trigger=AllReported(),
         merge=Mean(by_samples=False),
@@ -94,7 +100,7 @@ def regions_of(regions: Regions, cohort: int | None, submodel: Select | None) ->
     """
     if submodel is not None:
         default = Regions(rounds=regions.rounds)
-        names = ("mask", "regions", "trained", "every", "coverage", "rest", "full_first")
+        names = ("mask", "regions", "trained", "every", "coverage", "rest", "full_first", "hold")
         refuse_unused(
             "submodel says what each client trains",
             **{name: (getattr(regions, name), getattr(default, name)) for name in names},
@@ -102,7 +108,7 @@ def regions_of(regions: Regions, cohort: int | None, submodel: Select | None) ->
         return submodel
     if cohort is not None and regions.is_controlled:
         raise BadInput(
-            f"cohort is {cohort}, but trained, coverage and rest say what all clients do together: leave out the one or the "
+            f"cohort is {cohort}, but trained, coverage, rest and hold say what all clients do together: leave out the one or the "
             "others"
         )
     return regions

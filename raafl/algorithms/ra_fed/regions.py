@@ -37,10 +37,12 @@ class Regions(Select):
         regions: number of regions (K).
         trained: number of regions trained in a round that leaves some out (S*); None = all K.
         every: interval in rounds; the last round of each interval leaves regions out.
-        coverage: least number of clients that train a trained region (Gamma*); None = 1 with ``trained`` or ``rest``.
-        rest: largest number of consecutive rounds in which a client may skip a region (tau); None = no limit.
+        coverage: least number of clients that train a trained region (Gamma*); None = 1 with ``trained``, an even spread with
+            ``rest`` or ``hold``.
+        rest: largest number of consecutive rounds in which a client skips a region (tau); None = no limit.
         full_first: train every region on every client in the first round (Remark 5), as far as memory allows.
         rounds: what counts as round q: "server" = versions of the model, "client" = the client's own merged updates.
+        hold: keep one assignment for the whole run, as the paper's authors do for tau 200.
     """
 
     mask: Level | list[int] = "L-Arb"
@@ -51,6 +53,7 @@ class Regions(Select):
     rest: int | None = None
     full_first: bool = False
     rounds: Rounds = "server"
+    hold: bool = False
 
     def __post_init__(self) -> None:
         positive("regions", self.regions)
@@ -73,16 +76,19 @@ class Regions(Select):
             raise BadInput(
                 f"every is {self.every}, but no round leaves regions out: give trained, too, or leave out every"
             )
-        if self.every != 1 and self.rest is not None:
+        if self.every != 1 and (self.rest is not None or self.hold):
+            what = "hold is true" if self.hold else f"rest is {self.rest}"
             raise BadInput(
-                f"every is {self.every} and rest is {self.rest}: how long a region rests is kept only where every round "
+                f"every is {self.every} and {what}: how long a region rests is kept only where every round "
                 "trains as many regions: leave out the one or the other"
             )
+        if self.hold and self.rest is not None:
+            raise BadInput(f"rest is {self.rest}, but hold keeps one assignment: leave out the one or the other")
 
     @property
     def is_controlled(self) -> bool:
-        """Whether ``trained`` (S*), ``coverage`` (Gamma*) or ``rest`` (tau) is given."""
-        return any(number is not None for number in (self.trained, self.coverage, self.rest))
+        """Whether ``trained`` (S*), ``coverage`` (Gamma*) or ``rest`` (tau) is given, or one assignment is kept."""
+        return self.hold or any(number is not None for number in (self.trained, self.coverage, self.rest))
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the regions of ``client`` in this round, as region ``client.id``."""
@@ -140,7 +146,7 @@ class Regions(Select):
     def notes(self, fleet: SelectContext) -> list[str]:
         """Return a note if the model has no regions, or if MIX-Arb cannot draw its half anew."""
         submodels = fleet.state.submodels
-        if not submodels.axes or not self._keeps_half(fleet):
+        if not submodels.axes or self.hold or not self._keeps_half(fleet):
             return uncut(submodels, "cut into regions")
         return [
             f"MIX-Arb with rest {self.rest}: the same half of the clients trains two regions in all rounds, for one region each of "
@@ -192,10 +198,15 @@ class Regions(Select):
         """Return the schedule of rounds that leave regions out, or of the others; raises `BadInput` if there is none."""
         trained = self.regions if self.every > 1 and not leaves_out else self.trained
         within = tuple(min(take, trained or self.regions) for take in takes)
-        return RegionCoverage(within, self.regions, trained, self.coverage or 1, self.rest)
+        return RegionCoverage(within, self.regions, trained, self.coverage, self.rest, self.hold)
 
     def _keeps_half(self, fleet: SelectContext) -> bool:
-        """Whether MIX-Arb's half must be fixed: with a limit on rests, if one region per client does not reach the coverage."""
+        """Whether MIX-Arb's half must be fixed: with a limit on rests, if one region per client does not reach the coverage.
+
+        And always where one assignment is kept.
+        """
+        if self.hold:
+            return True
         if self.mask != "MIX-Arb" or self.rest is None or (self.trained or self.regions) == 1:
             return False
         if "keeps half" not in fleet.cache:
@@ -229,5 +240,6 @@ class Regions(Select):
         if self.trained is not None:
             words += f", S* {self.trained}" + (f" every {self.every} rounds" if self.every > 1 else "")
         words += f", Gamma* {self.coverage or 1}" if self.is_controlled else ""
+        words += ", one assignment for all rounds" if self.hold else ""
         words += f", tau {self.rest}" if self.rest is not None else ""
         return words + (", all of them first" if self.full_first else "")

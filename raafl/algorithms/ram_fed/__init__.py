@@ -63,6 +63,7 @@ def ram_fed(
     cohort: int | None = None,
     concurrency: int | None = None,
     submodel: Select | None = None,
+    hold: bool = False,
 ) -> Algorithm:
     """Return RAM-Fed: RA-Fed with a memory of each client's latest update of each region.
 
@@ -72,8 +73,9 @@ def ram_fed(
         regions: number of regions of the model (K).
         trained: number of regions trained in a round that leaves some out (S*); None = all.
         every: interval in rounds; the last round of each interval leaves regions out.
-        coverage: least number of clients that train a trained region (Gamma*); None = 1 with trained or rest, else by chance.
-        rest: largest number of consecutive rounds in which a client may skip a region (tau_q); None = no limit.
+        coverage: least number of clients that train a trained region (Gamma*); None = 1 with trained, an even spread with rest
+            or hold, else by chance.
+        rest: largest number of consecutive rounds in which a client skips a region (tau_q); None = no limit.
         full_first: train all regions on all clients in the first round, as far as their memory allows.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
         trigger: all (the paper's rounds) or each (asynchronous).
@@ -88,11 +90,12 @@ def ram_fed(
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: select part that replaces the regions, such as `raafl.parts.RateSelect`; leave mask to full_first at their
             defaults then. None = regions.
+        hold: keep one assignment for the whole run; with trained below regions, nobody trains the others after the first round.
     """
     server_lr = 1.0 if trigger == "all" and server_lr is None else server_lr
     folder = _folder(memory, memory_folder)
     rounds: Literal["client", "server"] = "server" if trigger == "all" else "client"
-    wanted = Regions(mask, regions, trained, every, coverage, rest, full_first, rounds)
+    wanted = Regions(mask, regions, trained, every, coverage, rest, full_first, rounds, hold)
     return Algorithm(
         name="ram_fed",
         paper="Wang et al. 2023, RAM-Fed",

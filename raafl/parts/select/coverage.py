@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from raafl.core.types import derive_seed
@@ -48,23 +48,27 @@ def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]
 class RegionCoverage:
     """Schedule of regions, a pure function of seed and round.
 
-    Without ``rest`` each round is drawn independently. With it, the S regions of a round and a client's regions among them
-    rotate, so that each client has trained all regions after ``period`` rounds; a larger ``rest`` than that needs is used to
-    vary the order of rounds.
+    Without ``rest`` each round is drawn independently, and ``coverage`` is the least of each round. With it, the S regions of a
+    round and a client's regions among them rotate, so that each client has trained all regions after ``period`` rounds; a larger
+    ``rest`` than that needs is used to vary the order of rounds. With ``hold`` one assignment stands for all rounds, and regions
+    beyond S are left to nobody. With either, the least covered region has exactly ``coverage`` clients in every round.
 
     Attributes:
         takes: m_n, the number of regions that client n trains in a round.
         regions: K, the number of regions.
         trained: S*, the number of regions trained in each round; None = all K.
-        coverage: Gamma*, the least number of clients that train a trained region.
+        coverage: Gamma*, the least number of clients that train a trained region; None = 1, with rest or hold as many as an
+            even spread gives.
         rest: tau, the largest number of consecutive rounds in which a client skips a region; None = no limit.
+        hold: keep one assignment for all rounds.
     """
 
     takes: tuple[int, ...]
     regions: int = 4
     trained: int | None = None
-    coverage: int = 1
+    coverage: int | None = None
     rest: int | None = None
+    hold: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "takes", tuple(self.takes))
@@ -77,9 +81,9 @@ class RegionCoverage:
             if not 1 <= take <= self.num_trained:
                 raise BadInput(f"takes has {take}: give 1 to {self.num_trained}, the regions trained in a round")
         most = min(sum(self.takes) // self.num_trained, len(self.takes))
-        if not 1 <= self.coverage <= most:
+        if not 1 <= self._least <= most:
             raise BadInput(
-                f"coverage is {self.coverage}: {len(self.takes)} clients take {sum(self.takes)} regions in a round, which "
+                f"coverage is {self._least}: {len(self.takes)} clients take {sum(self.takes)} regions in a round, which "
                 f"cover {self.num_trained} regions {most} times: give "
                 + (f"1 to {most}" if most else "fewer trained regions, or more takes")
             )
@@ -89,6 +93,51 @@ class RegionCoverage:
                 f"{self.num_trained} regions has trained all {self.regions}: give at least {self.period - 1}, or more "
                 "takes or trained regions"
             )
+        self._check_rotation()
+
+    def _check_rotation(self) -> None:
+        """Raise `BadInput` for a rest or a coverage that no rotation, or no held assignment, realises."""
+        if self.rest is not None and self.hold:
+            raise BadInput(f"rest is {self.rest}, but hold keeps one assignment: leave out the one or the other")
+        if self.rest is not None and self.rest > 2 * self.period - 2:
+            raise BadInput(
+                f"rest is {self.rest}: where every client trains all regions within {self.period} rounds, it leaves none out for "
+                f"more than {2 * self.period - 2}: give at most that, or hold: true, which leaves regions out for the whole run"
+            )
+        if self.coverage is None or (self.rest is None and not self.hold):
+            return
+        realised = self._least_covered(self._offsets())
+        if realised != self.coverage:
+            raise BadInput(
+                f"coverage is {self.coverage}: {len(self.takes)} clients that take {sorted(set(self.takes))} of {self.num_trained} "
+                f"regions in turn cover each {realised} times or more: give {realised}, or leave out coverage"
+            )
+
+    @property
+    def _least(self) -> int:
+        return 1 if self.coverage is None else self.coverage
+
+    def _offsets(self) -> list[int]:
+        """Return the place among the round's S regions at which each client's begin.
+
+        It is an even spread unless ``coverage`` is less than that gives. Then so many clients, those with the most regions, begin
+        at the first region, and the others behind it; where even that does not realise ``coverage``, the spread is even again.
+        """
+        offsets = [sum(self.takes[:n]) % self.num_trained for n in range(len(self.takes))]
+        if self.coverage is None or self._least_covered(offsets) <= self.coverage:
+            return offsets
+        by_takes = sorted(range(len(self.takes)), key=lambda n: -self.takes[n])
+        uneven = [0] * len(self.takes)
+        for place, n in enumerate(by_takes[self.coverage :]):
+            uneven[n] = 1 + place % max(self.num_trained - self.takes[n], 1)
+        return uneven if self._least_covered(uneven) == self.coverage else offsets
+
+    def _least_covered(self, offsets: Sequence[int]) -> int:
+        covered = [0] * self.num_trained
+        for offset, take in zip(offsets, self.takes, strict=True):
+            for i in range(take):
+                covered[(offset + i) % self.num_trained] += 1
+        return min(covered)
 
     @property
     def num_trained(self) -> int:
@@ -106,7 +155,10 @@ class RegionCoverage:
 
     def taken(self, round: int, seed: int = 0) -> Taken:
         """Return the regions that each client trains in ``round``, ascending."""
-        taken = self._drawn(round, seed) if self.rest is None else self._in_turn(round, seed, self.rest)
+        if self.hold:
+            taken = self._turn(random.Random(derive_seed(seed, "hold")), 0, 0)
+        else:
+            taken = self._drawn(round, seed) if self.rest is None else self._in_turn(round, seed, self.rest)
         return tuple(tuple(sorted(regions)) for regions in taken)
 
     def _drawn(self, round: int, seed: int) -> list[list[int]]:
@@ -116,7 +168,7 @@ class RegionCoverage:
         taken: list[list[int]] = [[] for _ in self.takes]
         position = 0
         for n in rng.sample(range(len(self.takes)), len(self.takes)):
-            if position < self.coverage * self.num_trained:
+            if position < self._least * self.num_trained:
                 taken[n] = [open_now[(position + i) % self.num_trained] for i in range(self.takes[n])]
                 position += self.takes[n]
             else:
@@ -128,20 +180,23 @@ class RegionCoverage:
         cycle, step = divmod(round, self.period)
         # a region that is first in one cycle and last in the next rests 2 * period - 2 rounds: then any order is allowed
         is_free = rest >= 2 * self.period - 2
-        ring_rng = random.Random(derive_seed(seed, "ring", cycle if is_free else 0))
-        ring = ring_rng.sample(range(self.regions), self.regions)
-        clients = ring_rng.sample(range(len(self.takes)), len(self.takes))
         length = self.period if is_free else rest - self.period + 2
         start = step - step % length
         steps = range(start, min(start + length, self.period))
         order = random.Random(derive_seed(seed, "order", cycle, start)).sample(steps, len(steps))
         window, visit = divmod(order[step - start], self._visits)
+        return self._turn(random.Random(derive_seed(seed, "ring", cycle if is_free else 0)), window, visit)
+
+    def _turn(self, rng: random.Random, window: int, visit: int) -> list[list[int]]:
+        """Return the regions of each client in one step: the ``window``-th S regions, and the ``visit``-th of them in turn."""
+        ring = rng.sample(range(self.regions), self.regions)
+        clients = rng.sample(range(len(self.takes)), len(self.takes))
         open_now = [ring[(window * self.num_trained + i) % self.regions] for i in range(self.num_trained)]
+        one = replace(self, takes=tuple(self.takes[n] for n in clients))
         taken: list[list[int]] = [[] for _ in self.takes]
-        position = visit * min(self.takes)
-        for n in clients:
+        for n, offset in zip(clients, one._offsets(), strict=True):
+            position = visit * min(self.takes) + offset
             taken[n] = [open_now[(position + i) % self.num_trained] for i in range(self.takes[n])]
-            position += self.takes[n]
         return taken
 
 

@@ -25,10 +25,15 @@ def schedules(draw: st.DrawFn) -> RegionCoverage:
     regions = draw(st.integers(1, 6))
     trained = draw(st.integers(1, regions))
     takes = draw(st.lists(st.integers(1, trained), min_size=trained, max_size=9))
-    coverage = draw(st.integers(1, min(sum(takes) // trained, len(takes))))
+    coverage = draw(st.none() | st.integers(1, min(sum(takes) // trained, len(takes))))
     period = -(-regions // trained) * -(-trained // min(takes))
-    rest = draw(st.none() | st.integers(period - 1, 2 * period + 1))
-    return RegionCoverage(tuple(takes), regions, trained, coverage, rest)
+    rest = draw(st.none() | st.integers(period - 1, 2 * period - 2))
+    hold = rest is None and draw(st.booleans())
+    try:
+        return RegionCoverage(tuple(takes), regions, trained, coverage, rest, hold)
+    except BadInput as error:  # clients with several regions in turn cover each more often than that
+        assert (rest is not None or hold) and "or leave out coverage" in str(error)
+        return RegionCoverage(tuple(takes), regions, trained, None, rest, hold)
 
 
 @given(schedules(), st.integers(0, 99))
@@ -40,7 +45,9 @@ def test_every_round_keeps_the_numbers_it_was_given(schedule, seed):
         assert [len(regions) for regions in mine] == list(schedule.takes)
         covered = Counter(i for regions in mine for i in regions)
         assert len(covered) == schedule.trained  # S*
-        assert min(covered.values()) >= schedule.coverage  # Gamma*
+        assert min(covered.values()) >= (schedule.coverage or 1)  # Gamma*
+        if schedule.coverage and (schedule.hold or schedule.rest is not None):
+            assert min(covered.values()) == schedule.coverage
         assert set(covered) <= set(range(schedule.regions))
     if schedule.rest is not None:
         for n in range(len(schedule.takes)):
@@ -51,7 +58,7 @@ def test_every_round_keeps_the_numbers_it_was_given(schedule, seed):
     assert taken == [schedule.taken(q, seed) for q in rounds]
 
 
-@pytest.mark.parametrize("rest", [3, 4, 200, None])
+@pytest.mark.parametrize("rest", [3, 4, 6, None])
 def test_the_papers_settings(rest):
     """S-Arb of 10 clients (sections 6.4.1 and 6.4.2): each takes one of four regions."""
     takes = mask_level("S-Arb", 10)
@@ -60,9 +67,32 @@ def test_the_papers_settings(rest):
         for q in range(20):
             covered = Counter(i for mine in schedule.taken(q) for i in mine)
             assert sorted(covered) == [0, 1, 2, 3] and min(covered.values()) >= coverage
+            assert rest is None or min(covered.values()) == coverage
     everyone = RegionCoverage(takes, 4, 1, 10, rest)
     assert {mine for q in range(8) for mine in everyone.taken(q)} == {(0,), (1,), (2,), (3,)}
     assert all(len(set(everyone.taken(q))) == 1 for q in range(8))
+
+
+@pytest.mark.parametrize("rest", [3, 4, 5, 6])
+def test_a_rest_is_reached_and_never_passed(rest):
+    schedule = RegionCoverage(mask_level("S-Arb", 10), 4, None, 1, rest)
+    taken = [schedule.taken(q, seed=3) for q in range(200)]
+    gaps = [
+        after - before - 1
+        for n in range(10)
+        for region in range(4)
+        for before, after in pairwise(q for q in range(200) if region in taken[q][n])
+    ]
+    assert max(gaps) == rest
+
+
+@pytest.mark.parametrize("coverage", [1, 2, 3])
+def test_one_assignment_is_held_and_leaves_a_region_to_nobody(coverage):
+    schedule = RegionCoverage(mask_level("S-Arb", 10), 4, 3, coverage, hold=True)
+    (taken,) = {schedule.taken(q, seed=1) for q in range(20)}
+    covered = Counter(i for mine in taken for i in mine)
+    assert len(covered) == 3 and min(covered.values()) == coverage and covered.total() == 10
+    assert len({schedule.taken(0, seed=seed) for seed in range(20)}) > 1
 
 
 def test_rounds_differ_where_they_may():
@@ -118,7 +148,12 @@ def test_regions_share_the_units_of_an_axis_that_has_fewer():
         ({"takes": (1,) * 10, "coverage": 3}, "coverage is 3: 10 clients take 10 regions .* give 1 to 2"),
         ({"takes": (2, 2, 2), "trained": 2, "coverage": 4}, "coverage is 4.*give 1 to 3"),
         ({"takes": (1,) * 4, "rest": 2}, "rest is 2: it takes 4 rounds .* give at least 3"),
-        ({"takes": (2,) * 4, "trained": 2, "rest": 0}, "rest is 0: it takes 2 rounds"),
+        ({"takes": (1,) * 10, "rest": 200}, "rest is 200: .* for more than 6: give at most that, or hold: true"),
+        ({"takes": (1,) * 10, "rest": 4, "hold": True}, "rest is 4, but hold keeps one assignment"),
+        (
+            {"takes": (4, 4, 1, 1), "coverage": 1, "rest": 3},
+            r"coverage is 1: 4 clients that take \[1, 4\] of 4 .* 2 times or",
+        ),
         ({"takes": (1,), "regions": 0}, "regions is 0"),
     ],
 )

@@ -24,6 +24,7 @@ from tests.helpers.guards import (  # noqa: F401  fixtures and hooks, which pyte
     raafl_data,
     unnamed,
 )
+from tests.helpers.long_cases import mark_long_cases
 
 # A shell ignores SIGINT for what it starts with &, nohup SIGHUP; tests send both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -67,10 +68,12 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects what is long
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need a GPU where there is none; run files with slow tests first."""
     import torch
 
+    mark_long_cases(items)
     without_gpu = pytest.mark.skip(reason=NEEDS_GPU) if not torch.cuda.is_available() else None
     for item in items:
         if without_gpu is not None and item.get_closest_marker("gpu"):

@@ -48,7 +48,7 @@ def shares_of(algorithm, run):
 
 
 @pytest.mark.parametrize("plan", WIRES)
-@pytest.mark.parametrize("name", each_method(but=["split_fed"]))
+@pytest.mark.parametrize("name", each_method(but=["split_fed"], parts=["local", "select"]))
 def test_fewer_bytes_travel_and_all_that_arrives_is_merged(tmp_path, name, plan):
     algorithm, compress = ALGORITHMS[name](), WIRES[plan]
     settings = experiment(tmp_path / "run", algorithm, clients=2, max_updates=4, compress=compress)

@@ -47,7 +47,7 @@ def run_of(tmp_path, algorithm, **fields):
     return summary, said.getvalue()
 
 
-@pytest.mark.parametrize("name", each_method())
+@pytest.mark.parametrize("name", each_method(parts=["select"]))
 def test_it_runs_to_its_end_and_says_what_becomes_of_it(tmp_path, name):
     summary, said = run_of(tmp_path, name)
     assert summary["updates_merged"] >= 5 and summary["finished"] == "max_updates"

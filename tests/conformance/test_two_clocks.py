@@ -82,7 +82,7 @@ VARIANTS = {
 DEVICES = {"timely_fl": unequal([speed / 1e4 for speed in SPEEDS])}
 
 
-@pytest.mark.parametrize("name", each_method(VARIANTS))
+@pytest.mark.parametrize("name", each_method(VARIANTS, parts=["select", "local", "trigger"]))
 def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, name):
     more = {"devices": DEVICES[name]} if name in DEVICES else {}
     base = experiment(tmp_path / "simulated", VARIANTS[name], max_updates=10, emulate=False, **more)

@@ -6,7 +6,7 @@ that a part is one of. The other methods run in `make test-long`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,10 +18,11 @@ from raafl.core.local import Local
 BASES = {"select": Select, "local": Local, "trigger": Trigger, "merge": Merge}
 
 
-def kinds(algorithm: Algorithm) -> set[str]:
-    """Return the kinds of parts that an algorithm has, as "merge.receive" or "merge:Wrapped"."""
+def kinds(algorithm: Algorithm, parts: Iterable[str] = BASES) -> set[str]:
+    """Return the kinds of ``parts`` that an algorithm has, as "merge.receive" or "merge:Wrapped"."""
     found = set()
-    for part, base in BASES.items():
+    for part in parts:
+        base = BASES[part]
         own = type(getattr(algorithm, part))
         names = [name for name in dir(base) if name == "__call__" or not name.startswith("_")]
         found |= {f"{part}.{name}" for name in names if getattr(own, name) is not getattr(base, name)}
@@ -30,9 +31,9 @@ def kinds(algorithm: Algorithm) -> set[str]:
     return found
 
 
-def covering(algorithms: Mapping[str, Algorithm]) -> list[str]:
-    """Return names of few algorithms that have every kind of part, by greedy choice; ties go to the first."""
-    of = {name: kinds(algorithm) for name, algorithm in algorithms.items()}
+def covering(algorithms: Mapping[str, Algorithm], parts: Iterable[str] = BASES) -> list[str]:
+    """Return names of few algorithms that have every kind of ``parts``, by greedy choice; ties go to the first."""
+    of = {name: kinds(algorithm, parts) for name, algorithm in algorithms.items()}
     missing, chosen = set().union(*of.values()), []
     while missing:
         best = max(of, key=lambda name: len(of[name] & missing))
@@ -42,7 +43,10 @@ def covering(algorithms: Mapping[str, Algorithm]) -> list[str]:
 
 
 def each_method(
-    algorithms: Mapping[str, Algorithm] | None = None, also: Iterable[str] = (), but: Iterable[str] = ()
+    algorithms: Mapping[str, Algorithm] | None = None,
+    also: Iterable[str] = (),
+    but: Iterable[str] = (),
+    parts: Sequence[str] = tuple(BASES),
 ) -> list[Any]:
     """Return a parameter for each method: its name, marked `long` outside the covering set.
 
@@ -50,10 +54,11 @@ def each_method(
         algorithms: the algorithms by name; None = every registered method with its defaults.
         also: names that are never long, for what only they show.
         but: names to leave out.
+        parts: what the property hangs on, of select, local, trigger and merge: their kinds are covered, the others' not.
     """
     algorithms = {name: make() for name, make in ALGORITHMS.items()} if algorithms is None else algorithms
     algorithms = {name: algorithm for name, algorithm in algorithms.items() if name not in but}
-    return long_except(algorithms, *covering(algorithms), *also)
+    return long_except(algorithms, *covering(algorithms, parts), *also)
 
 
 def long_except(names: Iterable[str], *quick: str) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_prox
+from raafl.algorithms import ALGORITHMS, fed_avg, fed_buff, fed_opt, fed_prox
 from tests.helpers.methods import covering, each_method, kinds
 
 
@@ -11,6 +11,12 @@ def test_few_methods_have_every_kind():
     few = covering(made)
     assert len(few) <= len(made) // 2
     assert set().union(*(kinds(made[name]) for name in few)) == set().union(*map(kinds, made.values()))
+
+
+def test_of_some_parts_only_the_kinds_of_those_count():
+    assert kinds(fed_buff(), ["trigger"]) == {one for one in kinds(fed_buff()) if one.startswith("trigger")}
+    assert covering({"fed_avg": fed_avg(), "fed_opt": fed_opt()}, ["select", "local"]) == ["fed_avg"]
+    assert len(covering({"fed_avg": fed_avg(), "fed_opt": fed_opt()}, ["merge"])) == 1
 
 
 def test_a_method_that_adds_no_kind_is_left_out():

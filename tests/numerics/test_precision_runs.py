@@ -22,7 +22,7 @@ from raafl.runtime.run import simulate
 from raafl.runtime.setup import make_model
 from raafl.submodel.flat import reals
 from tests.helpers.crash import crash
-from tests.helpers.methods import each_method
+from tests.helpers.methods import each_method, long_except
 from tests.helpers.small_runs import equal_replay, experiment, finish
 
 BF16, FP16, CFLOAT = torch.bfloat16, torch.float16, torch.complex64
@@ -86,7 +86,12 @@ STILL = {
 del STILL["fed_pm"]  # masks are drawn whatever was learned
 
 
-@pytest.mark.parametrize("name", [*each_method(but=["fed_pm"]), *(name for name in STILL if name not in ALGORITHMS)])
+def other_runs(cases):
+    """Return a parameter for each run that no method of its own names; few are not long."""
+    return long_except([name for name in cases if name not in ALGORITHMS], "trimmed mean", "private", "top_k")
+
+
+@pytest.mark.parametrize("name", [*each_method(but=["fed_pm"], parts=["merge"]), *other_runs(STILL)])
 def test_a_half_precision_model_that_learns_nothing_keeps_every_bit(tmp_path, name):
     algorithm, more = STILL[name]
     before, after = run(tmp_path, algorithm, Half, clients=11, max_updates=33, **more)
@@ -125,6 +130,7 @@ def test_large_weights_in_fp16_are_merged(tmp_path):
     assert torch.equal(before["large"], after["large"])
 
 
+@pytest.mark.quick_cases("fed_buff")
 @pytest.mark.parametrize(
     "algorithm", [fed_buff(buffer_size=5), scaffold(buffer_size=5), fed_opt()], ids=lambda a: a.name
 )
@@ -192,7 +198,7 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize("name", [*each_method(), *(name for name in BOTH if name not in ALGORITHMS)])
+@pytest.mark.parametrize("name", [*each_method(), *other_runs(BOTH)])
 def test_complex_parameters_move_as_pairs_of_reals_do(tmp_path, name):
     algorithm, more = BOTH[name]
     before, one = run(tmp_path / "complex", algorithm, waves, **more)

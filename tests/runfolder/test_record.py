@@ -46,7 +46,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", [*each_method(), *OTHERS])
+@pytest.mark.parametrize("name", [*each_method(parts=["trigger", "merge"]), *OTHERS])
 def test_every_task_ends_once_and_the_files_agree(tmp_path, name):
     algorithm, more = RUNS[name]
     run = finish(experiment(tmp_path / "r", algorithm, **more))
@@ -81,7 +81,7 @@ def test_every_task_ends_once_and_the_files_agree(tmp_path, name):
 
 
 # what methods with tensors of their own send is counted in their own tests
-@pytest.mark.parametrize("name", [*each_method(PLAIN), *OTHERS])
+@pytest.mark.parametrize("name", [*each_method(PLAIN, parts=["trigger"]), *OTHERS])
 def test_bytes_are_counted_down_for_each_assignment_and_up_for_each_arrival(tmp_path, name):
     algorithm, more = RUNS[name]
     run = finish(experiment(tmp_path / "r", algorithm, **more))

@@ -34,7 +34,7 @@ def check(run: Play, folder) -> None:
     assert longest < 16 << 10
 
 
-@pytest.mark.parametrize("name", each_method())
+@pytest.mark.parametrize("name", each_method(parts=["select", "trigger", "merge"]))
 def test_hostile_profiles_and_answers_end_no_run(tmp_path, name):
     with cached_models.reuse_findings():
         run = world(tmp_path, name, seed=1)

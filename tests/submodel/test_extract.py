@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raafl.errors import BadInput
 from raafl.submodel import FULL, CopyPlan, FlatTensors, Spec, Submodels
 from tests.submodel.models import CASES, built, named_specs, slow_masks
 
-quick = settings(deadline=None, max_examples=60)
 PARTS = st.sampled_from(["present", "trained"])
 
 
@@ -31,7 +30,6 @@ def numbered(layout, start=1.0):
     return flat
 
 
-@quick
 @given(named_specs, PARTS)
 def test_gather_takes_exactly_what_the_masks_keep(named, part):
     name, spec = named
@@ -43,7 +41,6 @@ def test_gather_takes_exactly_what_the_masks_keep(named, part):
         assert torch.equal(tensor.flatten(), full[tensor_name][masks[tensor_name]])
 
 
-@quick
 @given(named_specs, PARTS)
 def test_scatter_after_gather_changes_no_bit(named, part):
     name, spec = named
@@ -54,7 +51,6 @@ def test_scatter_after_gather_changes_no_bit(named, part):
     assert full.fingerprint() == before.fingerprint()
 
 
-@quick
 @given(named_specs, PARTS, st.sampled_from(["scatter", "add", "lerp", "cover", "apply"]))
 def test_every_operation_changes_what_is_kept_and_nothing_else(named, part, operation):
     name, spec = named
@@ -90,7 +86,6 @@ def test_every_operation_changes_what_is_kept_and_nothing_else(named, part, oper
         assert torch.equal(tensor[mask], expected(old[mask], small[tensor_name].flatten()))
 
 
-@quick
 @given(st.sampled_from(sorted(CASES)), st.data())
 def test_ranges_are_views_of_the_full_storage(name, data):
     _, submodels, full = built(name)

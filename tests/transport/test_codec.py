@@ -8,7 +8,7 @@ import struct
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raafl.submodel.flat import FlatTensors, Layout
@@ -85,7 +85,6 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     st.sampled_from(list(Kind)), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1),
     st.dictionaries(st.text("xyz\n"), json_values, max_size=4), st.lists(st.sampled_from(list(DTYPES.values()))),
@@ -105,7 +104,6 @@ def test_round_trip(kind, assignment, incarnation, meta, dtypes, random):
     assert (got.kind, got.assignment, got.incarnation, got.meta) == (kind, assignment, incarnation, meta)
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.integers(0, 8 * len(encode(sample())) - 1))
 def test_every_flipped_bit_is_refused(bit):
     data = bytearray(encode(sample()))
@@ -123,13 +121,11 @@ def test_every_truncation_and_every_added_byte_is_refused():
     assert refusal(data + b"\x00") == "bad-length"
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=300), st.booleans())
 def test_random_bytes_are_refused(noise, with_magic):
     refusal((b"RAFL\x01\x00" if with_magic else b"") + noise)
 
 
-@settings(deadline=None, max_examples=300)
 @given(
     st.binary(max_size=60) | st.text(max_size=60).map(lambda text: text.encode(errors="replace")), st.integers(0, 99)
 )

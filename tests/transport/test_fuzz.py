@@ -274,7 +274,7 @@ def test_nothing_of_a_huge_frame_is_read_or_allocated(allocations):
 changes = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 6), st.binary(max_size=6)), max_size=5)
 
 
-@settings(deadline=None, max_examples=500, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(VALID), changes, st.booleans(), st.integers(0, 2**32))
 def test_changes_that_hypothesis_thinks_of(frame, changes, right_checksums, seed):
     data = bytearray(frame)
@@ -284,7 +284,6 @@ def test_changes_that_hypothesis_thinks_of(frame, changes, right_checksums, seed
     assert set(seen) <= REASONS
 
 
-@settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=400))
 def test_any_bytes(data):
     assert set(receive(data, refuse)[0]) <= REASONS

@@ -5,7 +5,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from raafl.errors import BadInput
@@ -37,7 +37,6 @@ def schedules(draw: st.DrawFn) -> RegionCoverage:
 
 
 @given(schedules(), st.integers(0, 99))
-@settings(max_examples=80, deadline=None)
 def test_every_round_keeps_the_numbers_it_was_given(schedule, seed):
     rounds = range(3 * schedule.period + 2)
     taken = [schedule.taken(q, seed) for q in rounds]

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from model_zoo import CNN, MLP
@@ -154,7 +154,6 @@ def test_importance_needs_something_to_weigh():
 
 @pytest.mark.parametrize("selector", [leading, rolling, at_random, magnitude])
 @given(some_axes(), rates, st.integers(0, 2**40), st.integers(0, 1000))
-@settings(max_examples=15, deadline=None)
 def test_every_selector_keeps_the_size_asked_for_and_repeats_itself(selector, axes, rate, seed, round):
     state = {f"{name}.0.weight" if isinstance(one, Stack) else f"{name}.weight": torch.ones(size_of(one), 2)
              for name, one in axes.items()}  # fmt: skip
@@ -167,7 +166,6 @@ def test_every_selector_keeps_the_size_asked_for_and_repeats_itself(selector, ax
 
 
 @given(some_axes(), rates)
-@settings(max_examples=25, deadline=None)
 def test_rolling_trains_every_unit_as_often_as_any_other_in_a_cycle(axes, rate):
     for name, one in axes.items():
         seen = Counter(i for q in range(size_of(one)) for i in kept(rolling(axes, rate, round=q), axes)[name])
@@ -236,7 +234,6 @@ PROFILE = Profile(flops_per_s=1e6, down_bytes_per_s=1e4, up_bytes_per_s=5e3, lat
     "memory_bytes": st.floats(400, 5000), "flops": st.floats(2000, 20000), "wire_bytes": st.floats(300, 1500),
     "seconds": st.floats(0.05, 0.3), "params": st.floats(30, 140),
 }))  # fmt: skip
-@settings(max_examples=60, deadline=None)
 def test_largest_agrees_with_trying_every_size(limits):
     budget = Budget(profile=PROFILE, samples=10, **limits)
 

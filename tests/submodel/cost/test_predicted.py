@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 from model_zoo import CNN, MLP, ViT
@@ -24,7 +24,6 @@ from tests.submodel.models import built, named_specs
 LABELS = torch.zeros(2, dtype=torch.long)
 
 
-@settings(deadline=None, max_examples=40)
 @given(named_specs)
 def test_parameters_and_bytes_are_exactly_the_measured_ones(named):
     name, spec = named

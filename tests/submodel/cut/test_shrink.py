@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +16,6 @@ from raafl.submodel import FULL, Spec, Submodels, skeleton
 from raafl.trainer_stand_in import TrainerStandIn
 from tests.submodel.models import CASES, Blocks, FusedAttention, Tied, built, named_specs, slow_masks
 
-quick = settings(deadline=None, max_examples=60)
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -35,7 +34,6 @@ def zeroed(module, masks):
     return module
 
 
-@quick
 @given(named_specs)
 def test_it_equals_the_full_module_with_dropped_units_zeroed(named):
     name, spec = named

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from raafl.config.parse import load_experiment
+from raafl.runtime.run import Run
+from raafl.runtime.setup import build
 from tests.habits.source import ROOT
+from tests.helpers.methods import long_except
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.yaml"))
+LARGE = (
+    "cifar10-timely-fl", "cifar10-vit", "co-s2p", "co-s2p-paper", "gre-raa-windows", "shakespeare-llama", "sst2-minilm",
+    "sst2-minilm-lora",
+)  # fmt: skip
+"""As large as their papers' models, from one to eight seconds each: loaded here, and built in `make test-long`."""
 NEED_DATA = r"class_path: raafl\.data\.(MNIST|CIFAR10|CIFAR100|SST2|AGNews|FPB|Shakespeare)\b"
 NEED_PACKAGE = r": package:(\w+)/"
 
@@ -26,24 +36,19 @@ def test_config_says_how_to_run_it(config):
     assert f"--config {config}" in head[0]
 
 
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_config_loads(name):
+    load_experiment(ROOT / "configs" / f"{name}.yaml").check()
+
+
 @pytest.mark.slow("some of the models are as large as their papers'")
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(name, marks=pytest.mark.long) if name == "configs/sst2-minilm-lora.yaml" else name
-        for name in CONFIGS
-    ],
-)
+@pytest.mark.parametrize("config", long_except(CONFIGS, *(path for path in CONFIGS if Path(path).stem not in LARGE)))
 def test_config_builds(config, tmp_path, request, monkeypatch):
     """Model, data, partition, devices and algorithm are built; the model is measured and tried for one step.
 
     Its axes are not proven here: tests/submodel/prove/test_proof.py proves the zoo's, and each run its own.
     """
     monkeypatch.setattr("raafl.runtime.setup.refuted", lambda *_: {})
-    from raafl.config.parse import load_experiment
-    from raafl.runtime.run import Run
-    from raafl.runtime.setup import build
-
     experiment = load_experiment(ROOT / config)
     experiment.check()
     assert experiment.output is None, "a config names no folder, or its second run would find it full"

@@ -188,6 +188,7 @@ def test_an_alias_of_plain_values_is_followed():
     assert yaml.safe_load(from_server(text))["model"]["init_args"] == {"hidden": [10, 20]}
 
 
+@pytest.mark.quick_cases("quickstart", "cifar10-timely-fl")
 @pytest.mark.parametrize("name", ["quickstart", "cifar10-timely-fl", "fed-buff-rolling", "ram-fed", "sst2-minilm-lora"])
 def test_every_shipped_config_can_be_taken_from_a_server_and_from_a_run_folder(name, tmp_path):
     text = parse("serve", ["--config", str(shipped()[name])]).config_yaml

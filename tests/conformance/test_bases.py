@@ -22,11 +22,12 @@ from raafl.runtime.run import simulate
 from tests.conformance import executors
 from tests.conformance.clocks import fingerprints, on_both_clocks
 from tests.habits.source import ROOT
+from tests.helpers.cached_models import reuse_findings
 from tests.helpers.crash import crash
 from tests.helpers.real_ranks import ranks
 from tests.helpers.small_runs import equal_replay, finish, unequal
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)  # the first test makes what all share
 BASES = ("fp32", "bf16", "nf4")
 RATES = (1.0, 0.5, 0.25, 0.125)
 
@@ -39,9 +40,12 @@ def weights(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(autouse=True)
-def data(tmp_path, monkeypatch):
-    monkeypatch.setenv("RAAFL_DATA", str(tmp_path / "data"))
+@pytest.fixture(autouse=True, scope="module")
+def findings(tmp_path_factory):
+    """Axes, proofs and costs are those of one model throughout, and no data set of this machine's is read."""
+    with pytest.MonkeyPatch.context() as patch, reuse_findings():
+        patch.setenv("RAAFL_DATA", str(tmp_path_factory.mktemp("data")))
+        yield
 
 
 def made(weights, output, base, *memory_bytes, **fields):
@@ -73,6 +77,12 @@ def memory(peaks):
     return [peaks[0]["fp32"], peaks[1]["fp32"] - 1, peaks[2]["bf16"] - 1, peaks[3]["bf16"]]
 
 
+@pytest.fixture(scope="module")
+def whole(weights, memory, tmp_path_factory):
+    """A run whose clients have each form of the base; tests only read it."""
+    return finish(made(weights, tmp_path_factory.mktemp("whole") / "run", BASES, *memory))
+
+
 def held(run):
     """The form in which each client that was merged held the base."""
     return {int(row["client"]): row["spec"].rpartition(" on ")[2] for row in run.rows() if row["outcome"] == "merged"}
@@ -83,9 +93,8 @@ def adapters(run):
     return {name: value for name, value in state.items() if ".lora_" in name}
 
 
-def test_each_client_has_what_its_memory_allows_and_the_plan_says_so(weights, memory, tmp_path):
-    experiment = made(weights, tmp_path / "run", BASES, *memory)
-    run = finish(experiment)
+def test_each_client_has_what_its_memory_allows_and_the_plan_says_so(weights, memory, whole, tmp_path):
+    experiment, run = made(weights, tmp_path / "run", BASES, *memory), whole
     assert held(run) == {1: "fp32", 2: "bf16", 3: "nf4", 4: "bf16"}
     found = predict(World(experiment), experiment.algorithm)
     assert found.bases == held(run) and found.time_s == pytest.approx(run.summary["time_s"], rel=1e-9)
@@ -119,6 +128,7 @@ def test_where_all_are_small_it_is_the_run_with_nf4_everywhere_to_the_bit(weight
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.long("test_where_all_are_small_it_is_the_run_with_nf4_everywhere_to_the_bit")
 def test_where_all_have_room_it_is_the_run_with_fp32_everywhere_to_the_bit(weights, tmp_path):
     several, alone = (finish(made(weights, tmp_path / str(base), base)) for base in (BASES, "fp32"))
     assert set(held(several).values()) == {"fp32"}
@@ -130,25 +140,28 @@ def test_both_clocks_give_the_same_model(weights, memory, tmp_path):
     assert set(held(simulated).values()) == set(BASES)
 
 
-def test_every_executor_gives_the_same_model_and_so_does_a_resumed_run(weights, memory, tmp_path, monkeypatch):
-    def run(name, **fields):
-        return made(weights, tmp_path / name, BASES, *memory, **fields)
+@pytest.mark.quick_cases("pool")
+@pytest.mark.parametrize(
+    ("run", "fields"),
+    [(finish, {"workers": 2}), (finish, {"batch_clients": 4}), (executors.over_ranks, {})],
+    ids=["pool", "cohorts", "ranks"],
+)
+def test_every_executor_gives_the_same_model(weights, memory, whole, tmp_path, run, fields):
+    other = run(made(weights, tmp_path / "other", BASES, *memory, **fields))
+    assert other.digest == whole.digest and fingerprints(other) == fingerprints(whole)
 
-    whole = finish(run("inline"))
+
+def test_a_resumed_run_gives_the_same_model(weights, memory, whole, tmp_path, monkeypatch):
     assert set(held(whole).values()) == set(BASES)
-    others = [
-        finish(run("pool", workers=2)),
-        finish(run("cohorts", batch_clients=4)),
-        executors.over_ranks(run("ranks")),
-    ]
-    cut = run("cut", checkpoint_every=1)
+    cut = made(weights, tmp_path / "cut", BASES, *memory, checkpoint_every=1)
     with crash(monkeypatch, 5):
         simulate(cut)
     assert finish(replace(cut, output=None, resume=cut.output)).digest == whole.digest
-    for other in others:
-        assert other.digest == whole.digest and fingerprints(other) == fingerprints(whole)
 
 
+@pytest.mark.long(
+    "tests/conformance/test_lora.py::test_a_client_whose_frozen_base_differs_is_refused_and_the_others_go_on"
+)
 def test_a_client_whose_four_bits_are_other_ones_is_never_merged(weights, memory, tmp_path):
     def before(rank):
         if rank == 3:

@@ -25,6 +25,7 @@ from raafl.plan import plan as planning
 from raafl.plan.dry import World, predict
 from raafl.runtime.run import simulate
 from raafl.submodel.axes import AxisTable
+from tests.helpers.cached_models import reuse_findings
 from tests.helpers.coordinators import line_state
 
 SMALL = ["--config", "configs/quickstart.yaml", "--progress", "quiet"]
@@ -120,6 +121,7 @@ def test_of_a_large_model_other_algorithms_are_predicted_when_asked_for(world, m
     assert len(planning.make_plan(world.experiment, None, 8).algorithms) == 1 + len(ALGORITHMS)
 
 
+@pytest.mark.quick_cases(3, 5, 6)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -139,6 +141,7 @@ def test_a_prediction_is_what_the_simulated_run_takes(name, options, tmp_path):
     agrees("configs/quickstart.yaml", *chosen, "--output", str(tmp_path / "run"))
 
 
+@pytest.mark.long("tests/conformance/test_bases.py::test_each_client_has_what_its_memory_allows_and_the_plan_says_so")
 def test_a_frozen_base_travels_in_no_plan(tmp_path):
     """As in a run: adapters alone go down and up, and a client holds the base besides."""
     small = ["--max_updates", "8", "--train.num_steps", "1", "--data.num_test", "8", "--output", str(tmp_path / "run")]
@@ -155,8 +158,9 @@ def test_a_frozen_base_travels_in_no_plan(tmp_path):
 def agrees(config, *options):
     """Hold a prediction against the run; return the experiment."""
     experiment = load_experiment(config, *options, "--progress", "quiet")
-    found = predict(World(experiment), experiment.algorithm)
-    summary, _ = simulate(experiment)
+    with reuse_findings():
+        found = predict(World(experiment), experiment.algorithm)
+        summary, _ = simulate(experiment)
     assert found.problem is None
     assert (found.updates, found.versions) == (summary["updates_merged"], summary["versions"])
     assert found.time_s == pytest.approx(summary["time_s"], rel=1e-9)

@@ -143,9 +143,9 @@ def test_cells():
     assert escaped("a\x00b<") == "a b&lt;"
 
 
-@pytest.mark.slow("a hundred thousand tasks are read")
-def test_ten_thousand_clients_and_a_hundred_thousand_tasks_make_a_small_page(tmp_path):
-    num_clients, num_tasks = 10_000, 100_000
+@pytest.mark.slow("thirty thousand tasks are read")
+def test_ten_thousand_clients_and_thirty_thousand_tasks_make_a_small_page(tmp_path):
+    num_clients, num_tasks = 10_000, 30_000
     events = [EVENTS[0]] + [
         {"time_s": 0.0, "event": "joined", "client": i, "num_samples": i % 97, "profile": {"flops_per_s": 1e6 * i}}
         for i in range(1, num_clients + 1)
@@ -160,7 +160,7 @@ def test_ten_thousand_clients_and_a_hundred_thousand_tasks_make_a_small_page(tmp
     run = read(write(tmp_path / "run", events=events, tasks=tasks, metrics=metrics))
     text = build([run])
     assert len(text.encode()) < 3e6
-    for said in ("24 bands", "40 bands", "of 100,000 rows, evenly picked", "points at most", "drawn as 50 bands"):
+    for said in ("24 bands", "40 bands", "of 30,000 rows, evenly picked", "points at most", "drawn as 50 bands"):
         assert said in text, said
 
 

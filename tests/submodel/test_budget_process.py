@@ -121,30 +121,35 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def notes():
-    """What became of each client, by model and name."""
-    asked = [*((kind, BUDGET, reserve) for kind, reserve in RESERVE.items()), ("bert", None, TIGHT_RESERVE)]
-    result = subprocess.run(
-        [sys.executable, "-c", CLIENTS, json.dumps(asked)], capture_output=True, text=True, timeout=280, check=True
-    )
-    return {(note["kind"], note["name"]): note for note in map(json.loads, result.stdout.splitlines())}
+def notes(*asked):
+    """Return what became of each client, by name.
+
+    Args:
+        asked: model, bytes of its budget (None = those that the whole model needs), and bytes of its reserve.
+    """
+    command = [sys.executable, "-c", CLIENTS, json.dumps([asked])]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=True)
+    return {note["name"]: note for note in map(json.loads, result.stdout.splitlines())}
 
 
-@pytest.mark.long
-@pytest.mark.slow("eight processes train up to the limit of their memory")
-def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_model_does_not(notes):
-    for kind, reserve in RESERVE.items():
-        fitted, full = notes[kind, "fitted"], notes[kind, "full"]
-        least = 0.75 if kind == "vit" else 0.9  # one head more is a step of an eighth in every block
-        assert least * BUDGET < fitted["needed"] <= BUDGET, "as large as the budget allows"
-        assert (fitted.get("steps"), fitted.get("refusal"), fitted.get("died")) == (3, None, None)
-        assert full["needed"] > 1.5 * (BUDGET + reserve)
-        assert "allocate memory" in full.get("died", "it lived"), full
+@pytest.mark.long("tests/submodel/test_memory.py::test_a_fragment_is_trained_in_a_fragments_memory")
+@pytest.mark.parametrize("kind", RESERVE)
+def test_a_client_under_a_hard_limit_finishes_what_it_is_given_and_the_whole_model_does_not(kind):
+    found = notes(kind, BUDGET, RESERVE[kind])
+    fitted, full = found["fitted"], found["full"]
+    least = 0.75 if kind == "vit" else 0.9  # one head more is a step of an eighth in every block
+    assert least * BUDGET < fitted["needed"] <= BUDGET, "as large as the budget allows"
+    assert (fitted.get("steps"), fitted.get("refusal"), fitted.get("died")) == (3, None, None)
+    assert full["needed"] > 1.5 * (BUDGET + RESERVE[kind])
+    assert "allocate memory" in full.get("died", "it lived"), full
 
 
+@pytest.mark.long(
+    "tests/local/test_malloc.py::test_a_process_that_keeps_what_it_frees_gets_few_new_pages_and_can_give_them_back"
+)
 @pytest.mark.skipif(malloc._glibc("mallopt") is None, reason="the C library is not glibc")
-def test_a_client_that_frees_at_once_trains_in_what_the_tensors_need_and_another_has_no_room_for_holes(notes):
-    tight, usual = notes["bert", "tight"], notes["bert", "full"]
+def test_a_client_that_frees_at_once_trains_in_what_the_tensors_need_and_another_has_no_room_for_holes():
+    found = notes("bert", None, TIGHT_RESERVE)
+    tight, usual = found["tight"], found["full"]
     assert (tight.get("steps"), tight.get("refusal"), tight.get("died")) == (2, None, None)
     assert "allocate memory" in usual.get("died", "it lived"), usual

@@ -59,21 +59,21 @@ def metric_rows(folder: Path) -> list[list[str]]:
     return [row[:2] + row[3:] for row in rows(folder / "metrics.csv")]
 
 
-def test_a_run_that_crashed_knows_which_targets_it_had_met(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cut", [13, pytest.param(30, marks=pytest.mark.long)])
+def test_a_run_that_crashed_knows_which_targets_it_had_met(tmp_path, monkeypatch, cut):
     targets = '["accuracy=0.15", "accuracy=0.5", "accuracy=2"]'
     options = ["--config", CONFIG, f"--target={targets}", "--max_updates=40", "--eval_every=1", "--checkpoint_every=1"]
     whole = simulated(*options, f"--output={tmp_path / 'whole'}")
     assert [at_s is None for at_s in whole["time_to"].values()] == [False, False, True]
-    for cut in (13, 30):
-        folder = tmp_path / f"cut-{cut}"
-        crashed(monkeypatch, cut, *options, f"--output={folder}")
-        resumed = simulated("--resume", str(folder))
-        assert metric_rows(folder) == metric_rows(tmp_path / "whole")
-        header, *table = rows(folder / "metrics.csv")
-        for target, at_s in whole["time_to"].items():
-            cells = [row[header.index(f"time_to/{target}")] for row in table]
-            written = set() if at_s is None else {str(float(f"{at_s:.12g}"))}
-            assert resumed["time_to"][target] == at_s and set(cells) == {"", *written}
+    folder = tmp_path / "cut"
+    crashed(monkeypatch, cut, *options, f"--output={folder}")
+    resumed = simulated("--resume", str(folder))
+    assert metric_rows(folder) == metric_rows(tmp_path / "whole")
+    header, *table = rows(folder / "metrics.csv")
+    for target, at_s in whole["time_to"].items():
+        cells = [row[header.index(f"time_to/{target}")] for row in table]
+        written = set() if at_s is None else {str(float(f"{at_s:.12g}"))}
+        assert resumed["time_to"][target] == at_s and set(cells) == {"", *written}
 
 
 @pytest.mark.long
@@ -162,6 +162,7 @@ def test_torchrun_brings_a_run_back_from_its_last_checkpoint_by_itself(tmp_path,
     assert replay(folder)["equal"] is True
 
 
+@pytest.mark.quick_cases(0)
 @pytest.mark.parametrize(
     ("first", "then"),
     [("--max_time=60", "--max_time=0.385"), ("--max_time=0.341", "--max_time=0.385"), ("--max_updates=45", "--max_updates=50"),
@@ -202,6 +203,7 @@ def test_a_resumed_run_of_real_ranks_keeps_the_limit_that_it_is_given(tmp_path):
     assert replay(folder)["equal"] is True
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("option", "says"),
     [("--max_time=0.1", r"max_time is 0\.1 s, but the run to resume has had \d\.\d s: give more, or null"),
@@ -225,13 +227,13 @@ def test_what_cannot_be_resumed_is_named(tmp_path):
 
 
 def test_mending_the_tables_of_a_long_run_holds_no_rows_in_memory(tmp_path):
-    """20,000 tasks, of which the checkpoint knows 15,000; as lists and dictionaries they took 40 MB."""
-    num, kept = 20_000, 15_000
+    """6,000 tasks, of which the checkpoint knows 4,500; as lists and dictionaries they take 12 MB."""
+    num, kept = 6_000, 4_500
     journal = [{"event": "joined", "client": 7, "incarnation": 2, "time_s": 0.0}]
     for number in range(1, num + 1):
         journal += [{"event": "assigned", "id": number, "time_s": 1.0}, {"event": "arrived", "time_s": 2.0}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in journal))
-    write_table(tmp_path / "metrics.csv", [["version", "loss"], ["0", "3.5"], ["100", "2.5"], ["16000", "1.5"]])
+    write_table(tmp_path / "metrics.csv", [["version", "loss"], ["0", "3.5"], ["100", "2.5"], ["5000", "1.5"]])
     header = ["client", "outcome", "merged_version", "assignment"]
     table = ([str(number % 9), "merged", str(number), str(number)] for number in range(1, num + 1))
     write_table(tmp_path / "clients.csv", chain([header], table))

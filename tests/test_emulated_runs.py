@@ -85,6 +85,7 @@ MORE = {
 }
 
 
+@pytest.mark.quick_cases("batch norm, measured", "private")
 @pytest.mark.parametrize("name", MORE)
 def test_a_run_with_more_on_two_emulated_gpus_gives_the_cpus_model(tmp_path, request, name):
     algorithm, more = MORE[name]
@@ -110,6 +111,7 @@ def test_a_run_on_two_emulated_gpus_replays(tmp_path, emulated_cuda: Emulated):
     assert 0 < copies < emulated_cuda.counts["between"]
 
 
+@pytest.mark.quick_cases("fed_buff")
 @pytest.mark.parametrize("name", ["fed_buff", "split_fed"])
 def test_forked_workers_use_no_emulated_gpu_though_the_server_is_on_one(tmp_path, monkeypatch, request, name):
     """A real one takes no call from a process that was forked after its parent's first."""
@@ -134,6 +136,7 @@ def test_an_optimiser_with_state_trains_on_an_emulated_gpu(tmp_path, emulated_cu
     assert found.summary["updates_merged"] == 2 and found.summary["updates_refused"] == {}
 
 
+@pytest.mark.quick_cases("fed_buff-cuda", "split_fed-cpu")
 @pytest.mark.parametrize("server", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["fed_buff", "scaffold", "split_fed"])
 def test_server_and_clients_on_an_emulated_gpu_or_not(tmp_path, emulated_cuda: Emulated, name, server):

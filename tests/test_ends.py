@@ -99,6 +99,7 @@ def events(folder):
 # ---- once ----
 
 
+@pytest.mark.quick_cases(0)
 @pytest.mark.parametrize(("workers", "number"), [("1", signal.SIGINT), ("3", signal.SIGTERM)])
 def test_once_ends_with_checkpoint_and_summary_and_can_be_resumed(tmp_path, number, workers):
     run = tmp_path / "run"
@@ -119,6 +120,7 @@ def test_once_ends_with_checkpoint_and_summary_and_can_be_resumed(tmp_path, numb
 # ---- twice ----
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("where", "second"), [("validating", signal.SIGTERM), ("saving", signal.SIGINT)])
 def test_twice_stops_at_once(tmp_path, where, second):
     run, hang = tmp_path / "run", tmp_path / "hang"
@@ -142,6 +144,7 @@ def test_twice_stops_at_once(tmp_path, where, second):
         resumable(run)
 
 
+@pytest.mark.long("test_twice_stops_at_once")
 def test_twice_leaves_no_worker_behind(tmp_path):
     run, hang = tmp_path / "run", tmp_path / "hang"
     options = ("--model", f"{__name__}.SlowToTrain", "--workers", "3", "--checkpoint_every=2", "--output", str(run))
@@ -204,6 +207,7 @@ def short_echo():
     forkserver.start()
 
 
+@pytest.mark.long("test_once_and_twice_in_rank_0_while_a_client_hangs")
 def test_under_torchrun_once_and_twice(tmp_path):
     """As from a terminal: every process has the signal, and torchrun passes it on once more."""
     run, hang, notes = tmp_path / "run", tmp_path / "hang", tmp_path / "started"
@@ -229,6 +233,7 @@ def test_under_torchrun_once_and_twice(tmp_path):
 # ---- killed without a word ----
 
 
+@pytest.mark.long("test_once_ends_with_checkpoint_and_summary_and_can_be_resumed")
 def test_a_run_that_is_killed_can_be_resumed_without_asking_for_checkpoints(tmp_path):
     run = tmp_path / "run"
     with command(tmp_path / "c", "simulate", *ENDLESS, "--checkpoint_s=0.2", "--output", str(run)) as started:
@@ -246,6 +251,7 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (16384, resource.RLIM_INFINITY))
 
 
+@pytest.mark.long("test_a_disk_that_is_full_for_a_while")
 def test_a_run_whose_files_may_not_grow_computes_as_any_other_and_has_failed_to_save_its_model(tmp_path):
     arguments = ("simulate", "--config", CONFIG, "--max_updates=40", "--checkpoint_every=10", "--json")
     with command(tmp_path / "plain", *arguments, "--output", str(tmp_path / "free")) as started:

@@ -37,6 +37,7 @@ def hungry():
     return Hungry(64, (24,), 10, lr=0.05)
 
 
+@pytest.mark.quick_cases("gpu")
 @pytest.mark.parametrize("error", [MemoryError(), GPU, CPU], ids=["python", "gpu", "cpu"])
 def test_a_client_is_given_something_smaller_next(tmp_path, monkeypatch, error):
     """Of fragments of 5, 7 and 12 units the last is too large: each client is asked for it at most once."""
@@ -62,6 +63,7 @@ class Fed(MLP):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.quick_cases("none")
 @pytest.mark.parametrize("up", ["none", "top_k"])
 def test_a_client_with_nothing_smaller_to_do_is_kept_out_and_the_others_go_on(tmp_path, monkeypatch, up):
     more = {"train": Training(num_epochs=1, num_steps=None), "max_updates": 30, "model": lambda: Fed(64, (24,), 10)}

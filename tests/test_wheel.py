@@ -67,6 +67,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.long("test_the_wheel_holds_the_packages_and_the_configs_and_nothing_else")
 @pytest.mark.slow("a process starts from nothing, and pip twice")
 def test_it_works_in_an_empty_folder(site, tmp_path):
     """What is imported, what is shipped, and the command that pip has made: in one process."""

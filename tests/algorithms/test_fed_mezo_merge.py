@@ -187,6 +187,7 @@ def test_a_run_counts_the_bytes_of_its_scalars_and_learns(tmp_path):
     assert run.summary["final"]["accuracy"] > 0.3
 
 
+@pytest.mark.long("test_a_run_counts_the_bytes_of_its_scalars_and_learns")
 def test_asynchronous_and_with_submodels_it_learns_too(tmp_path):
     algorithm = fed_mezo(lr=0.03, trigger="each", server_lr=0.5, submodel=fed_rolex(rates=[1.0, 0.5]).select)
     training = Training(num_epochs=None, num_steps=10)

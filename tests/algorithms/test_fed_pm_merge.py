@@ -171,6 +171,7 @@ def test_a_run_sends_bits_and_learns(tmp_path):
     assert 0.2 < run.summary["masks"]["kept"] < 0.8
 
 
+@pytest.mark.long("test_a_run_sends_bits_and_learns")
 def test_with_submodels_and_batch_norm_it_learns_too(tmp_path):
     def resnet():
         return ResNet(8, 1, channels=4, num_classes=10, lr=0.05)

@@ -175,6 +175,7 @@ class Words(Classes):
         self.test = TensorDataset(tokens[64:], torch.ones_like(tokens[64:]), labels[64:])
 
 
+@pytest.mark.quick_cases("ViT")
 @pytest.mark.parametrize("name", ["ViT", "BERT"])
 def test_fragments_of_a_transformer_with_fewer_heads_than_fragments(name, tmp_path):
     pytest.importorskip("transformers")

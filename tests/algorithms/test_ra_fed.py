@@ -235,6 +235,7 @@ def test_scaling_changes_what_cut_clients_learn(algorithm, tmp_path):
     assert plain != scaled
 
 
+@pytest.mark.long("tests/algorithms/test_ram_fed.py::test_a_run_of_the_config_repeats_and_replays_bit_for_bit")
 def test_a_run_of_the_config_repeats_and_replays_bit_for_bit(tmp_path):
     summaries = []
     for name in "ab":

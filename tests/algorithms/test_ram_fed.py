@@ -254,6 +254,7 @@ def test_full_coverage_in_every_round_is_fed_avg(tmp_path):
         torch.testing.assert_close(tensor, averaged[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "options", [[], ["--algorithm.trigger=each", "--algorithm.trained=null", "--algorithm.every=1"]]
 )

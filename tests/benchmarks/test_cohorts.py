@@ -25,6 +25,7 @@ def test_cohorts_are_compared_with_the_loop():
     assert all(row["ratio"] == pytest.approx(row["per_s"] / row["bare_per_s"]) for row in rows)
 
 
+@pytest.mark.quick_cases(*(work.name for work in cohorts.TASKS if work.name != "cnn of LEAF's size"))
 @pytest.mark.parametrize("work", cohorts.TASKS, ids=lambda work: work.name)
 def test_every_workload_is_trained_as_a_cohort_and_by_the_bare_loop(work, monkeypatch):
     monkeypatch.setattr(cohorts, "SIZES", (2,))

@@ -9,6 +9,7 @@ from model_zoo import MLP
 TINY = overhead.Workload("tiny", lambda: MLP(6, (5,), 10), (6,), 4, 2, 8, 4, 2, rounds=5)  # 10 trainings: one buffer
 
 
+@pytest.mark.quick_cases("1")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_rows_compare_each_algorithm_with_the_bare_loop(processes, monkeypatch):
     monkeypatch.setattr(overhead, "REPEATS", 1)

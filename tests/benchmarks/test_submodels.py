@@ -59,6 +59,7 @@ def test_rows_are_the_whole_model_and_every_rate_and_window():
     ]  # fmt: skip
 
 
+@pytest.mark.long("test_a_quarter_keeps_half_of_the_width_and_trains_half_of_the_blocks")
 def test_seconds_are_those_of_steps_and_of_what_comes_before_them():
     ticks = itertools.count()  # each look at the clock is a second later than the last
     full, quarter = submodels.time_steps("mlp", (1.0, 0.25), turns=1, clock=lambda: float(next(ticks)))

@@ -25,6 +25,7 @@ SUMMARY = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases("fed_raa")
 @pytest.mark.parametrize("name", ["fed_avg", "fed_raa", "split_fed"])
 def test_an_algorithm_runs_on_the_quick_start(name, summary):
     """All the others do in tests/runtime/lifecycle/test_resume.py, whose options are read alike."""

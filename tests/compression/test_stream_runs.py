@@ -120,6 +120,9 @@ FLAKY = (
 BOTH = ["--compress.down=top_k", "--compress.up=top_k", "--compress.top_k=0.2", f"--devices={FLAKY}"]
 
 
+@pytest.mark.long(
+    "tests/numerics/test_precision_runs.py::test_what_waits_in_single_precision_survives_a_crash_and_replays"
+)
 @pytest.mark.parametrize("options", [BOTH, ["--compress.down=bf16", "--compress.up=int8"]], ids=["top_k", "bf16, int8"])
 def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, options):
     options = ["--config", CONFIG, *options, "--max_updates=24", "--checkpoint_every=4"]

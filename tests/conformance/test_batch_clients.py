@@ -69,6 +69,7 @@ def compared(tmp_path, algorithm, most=6, how=finish, **fields):
     return batched
 
 
+@pytest.mark.quick_cases(0)
 @pytest.mark.parametrize("algorithm", [fed_raa(fragments=3, prox=0.05), hetero_fl(rates=[1.0, 0.5, 0.25])])
 def test_submodels_leave_the_bits_of_the_loop(tmp_path, algorithm):
     batched = compared(tmp_path, algorithm)
@@ -81,6 +82,7 @@ def test_models_that_draw_keep_statistics_and_branch_leave_the_bits_of_the_loop(
     assert batched["share"] > 0.1 or model is Branching
 
 
+@pytest.mark.quick_cases(0)
 @pytest.mark.parametrize(("how", "workers"), [(finish, 3), (over_ranks, 1)])
 def test_processes_that_each_train_clients_as_one_leave_the_bits_of_the_loop(tmp_path, how, workers):
     batched = compared(tmp_path, fed_buff(buffer_size=8), how=how, workers=workers, clients=24, max_updates=120)
@@ -99,6 +101,9 @@ def test_auto_leaves_the_bits_of_the_loop_whatever_it_chooses(tmp_path, monkeypa
     compared(tmp_path, fed_async(), most="auto")
 
 
+@pytest.mark.long(
+    "tests/conformance/test_executors.py::test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_on_elsewhere"
+)
 def test_clients_that_come_and_go_are_trained_alike(tmp_path):
     from tests.helpers.small_runs import unequal
 
@@ -106,6 +111,9 @@ def test_clients_that_come_and_go_are_trained_alike(tmp_path):
     compared(tmp_path, fed_async(), devices=devices)
 
 
+@pytest.mark.long(
+    "tests/conformance/test_executors.py::test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_on_elsewhere"
+)
 def test_a_run_that_crashed_in_mid_cohort_goes_on_with_another_executor_and_replays(tmp_path, monkeypatch):
     more = {"clients": 12, "max_updates": 60, "checkpoint_every": 4}
     whole = finish(experiment(tmp_path / "whole", fed_raa(), **more))

@@ -21,6 +21,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.long("tests/numerics/test_batch_norm_runs.py::test_a_run_that_crashed_ends_as_if_it_had_not_and_replays")
 @pytest.mark.parametrize("batch_norm", VARIANTS)
 def test_running_statistics_are_the_same_on_real_ranks(tmp_path, batch_norm):
     options = SubmodelOptions(batch_norm=batch_norm, static_batches=3)

@@ -47,6 +47,7 @@ def test_rolling_windows_in_a_buffer(tmp_path):
     assert len(starts) > 1
 
 
+@pytest.mark.long("test_rolling_windows_in_a_buffer")
 def test_a_deadline_of_narrower_models(tmp_path):
     """configs/timely-fl-width.yaml: who is slower than the third of four trains as wide a model as is done by then."""
     algorithm = timely_fl(participation=0.75, adaptive=False, cut="width")
@@ -64,6 +65,9 @@ def test_a_deadline_of_narrower_models(tmp_path):
     assert {int(one["row"]["num_steps"]) for one in done if one["client"] == 1} == {2 * 3}
 
 
+@pytest.mark.long(
+    "tests/parts/select/test_window_pieces.py::test_gre_raa_spreads_merges_over_the_pieces_that_clients_manage"
+)
 def test_windows_of_blocks_by_gre_raa(tmp_path):
     """configs/gre-raa-windows.yaml: each client trains within its time what has been trained least, in width and depth."""
     pytest.importorskip("transformers")

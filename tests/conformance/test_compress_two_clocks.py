@@ -25,6 +25,7 @@ RUNS = {
 }
 
 
+@pytest.mark.quick_cases("fed_rolex, top_k both ways")
 @pytest.mark.parametrize("name", RUNS)
 def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, name):
     algorithm, compress = RUNS[name]
@@ -42,6 +43,7 @@ def _merged(run):
     return sorted(rows, key=lambda row: int(row["assignment"]))
 
 
+@pytest.mark.quick_cases("fed_buff, top_k both ways")
 @pytest.mark.parametrize("name", ["fed_avg, int8 both ways", "fed_buff, top_k both ways", "ram_fed, bf16 down"])
 def test_a_recorded_run_of_real_ranks_replays_to_the_last_bit(tmp_path, name):
     algorithm, compress = RUNS[name]
@@ -81,6 +83,7 @@ def test_an_update_that_is_damaged_on_its_way_moves_its_clients_residual(tmp_pat
     assert_replays(made, real)
 
 
+@pytest.mark.quick_cases("fed_buff, top_k both ways")
 @pytest.mark.parametrize("name", RUNS)
 def test_two_workers_give_the_bits_of_one(tmp_path, name):
     algorithm, compress = RUNS[name]

@@ -24,6 +24,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.quick_cases("fed_async, compressed")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ranks_on_emulated_gpus_give_the_cpus_model(tmp_path, request, name):
     algorithm, more = VARIANTS[name]

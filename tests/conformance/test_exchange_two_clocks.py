@@ -37,6 +37,7 @@ def made(output, compress=None, **more):
     return experiment(output, split_fed(client_layers=1), compress=compress or Compress(), **more)
 
 
+@pytest.mark.quick_cases("top_k top_k")
 @pytest.mark.parametrize("compress", WIRES, ids=lambda one: f"{one.down} {one.up}")
 def test_real_ranks_leave_the_simulated_runs_model(tmp_path, compress):
     simulated, real = on_both_clocks(made(tmp_path / "simulated", compress), tmp_path / "real")
@@ -48,6 +49,9 @@ def test_real_ranks_leave_the_simulated_runs_model(tmp_path, compress):
     assert_replays(made(tmp_path / "real", compress), real)
 
 
+@pytest.mark.long(
+    "tests/conformance/test_compress_two_clocks.py::test_an_update_that_is_damaged_on_its_way_moves_its_clients_residual"
+)
 def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_path, monkeypatch):
     """Assignment 6 is refused in its second batch, 7 and 9 when all has come."""
     update, layout = Session._update, Batches._expect
@@ -72,6 +76,9 @@ def test_a_refused_task_starts_its_clients_residual_anew_in_a_replay_too(tmp_pat
     assert_replays(config, real)
 
 
+@pytest.mark.long(
+    "tests/conformance/test_executors.py::test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_on_elsewhere"
+)
 def test_a_simulation_that_crashed_ends_as_if_it_had_not(tmp_path, monkeypatch):
     compress, more = Compress("top_k", "top_k"), {"max_updates": 24, "checkpoint_every": 1}
     whole = finish(made(tmp_path / "whole", compress, **more))
@@ -92,6 +99,7 @@ class Dropping(Digits):
         return DataLoader(loader.dataset, loader.batch_size, shuffle=True, drop_last=True)
 
 
+@pytest.mark.quick_cases(0)
 @pytest.mark.parametrize("training", [Training(num_epochs=2), Training(num_epochs=None, num_steps=7)])
 def test_the_server_waits_for_no_batch_that_is_left_out(tmp_path, training):
     """About 359 samples a client: in batches of 100 three, and one that is left out."""

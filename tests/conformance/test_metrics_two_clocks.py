@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(90)
 VARIANTS = {"arrivals": fed_raa(), "rounds": hetero_fl()}
 
 
+@pytest.mark.quick_cases("arrivals")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_clients_measure_the_same_on_real_ranks(tmp_path, name):
     partition = Dirichlet(0.5, test_share=0.2)

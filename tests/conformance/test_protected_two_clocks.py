@@ -18,6 +18,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.quick_cases("private")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_protected_run_is_the_same_on_real_ranks(tmp_path, name):
     algorithm, protection = VARIANTS[name]

@@ -80,6 +80,7 @@ def often(*names):
     return [name if name in names else pytest.param(name, marks=pytest.mark.long) for name in ALGORITHMS]
 
 
+@pytest.mark.long("tests/conformance/test_vit_two_clocks.py::test_ten_updates_are_the_same_on_real_ranks")
 @pytest.mark.slow("six processes train a transformer")
 @pytest.mark.parametrize(
     "model", ["BERT", pytest.param("ViT", marks=pytest.mark.long)]

@@ -38,6 +38,7 @@ VARIANTS = {name: USUAL[name] for name in ALGORITHMS} | {
 CUT_DIFFERENTLY = ("ada_vit", "co_s2p", "fed_raa")
 
 
+@pytest.mark.quick_cases("fed_raa")
 @pytest.mark.slow("five processes train a transformer")
 @pytest.mark.parametrize("name", long_except(VARIANTS, *CUT_DIFFERENTLY))
 def test_ten_updates_are_the_same_on_real_ranks(tmp_path, name):

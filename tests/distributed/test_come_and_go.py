@@ -107,6 +107,7 @@ def test_a_client_killed_in_a_task_is_back_under_a_new_incarnation(tmp_path):
     assert replay(run.folder)["equal"] is True
 
 
+@pytest.mark.long("test_a_client_killed_in_a_task_is_back_under_a_new_incarnation")
 def test_a_client_that_hangs_is_lost_at_its_deadline_and_comes_back(tmp_path):
     experiment, config = parsed(tmp_path, "--clients=3", ENDLESS, waits=replace(WAITS, task_s=5.0))
     with remote(experiment, config, tmp_path, [1, 2, 3]) as fleet:
@@ -204,6 +205,9 @@ def test_a_client_may_train_on_data_that_only_it_has(tmp_path):
     assert replay(run.folder, client_data={2: file})["equal"] is True
 
 
+@pytest.mark.long(
+    "tests/distributed/test_fit_local.py::test_a_run_lives_through_the_death_of_its_server_and_of_a_client"
+)
 def test_rank_0_is_killed_and_resumed_and_its_clients_come_back_by_themselves(tmp_path, free_port):
     experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=300", "--checkpoint_every=5")
     resumed = replace(experiment, resume=str(tmp_path / "run"))

@@ -61,6 +61,7 @@ def lost_rows(run):
     return [row for row in run.rows() if row["outcome"].startswith("lost")]
 
 
+@pytest.mark.quick_cases("fed_avg")
 @pytest.mark.parametrize(
     "algorithm", [fed_async(), fed_buff(buffer_size=4), fed_raa(), fed_avg()], ids=lambda a: a.name
 )
@@ -132,6 +133,7 @@ def test_a_round_does_not_wait_for_a_client_that_hangs_beyond_its_deadline(tmp_p
     assert run.summary["participation"] == {"1": 4, "2": 4, "3": 1}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("when", ["before it joins", "while others are still to join"])
 def test_a_client_that_dies_before_the_start_is_not_waited_for(tmp_path, when):
     joins_s = 6.0 if when == "before it joins" else 40.0  # it may take seconds: c10d looks up names
@@ -265,6 +267,7 @@ def test_updates_are_received_while_others_are_merged(tmp_path):
 # ---- nothing is left ----
 
 
+@pytest.mark.long("tests/runtime/executors/test_executors.py::test_runs_in_several_processes_leave_no_file_open")
 @pytest.mark.slow("four runs on real ranks")
 def test_threads_files_and_processes_are_gone_after_each_run(tmp_path):
     def one(name, inbox_action=None):

@@ -116,6 +116,9 @@ class FailsWhereTheLabelIsNine(MLP):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.long(
+    "tests/runtime/local/test_supervisor.py::test_bad_input_and_an_interrupt_are_not_mended_by_another_start"
+)
 def test_a_client_whose_code_fails_twice_alike_ends_the_run(fit, tmp_path):
     """Once may be the machine: it is started again. What it says of its batch may differ."""
     local = fit("--local", "2", "--json", "--model", f"{__name__}.FailsWhereTheLabelIsNine", "--max_updates", "100000")

@@ -29,6 +29,7 @@ def joined(folder):
     return [row["profile"]["memory_bytes"] for row in rows if row["event"] == "joined"]
 
 
+@pytest.mark.long("tests/devices/test_measure.py::test_a_process_under_a_limit_finds_what_it_leaves")
 def test_under_a_limit_each_client_has_what_it_leaves(tmp_path):
     limit = room()
 

@@ -35,6 +35,7 @@ def run(folder: Path, speeds: list[float], *options: str) -> tuple[list[dict[str
     return done.events(), done.summary
 
 
+@pytest.mark.long("test_the_interval_closes_a_round_and_a_slow_client_trains_the_last_layers")
 def test_equal_devices_work_in_step_on_whole_models(tmp_path):
     """With more slack than any machine needs: six rounds of all, none late, none with fewer layers."""
     events, summary = run(tmp_path / "run", [2e8] * 3, "--algorithm.slack=20")

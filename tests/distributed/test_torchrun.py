@@ -87,6 +87,9 @@ def test_a_rank_that_is_killed_takes_the_others_with_it_under_torchrun(tmp_path)
     assert all(json.loads(line) for line in journal.read_text().splitlines())
 
 
+@pytest.mark.long(
+    "tests/conformance/test_executors.py::test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_on_elsewhere"
+)
 def test_three_ranks_simulate_what_one_process_does(tmp_path):
     options = ("--max_updates=40", "--clients=4", "--progress=quiet")
     argv = (

@@ -177,6 +177,7 @@ def test_torchrun_meets_and_trains_across_two_nodes(link, tmp_path):
     check(tmp_path / "run", link, far_client=2)
 
 
+@pytest.mark.long("test_clients_join_across_the_link")
 def test_a_simulation_over_two_nodes_leaves_the_bits_of_one_process(link, tmp_path):
     options = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--max_updates=12", "--progress=quiet"]
     one, _ = simulate(load_experiment(*options[1:], f"--output={tmp_path / 'one'}"))

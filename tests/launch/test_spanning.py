@@ -76,6 +76,7 @@ def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, f
     assert events("lost")[0]["reason"].startswith("disconnected")
 
 
+@pytest.mark.long("test_two_processes_come_to_the_update_of_one")
 def test_when_processes_are_unlike_none_waits_for_the_others(tmp_path):
     """A follower that waited to be joined would have to be killed by torchrun, half a minute later."""
     argv = (*TORCHRUN, str(ROOT / "tests" / "launch" / "unlike.py"), str(tmp_path))

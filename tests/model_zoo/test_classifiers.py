@@ -91,6 +91,7 @@ def test_the_optimizer_has_the_parameters_that_train():
     assert sum(p.numel() for p in optimizer.param_groups[0]["params"]) == 3 + 3 * 2 + 2
 
 
+@pytest.mark.quick_cases(0)
 @pytest.mark.parametrize("make", [lambda: MLP(64, (32,), 2, lr=0.1), lambda: CNN(1, 8, (4, 4), (16, 16), 2, lr=0.2)])
 def test_it_learns_which_half_is_brighter(make):
     torch.manual_seed(0)

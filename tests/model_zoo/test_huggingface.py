@@ -155,6 +155,7 @@ def translated(num=8):
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[:, :20].contiguous()}
 
 
+@pytest.mark.quick_cases("BERT")
 @pytest.mark.parametrize(
     ("make", "architecture", "batch"),
     [

@@ -98,6 +98,7 @@ def test_exact_match_is_that_of_greedy_generation(tmp_path, monkeypatch):
     assert score.compute().item() == pytest.approx(3 / 6)
 
 
+@pytest.mark.quick_cases("T5-adapters", "BERT-submodels")
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4, target_modules="all-linear")], ids=["submodels", "adapters"])
 @pytest.mark.parametrize(
     ("task", "make", "shape"),

@@ -53,6 +53,7 @@ def test_adapters_and_a_new_head_train_and_nothing_else(make, task, head):
     assert updated == {id(module.get_parameter(name)) for name in trained}
 
 
+@pytest.mark.quick_cases("BERT", "LLaMA writes")
 @pytest.mark.parametrize(("make", "task", "head"), CASES, ids=IDS)
 def test_a_base_in_bf16_takes_half_and_what_trains_is_in_float32(make, task, head, tmp_path):
     from raafl.runfolder import checkpoints as checkpoint

@@ -67,6 +67,7 @@ def test_a_layer_multiplies_by_them_and_keeps_none_for_the_backward_pass():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.quick_cases("LLaMA writes")
 @pytest.mark.parametrize(
     ("make", "shape"), [(HFCausalLM, LLAMA), (HFSequenceClassifier, BERT)], ids=["LLaMA writes", "BERT classifies"]
 )
@@ -162,6 +163,7 @@ def test_adapters_that_a_method_freezes_are_not_the_base():
     assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.long("tests/conformance/test_bases.py::test_each_client_has_what_its_memory_allows_and_the_plan_says_so")
 def test_a_run_with_ranks_of_its_own_for_each_client(tmp_path):
     lora = LoRA(rank=RANK, target_modules=["query", "value"], base="nf4")
     algorithm = fed_buff(buffer_size=2, lora="raflora", submodel=rated())

@@ -145,6 +145,7 @@ def test_the_zero_padding_shortcut_by_hand():
     assert ZeroPad(2, 2)(x).tolist() == [[[[0.0, 2.0], [8.0, 10.0]], [[0.0, 0.0]] * 2, [[0.0, 0.0]] * 2]]
 
 
+@pytest.mark.quick_cases("ResNet")
 @pytest.mark.parametrize(
     ("make", "size", "num_images"),
     [

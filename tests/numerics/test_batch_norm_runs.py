@@ -83,6 +83,7 @@ def measured(state_dict, make=ConvNorm):
     return torch.cat(hits).mean().item()
 
 
+@pytest.mark.quick_cases("fed_avg-merged", "fed_buff-static")
 @pytest.mark.parametrize("batch_norm", ["merged", "static"])
 @pytest.mark.parametrize("name", ["fed_avg", "fed_async", "fed_buff", "fed_opt"])
 def test_submodels_with_batch_norm_learn(tmp_path, name, batch_norm):
@@ -99,6 +100,7 @@ def test_submodels_with_batch_norm_learn(tmp_path, name, batch_norm):
         assert state[f"{norm}.running_var"].min() > 0 and not state[f"{norm}.running_mean"].eq(0).all()
 
 
+@pytest.mark.long("test_submodels_with_batch_norm_learn")
 @pytest.mark.parametrize("batch_norm", ["merged", "static"])
 def test_fragments_with_batch_norm_learn(tmp_path, batch_norm):
     algorithm = raafl.fed_raa(fragments=2, alpha=0.6)
@@ -106,6 +108,7 @@ def test_fragments_with_batch_norm_learn(tmp_path, batch_norm):
     assert finished.summary["final"]["accuracy"] > 0.5, finished.summary["final"]
 
 
+@pytest.mark.long("test_submodels_with_batch_norm_learn")
 @pytest.mark.parametrize("batch_norm", ["merged", "static"])
 def test_a_small_resnet_learns(tmp_path, batch_norm):
     def resnet():
@@ -161,6 +164,7 @@ def test_static_statistics_are_those_of_the_training_data(tmp_path):
     torch.testing.assert_close(state["norm1.running_var"], first.var((0, 2, 3)), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.quick_cases("fed_buff-merged")
 @pytest.mark.parametrize("batch_norm", ["merged", "static"])
 @pytest.mark.parametrize("algorithm", [fed_buff(buffer_size=2), fed_async()], ids=["fed_buff", "fed_async"])
 def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, algorithm, batch_norm):
@@ -179,6 +183,9 @@ def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypa
     assert equal_replay(made, resumed) and equal_replay(made, whole)
 
 
+@pytest.mark.long(
+    "tests/conformance/test_executors.py::test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_on_elsewhere"
+)
 def test_workers_change_nothing(tmp_path):
     runs = [run(tmp_path, str(n), fed_avg(submodel=RATED), max_updates=8, workers=n) for n in (1, 2)]
     assert runs[0].digest == runs[1].digest and runs[0].summary["final"] == runs[1].summary["final"]

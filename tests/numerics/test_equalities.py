@@ -187,6 +187,7 @@ def test_fed_async_is_the_plain_loop(tmp_path, prox):
     close(plain.theta, values(finished))
 
 
+@pytest.mark.quick_cases("3")
 @pytest.mark.parametrize("size", [1, 3, 10])
 def test_fed_buff_is_the_plain_loop(tmp_path, size):
     """Buffers of 1, 3 and 10: at once, a whole number of merges, and what is left over at the end."""

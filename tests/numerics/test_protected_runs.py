@@ -42,7 +42,7 @@ PROTECTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", each_method())
+@pytest.mark.parametrize("name", each_method(parts=["merge"]))
 def test_bounds_that_nothing_reaches_change_no_bit(tmp_path, name):
     plain = finish(experiment(tmp_path / "plain", name))
     guard = Guard(clip_norm=INF, outlier=INF, warm_up=1)
@@ -51,6 +51,7 @@ def test_bounds_that_nothing_reaches_change_no_bit(tmp_path, name):
     assert bounded.summary["guard"]["clipped"] == 0 and "guard" not in plain.summary
 
 
+@pytest.mark.quick_cases("fed_raa private")
 @pytest.mark.parametrize("name", PROTECTIONS)
 def test_a_protected_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypatch, name):
     algorithm, guard, privacy = PROTECTIONS[name]
@@ -193,6 +194,7 @@ def test_the_same_in_a_buffer(tmp_path):
     assert found.pop("plain") < 0.4 and all(accuracy > 0.75 for accuracy in found.values()), found
 
 
+@pytest.mark.long("test_a_client_that_sends_far_too_much_ruins_a_plain_mean_and_not_a_guarded_one")
 def test_a_client_that_sends_the_opposite_ruins_a_plain_mean_and_not_a_guarded_one(tmp_path, monkeypatch):
     """Ten times the update with its sign turned: seven honest steps down, ten up."""
     train = LocalTrainer.run

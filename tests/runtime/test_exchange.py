@@ -319,6 +319,7 @@ def dropping() -> MLP:
     return MLP(64, (24, 16), 10, lr=0.05, momentum=0.5, dropout=0.3)
 
 
+@pytest.mark.long("tests/conformance/test_exchange_two_clocks.py::test_real_ranks_leave_the_simulated_runs_model")
 @pytest.mark.parametrize("model", [dropping, Conv])
 def test_real_ranks_leave_the_simulated_runs_model(tmp_path, model):
     base = experiment(tmp_path / "s", split_fed(client_layers=1), max_updates=8, emulate=False, model=model)

@@ -68,6 +68,7 @@ def test_a_signal_to_the_tests_does_not_pass_for_another_end_of_a_run(tmp_path):
         finish(made, lambda made: simulate(made, observer=Killing()))
 
 
+@pytest.mark.quick_cases("fed_async-failed: of something", "fed_buff-stopped")
 @pytest.mark.parametrize("why", ["failed: of something", "stopped"])
 @pytest.mark.parametrize("name", ["fed_async", "fed_avg", "fed_buff"])
 def test_a_run_that_ended_otherwise_goes_on_as_if_it_had_not(tmp_path, name, why):

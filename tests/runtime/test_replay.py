@@ -32,6 +32,7 @@ def rewrite(folder: Path, change) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.quick_cases("fed_raa")
 @pytest.mark.parametrize("name", ["fed_raa", "split_fed"])
 def test_a_simulated_run_replays_to_the_last_bit(tmp_path, name):
     """Every algorithm's run does that was also resumed: test_resume.py."""
@@ -41,6 +42,9 @@ def test_a_simulated_run_replays_to_the_last_bit(tmp_path, name):
     assert result["model_digest"] == summary["model_digest"] and result["versions"] == summary["versions"]
 
 
+@pytest.mark.long(
+    "tests/conformance/test_executors.py::test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_on_elsewhere"
+)
 def test_clients_that_come_and_go_are_replayed(tmp_path):
     devices = (
         '[{"name": "steady", "flops_per_s": 1e8}, {"name": "flaky", "flops_per_s": 5e7,'
@@ -79,6 +83,7 @@ def test_the_first_update_that_differs_is_named(tmp_path):
     assert parted["recorded"] == "0" * 32 and len(parted["replayed"]) == 32
 
 
+@pytest.mark.long("test_the_first_update_that_differs_is_named")
 def test_another_order_of_arrivals_parts_from_the_recording(tmp_path):
     simulated(tmp_path / "run", "--max_updates=24")
 
@@ -93,6 +98,7 @@ def test_another_order_of_arrivals_parts_from_the_recording(tmp_path):
     assert result["distance"]["max"] > 0 and result["distance"]["rms"] > 0
 
 
+@pytest.mark.long("test_the_first_update_that_differs_is_named")
 def test_another_seed_is_not_the_same_run(tmp_path):
     simulated(tmp_path / "run", "--max_updates=12")
     config = tmp_path / "run" / "config.yaml"

@@ -17,6 +17,7 @@ SLOW = unequal((8e7, 6e7, 5e7, 2e6))
 """Three clients that are done within 1.6 times the median time, and one that takes some twenty times as long."""
 
 
+@pytest.mark.quick_cases("fed_avg")
 @pytest.mark.parametrize("algorithm", [fed_avg(), scaffold()], ids=["fed_avg", "scaffold"])
 def test_a_run_with_a_client_that_is_late_goes_on_replays_and_resumes(tmp_path, monkeypatch, algorithm):
     made = experiment(

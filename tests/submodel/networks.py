@@ -141,6 +141,12 @@ def _classifier(kind: str, task: str = "SequenceClassification", **options: Any)
     return lambda: hugging_face(f"{kind}For{task}", f"{kind}Config", **options)
 
 
+COVERING = (
+    "bert_eager", "albert", "vit_eager", "llama_tied", "mistral", "held", "encoder", "decoder", "attention",
+    "both_ways", "lstm", "rnn",
+)  # fmt: skip
+"""Cases that have every kind of layer between them; what holds for all is tested of the others in `make test-long`."""
+
 CASES: dict[str, Case] = {
     "bert": Case(_classifier("Bert", **WORDS, **SLOW), words, _both("bert.encoder.layer")),
     "bert_eager": Case(

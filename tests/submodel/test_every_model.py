@@ -17,11 +17,12 @@ from raafl.local.buffers import Buffers
 from raafl.submodel import FULL, FlatTensors, Spec, SpecError
 from tests.submodel.cut.test_shrink import filled, zeroed
 from tests.submodel.models import slow_masks, specs
-from tests.submodel.zoo import MODELS, ZOO, any_spec, built, kept_masks, one_step, trains
+from tests.submodel.zoo import COVERING, MODELS, ZOO, any_spec, built, kept_masks, one_step, trains
 
 few = settings(deadline=None, max_examples=3, derandomize=True, phases=[Phase.explicit, Phase.generate])
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
 WIDE = [name for name, model in MODELS.items() if model.width is not None]
+COVERING_WIDE = [name for name in COVERING if name in WIDE]
 TIED = {
     "ALBERT": ["model.predictions.decoder.weight", "model.predictions.decoder.bias"],
     "LLaMA, tied": ["model.lm_head.weight"],
@@ -46,17 +47,20 @@ def renewed(full: FlatTensors) -> FlatTensors:
     return other
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", MODELS)
 def test_axes_are_those_expected(name):
     _, submodels, _ = built(name)
     assert {axis.name: axis.size for axis in submodels.axes.values()} == dict(MODELS[name].axes)
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", MODELS)
 def test_tied_parameters_are_those_expected(name):
     assert sorted(built(name)[1].aliases) == sorted(TIED.get(name, []))
 
 
+@pytest.mark.quick_cases(*COVERING_WIDE)
 @pytest.mark.parametrize("name", WIDE)
 def test_the_residual_width_is_an_axis_where_asked_for(name):
     _, submodels, _ = built(name, residual_width=True)
@@ -64,6 +68,7 @@ def test_the_residual_width_is_an_axis_where_asked_for(name):
     assert width == MODELS[name].width and submodels.axes[width].size == (32 if name in ZOO else 12)
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", MODELS)
 @few
 @given(st.data())
@@ -98,6 +103,7 @@ def lying_like(module, flat):
     return module
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_small_module_gives_the_same_outputs_after_copying_and_pickling(name):
     _, submodels, full = built(name)
@@ -111,6 +117,7 @@ def test_a_small_module_gives_the_same_outputs_after_copying_and_pickling(name):
     assert torch.equal(answers[1], answers[0]) and torch.equal(answers[2], answers[0])
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
     module, submodels, full = built(name, residual_width=True)
@@ -129,6 +136,7 @@ def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
             assert torch.equal(MODELS[name].answer(small.train(training)), expected)
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", MODELS)
 @few
 @given(st.data())
@@ -153,6 +161,7 @@ def test_a_small_module_equals_the_full_one_with_dropped_units_zeroed(name, data
             torch.testing.assert_close(parameter.grad.flatten(), gradients[key][masks[key]], **CLOSE)
 
 
+@pytest.mark.quick_cases(*COVERING_WIDE)
 @pytest.mark.parametrize("name", WIDE)
 def test_where_a_norm_spans_the_width_a_small_module_is_not_the_zeroed_one(name):
     module, submodels, full = built(name, residual_width=True)
@@ -188,6 +197,7 @@ def test_tied_parameters_stay_tied_and_move_together(name, data):
         assert not torch.equal(tied, module.get_parameter(other))
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", MODELS)
 @few
 @given(st.data())
@@ -213,6 +223,7 @@ def test_a_step_changes_covered_elements_only(name, data):
             assert torch.equal(tensor[mask], shrunk.trained[tensor_name].flatten())
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_of_the_whole_model_changes_every_matrix_that_it_uses(name):
     # not every bias: one of all keys shifts the scores alike, one before a batch norm is taken out again
@@ -252,6 +263,7 @@ def errors_of(submodels, make):
     return message
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_spec_that_the_model_does_not_have_is_one_clear_error(name):
     _, submodels, _ = built(name)

@@ -12,7 +12,7 @@ from raafl.errors import BadInput
 from raafl.submodel import FULL, Member, Spec, SpecError, Submodels, skeleton
 from tests.submodel.cut.test_shrink import filled, zeroed
 from tests.submodel.models import slow_masks, specs
-from tests.submodel.networks import CASES, SLOW, WORDS, built, hugging_face, output, words
+from tests.submodel.networks import CASES, COVERING, SLOW, WORDS, built, hugging_face, output, words
 
 few = settings(deadline=None, max_examples=4, derandomize=True, phases=[Phase.explicit, Phase.generate])
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -24,6 +24,7 @@ def test_axes_follow_from_the_types_of_the_layers(name):
     assert {axis.name: axis.size for axis in submodels.axes.values()} == dict(CASES[name].axes)
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", CASES)
 @few
 @given(st.data())
@@ -49,6 +50,7 @@ def test_a_small_module_equals_the_full_one_with_dropped_units_zeroed(name, data
         torch.testing.assert_close(parameter.grad.flatten(), kept, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", CASES)
 def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
     module, submodels, full = built(name)
@@ -61,6 +63,7 @@ def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
         assert torch.equal(output(small.train(training), inputs), expected)
 
 
+@pytest.mark.quick_cases(*COVERING)
 @pytest.mark.parametrize("name", CASES)
 @few
 @given(st.data())

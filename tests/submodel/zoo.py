@@ -150,6 +150,12 @@ HUGGING_FACE = {
     )
 }
 
+COVERING = (
+    "MLP", "CNN with batch norm", "ResNet with projections", "VGG11", "ViT", "ALBERT", "LLaMA, tied", "FastText",
+    "KeywordSpotter", "CharLM with LSTM", "bert_tied of transformers", "deit of transformers", "mistral of transformers",
+)  # fmt: skip
+"""Models that have every kind of layer between them; what holds for all is tested of the others in `make test-long`."""
+
 MODELS = {**ZOO, **{f"{name} of transformers": model for name, model in HUGGING_FACE.items()}}
 
 

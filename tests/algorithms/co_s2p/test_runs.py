@@ -26,6 +26,7 @@ def eyes():
     return Small("micro", image_size=8, patch_size=4, in_channels=1, lr=3e-3)
 
 
+@pytest.mark.long("test_algorithm_2_has_the_synchronous_and_the_asynchronous_run_at_its_ends")
 @pytest.mark.slow("a transformer learns")
 def test_a_transformer_learns(tmp_path):
     pytest.importorskip("transformers")
@@ -48,6 +49,7 @@ def test_algorithm_2_has_the_synchronous_and_the_asynchronous_run_at_its_ends(tm
     assert (one.summary["staleness"]["max"] == 0) == (trigger == "sync")
 
 
+@pytest.mark.long("test_algorithm_2_has_the_synchronous_and_the_asynchronous_run_at_its_ends")
 @pytest.mark.slow("a transformer learns, twice")
 def test_so_it_has_with_windows_of_a_transformer_trained_masks_and_distillation(tmp_path):
     """The asynchronous end; of the other one the windows are as those of the test above."""

@@ -221,6 +221,7 @@ def test_runs_differ_from_those_of_a_plain_mean(tmp_path, make):
     assert plain.digest != run.digest
 
 
+@pytest.mark.long("test_runs_differ_from_those_of_a_plain_mean")
 def test_a_run_replays(tmp_path):
     config = str(ROOT / "configs" / "quickstart.yaml")
     options = [

@@ -236,6 +236,9 @@ def test_a_buffer_of_fresh_and_stale_updates():
     torch.testing.assert_close(weight(coordinator.state), before + sum(changes) / 2, rtol=0, atol=1e-5)
 
 
+@pytest.mark.quick_cases(
+    "hetlora-fed_avg", "flexlora-<lambda>0", "raflora-<lambda>1", "fedex-fed_avg", "flora-<lambda>0"
+)
 @pytest.mark.parametrize("make", [fed_avg, lambda **o: fed_async(0.5, **o), lambda **o: fed_buff(2, **o)])
 @pytest.mark.parametrize("lora", ["hetlora", "flexlora", "raflora", "fedex", "flora"])
 def test_a_run_that_is_cut_in_its_middle_goes_on_as_if_it_had_not_been(make, lora):

@@ -130,6 +130,9 @@ def test_a_long_table_is_cut_where_it_is_a_section_and_says_so():
     assert "p0[0], p1[0], p2[0], and 2 more" in text and "a4" in axes_text(found, 100, terminal=False)
 
 
+@pytest.mark.long(
+    "tests/submodel/prove/test_narrow.py::test_a_narrow_copy_has_the_axes_of_the_model_and_is_proven_in_its_place"
+)
 def test_a_large_model_needs_no_values(capsys, monkeypatch):
     """Two blocks of LLaMA, 367 million parameters: more than are ever drawn. The widest copy that has values is proven."""
     pytest.importorskip("transformers")

@@ -74,6 +74,7 @@ class Failing(Net):
         return super().training_step(batch, index)
 
 
+@pytest.mark.quick_cases("1")
 @pytest.mark.parametrize("num_killed", [1, 2])
 def test_a_rank_that_is_killed_gives_its_task_back_and_the_run_goes_on(num_killed):
     data, bench = clients(), Bench.of(Slow, max_built=2)

@@ -94,6 +94,7 @@ def wait_for(condition, what):
 # ---- the ends of a run ----
 
 
+@pytest.mark.quick_cases("1")
 @pytest.mark.parametrize("code", [0, 1, 2, 130])
 def test_the_servers_exit_code_is_the_runs(code, run, tmp_path):
     assert run(f"until(lambda: lines('client-1')); note('end'); sys.exit({code})", LEAVES) == (code, [])
@@ -132,6 +133,7 @@ def test_what_a_rank_has_started_ends_with_it(run, tmp_path):
 # ---- starting again ----
 
 
+@pytest.mark.quick_cases(0)
 @pytest.mark.parametrize("death, told", [("die()", "was killed by SIGKILL"), ("print('raafl: oh'); sys.exit(1)", "oh")])
 def test_a_client_that_dies_is_started_again(death, told, run, tmp_path):
     server = "until(lambda: len(lines('client-1')) == 3); note('end')"
@@ -164,6 +166,7 @@ def test_after_the_last_restart_a_client_stays_away_and_the_run_goes_on(run, tmp
     ]
 
 
+@pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("code", [2, 130])
 def test_bad_input_and_an_interrupt_are_not_mended_by_another_start(code, run, tmp_path):
     server = "until(lambda: lines('client-1')); until(lambda: gone(lines('client-1')[0])); note('end')"

@@ -52,6 +52,7 @@ def check_peak(module, batch, half):
     assert submodels.cost(spec, len(tensors_in(batch)[0])).peak_bytes == pytest.approx(real, rel=0.02)
 
 
+@pytest.mark.quick_cases("vit-True", "llama-True", "albert-True", "encoder-False", "both_ways-True")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(
     "name", ["vit", "vit_eager", "distilbert", "llama", "mistral", "albert", "encoder", "both_ways"]

@@ -24,6 +24,24 @@ SHARES = {
 """Number of axes, and share of the parameters with a quarter of each, the residual width whole."""
 
 
+@pytest.mark.quick_cases(
+    "GPT-2",
+    "T5 gated",
+    "DeBERTa-v2",
+    "Mixtral",
+    "Mamba",
+    "Swin",
+    "torchvision convnext",
+    "torchvision densenet",
+    "sizes in the code",
+    "rotary, experts",
+    "autoencoder",
+    "functional weights",
+    "cells by hand",
+    "UNet",
+    "MLP-Mixer",
+    "nn.TransformerEncoder",
+)
 @pytest.mark.parametrize("name", SHARES)
 def test_every_axis_is_proven(name):
     if not name.startswith(

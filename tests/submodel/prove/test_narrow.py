@@ -17,6 +17,7 @@ from raafl.submodel.prove.narrow import narrowed, num_values
 from tests.submodel.prove.test_proof import BATCH, Declared, Net, made
 
 
+@pytest.mark.quick_cases("VGG11", "BERT")
 @pytest.mark.parametrize("name", ["VGG11", "ViT", "BERT", "LLaMA"])
 def test_a_narrow_copy_has_the_axes_of_the_model_and_is_proven_in_its_place(name, monkeypatch):
     module, batch = made(name)
@@ -32,6 +33,7 @@ def test_a_narrow_copy_has_the_axes_of_the_model_and_is_proven_in_its_place(name
     assert proof.refuted(Submodels(bare, batch), bare, batch) == {}
 
 
+@pytest.mark.quick_cases("nf4")
 @pytest.mark.parametrize("base", ["fp32", "nf4"])
 def test_of_a_model_with_adapters_the_frozen_base_is_narrow_and_ranks_stay(base, monkeypatch):
     from model_zoo import HFCausalLM

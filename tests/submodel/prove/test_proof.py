@@ -20,7 +20,7 @@ from raafl.runtime.setup import proven_submodels
 from raafl.submodel import FULL, CopyPlan, Submodels
 from raafl.submodel.prove.proof import _Proof, _separating, refuted
 from tests.helpers.small_runs import experiment
-from tests.submodel.zoo import ZOO
+from tests.submodel.zoo import COVERING, ZOO
 
 BATCH = [torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1, 1])]
 
@@ -185,6 +185,7 @@ def test_a_loss_that_is_not_finite_proves_nothing():
     assert "no finite numbers" in reason
 
 
+@pytest.mark.quick_cases(*(name for name in COVERING if name in ZOO))
 @pytest.mark.parametrize("name", ZOO)
 def test_every_axis_of_the_zoo_is_proven(name):
     module, batch = made(name)
@@ -192,6 +193,7 @@ def test_every_axis_of_the_zoo_is_proven(name):
         assert refuted(Submodels(module, batch, residual_width=wide), module, batch) == {}
 
 
+@pytest.mark.quick_cases("CNN", "ViT")
 @pytest.mark.parametrize("name", ["MLP", "CNN", "ViT", "BERT", "LLaMA"])
 def test_a_member_whose_units_are_shifted_by_one_is_refused(name, monkeypatch):
     module, batch = made(name)

@@ -176,6 +176,7 @@ def level(server):
     return psutil.Process().memory_info().rss, threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.quick_cases("sealed")
 @pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "sealed"])
 def test_a_siege_leaves_no_trace(encrypt):
     """Every attack above, again and again, while a client is served; memory, threads and descriptors come back."""

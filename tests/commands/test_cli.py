@@ -210,6 +210,7 @@ def test_a_reader_that_goes_away_ends_nothing(tmp_path):
 # ---- fit ----
 
 
+@pytest.mark.long("tests/commands/test_bad_options.py::test_ranks_started_by_hand_with_bad_places")
 def test_too_few_ranks_under_torchrun(tmp_path):
     """What enough of them do is in tests/distributed/test_torchrun.py."""
     argv = ("--standalone", "--nproc-per-node=3", "-m", "raafl", "fit", "--config", QUICKSTART, "--clients", "4")

@@ -16,7 +16,7 @@ def test_few_methods_have_every_kind():
 def test_of_some_parts_only_the_kinds_of_those_count():
     assert kinds(fed_buff(), ["trigger"]) == {one for one in kinds(fed_buff()) if one.startswith("trigger")}
     assert covering({"fed_avg": fed_avg(), "fed_opt": fed_opt()}, ["select", "local"]) == ["fed_avg"]
-    assert len(covering({"fed_avg": fed_avg(), "fed_opt": fed_opt()}, ["merge"])) == 1
+    assert "fed_opt" in covering({"fed_avg": fed_avg(), "fed_opt": fed_opt()}, ["merge"])
 
 
 def test_a_method_that_adds_no_kind_is_left_out():

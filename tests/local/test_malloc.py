@@ -11,7 +11,7 @@ import pytest
 from raafl.local import malloc
 
 MIB = 2**20
-STEPS = 10
+STEPS = 4
 STEP_BYTES = 136 * MIB
 STEP_PAGES = STEP_BYTES // 4096
 
@@ -80,7 +80,7 @@ def told():
 glibc = pytest.mark.skipif(malloc._glibc("mallopt") is None, reason="the C library is not glibc")
 
 
-@pytest.mark.slow("a process starts from nothing, and writes to a million new pages")
+@pytest.mark.slow("a process starts from nothing, and writes to half a million new pages")
 @glibc
 def test_a_process_that_keeps_what_it_frees_gets_few_new_pages_and_can_give_them_back(told):
     kept = told["keep_freed"]

@@ -253,6 +253,7 @@ def test_a_client_with_a_data_set_of_its_own_draws_from_the_tasks_seed():
     assert prints[0] == prints[1]
 
 
+@pytest.mark.long("tests/data/test_partition.py::test_another_process_gives_the_same_parts")
 @pytest.mark.slow("a process starts from nothing")
 @pytest.mark.timeout(120)
 def test_another_process_gives_the_same_bits():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from raafl.config.argv import options_of
 from raafl.errors import BadInput
 from raafl.report import overview
-from raafl.report.clients import Classes, participation, partition
+from raafl.report.clients import Classes, classes_of, participation, partition
 from raafl.report.curves import curves
 from raafl.report.figure import fitting
 from raafl.report.groups import Group, algorithm_of, grouped, names_of
@@ -100,8 +100,6 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
     left_out = len(runs) - len(apart)
     classes: dict[int, Classes | str] = {}
     if labels:
-        from raafl.report.labels import classes_of
-
         classes = {id(run): classes_of(run, partial(_deal_out, trusted=trusted)) for _, run in apart}
     charts = [
         curves(groups), timeline(apart, left_out), time_spent(apart, left_out), participation(groups),

@@ -235,13 +235,11 @@ def clients_table(run: RecordedRun) -> Table:
     columns = ["client", "device", "samples", "tasks", "merged", "refused", "lost", "unused", "staleness_mean"]
     columns += ["staleness_max", "median_task_s", "at_work_share", "bytes_down", "bytes_up"]
     rows = []
-    order = np.argsort(tasks.client, kind="stable")  # each client's tasks together, so that none is looked for in all
-    ids = np.array(run.client_ids(), np.int64)
-    begins, ends = (np.searchsorted(tasks.client, ids, side, sorter=order) for side in ("left", "right"))
+    tasks_of = tasks.by_client()
     ended = {kind: tasks.are(kind) for kind in ("merged", "refused", "lost", "unused")}
     took_s = tasks["arrived_s"] - tasks["assigned_s"]
-    for number, begin, end in zip(ids.tolist(), begins, ends, strict=True):
-        mine, known = order[begin:end], run.clients.get(number)
+    for number in run.client_ids():
+        mine, known = tasks_of.get(number, np.empty(0, np.intp)), run.clients.get(number)
         lasted_s = took_s[mine]
         lasted_s = lasted_s[np.isfinite(lasted_s)]
         staleness = tasks["staleness"][mine[ended[MERGED][mine]]]

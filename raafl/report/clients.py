@@ -1,24 +1,30 @@
-"""Chart each client's participation against its speed, and its share of the samples."""
+"""Chart each client's participation against its speed, and its share of the samples with their classes."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from raafl.errors import BadInput
 from raafl.report.figure import Cell, Chart, Table, View, axis, banded, rounded, thin_rows
 from raafl.report.groups import Group
 from raafl.report.timeline import in_order, lane, lanes_height
 from raafl.runfolder.reading import RecordedRun
 from raafl.runfolder.schema import MERGED
 
+if TYPE_CHECKING:
+    from raafl.data.federated import FederatedData
+
 _MAX_DOTS = 1500
 _BANDS = 40
 _MAX_BARS = 60
+_MAX_CLASSES = 100
 Classes = Mapping[int, Sequence[int]]
 """Samples of each class, by client."""
 
@@ -77,12 +83,10 @@ def _points(run: RecordedRun) -> list[Point]:
     tasks, merged = run.tasks, run.tasks.are(MERGED)
     lasted_s = tasks["arrived_s"] - tasks["assigned_s"]
     versions = float(np.nanmax(tasks["merged_version"], initial=0.0)) or 1.0
-    order = np.argsort(tasks.client, kind="stable")
-    found, starts = np.unique(tasks.client[order], return_index=True)
-    rows = dict(zip(found.tolist(), np.split(order, starts[1:]), strict=True)) if len(found) else {}
+    rows = tasks.by_client()
     points = []
     for client in run.client_ids():
-        mine = rows.get(client, np.empty(0, np.int64))
+        mine = rows.get(client, np.empty(0, np.intp))
         seconds = lasted_s[mine][np.isfinite(lasted_s[mine])]
         took_part = np.unique(tasks["merged_version"][mine][merged[mine]])
         speed = run.clients[client].flops_per_s if client in run.clients else math.nan
@@ -135,6 +139,36 @@ def _table(group: Group, points: Mapping[int, Sequence[Point]]) -> Table:
     kept, said = thin_rows(rows)
     columns = ["run", "client", "samples", "FLOP/s", "median task, s", "tasks", "merged", "share of versions"]
     return Table(columns, kept, f"{group.label}. {said}")
+
+
+def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData]) -> Classes | str:
+    """Return the samples of each class by client, without clients that have their own data; or the reason why not.
+
+    Run folders do not store classes: ``deal_out`` loads and partitions the data that the run's config names.
+    """
+    if not run.config:
+        return "there is no config to deal the data out by"
+    try:
+        data = deal_out(run)
+        labels = data.labels()
+    except (BadInput, OSError, ImportError, ValueError, TypeError, AttributeError) as error:
+        return f"the data cannot be dealt out again: {' '.join(str(error).split())[:300]}"
+    names, numbers = np.unique(labels, return_inverse=True)
+    if len(names) > _MAX_CLASSES:
+        return f"the samples have {len(names):,} classes, too many to show"
+    found: dict[int, Sequence[int]] = {}
+    for client in range(1, data.num_clients + 1):
+        rows = data.indices(client).numpy()
+        known = run.clients.get(client)
+        if known is None or known.own_data:
+            continue
+        if known.num_samples != len(rows):
+            return (
+                f"the config's data are not those of the run: client {client} had {known.num_samples:,} samples, "
+                f"and would have {len(rows):,}"
+            )
+        found[client] = np.bincount(numbers[rows], minlength=len(names)).tolist()
+    return found
 
 
 def partition(

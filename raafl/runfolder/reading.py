@@ -93,6 +93,12 @@ class Tasks:
         """Return a column of numbers, `(len,)`."""
         return self.numbers[name]
 
+    def by_client(self) -> dict[int, npt.NDArray[np.intp]]:
+        """Return the places of each client's tasks, in their order; clients without tasks are left out."""
+        order = np.argsort(self.client, kind="stable")
+        clients, starts = np.unique(self.client[order], return_index=True)
+        return dict(zip(clients.tolist(), np.split(order, starts[1:]), strict=True)) if len(clients) else {}
+
     def are(self, kind: str) -> npt.NDArray[np.bool_]:
         """Return a mask of the tasks with this outcome, `(len,)`."""
         found: npt.NDArray[np.bool_] = self.kind == KINDS.index(kind)

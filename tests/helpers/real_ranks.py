@@ -26,7 +26,7 @@ from raafl.config.experiment import Experiment
 from raafl.core.types import Event
 from raafl.errors import RunFailed
 from raafl.local import malloc
-from raafl.runtime.client.take_part import take_part
+from raafl.runtime.fit import take_part
 from raafl.runtime.run import simulate
 from raafl.runtime.server.host import host
 from raafl.runtime.server.inbox import Inbox

@@ -140,7 +140,7 @@ def test_what_does_not_go_together_is_refused():
 
 
 def test_joint_updates_are_refused():
-    from raafl.parts.protect.guard import guarded
+    from raafl.parts.protect.assembly import guarded
     from raafl.parts.protect.options import Guard
 
     with pytest.raises(BadInput, match="each client's own update"):

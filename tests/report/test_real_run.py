@@ -10,8 +10,7 @@ import pytest
 from raafl.commands.cli import main
 from raafl.commands.report import _deal_out
 from raafl.data import Digits, Dirichlet
-from raafl.report.clients import partition
-from raafl.report.labels import classes_of
+from raafl.report.clients import classes_of, partition
 from raafl.report.times import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, stretches, uses
 from raafl.runfolder.reading import read
 from raafl.runfolder.schema import MERGED

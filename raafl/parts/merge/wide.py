@@ -18,8 +18,10 @@ from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.wrapped import Wrapped
-from raafl.submodel import FlatTensors, Spec, Submodels
-from raafl.submodel.wide import WideSubmodels
+from raafl.submodel import FULL, FlatTensors, Layout, Spec, Submodels
+from raafl.submodel.caches import Caches
+from raafl.submodel.cost import Cost
+from raafl.submodel.submodels import Part
 
 VALUES = "wide values"
 """Key in `GlobalState.scratch` of the wide values, and of the change counters of the values from which they were copied."""
@@ -31,6 +33,44 @@ def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
     if trained.wide is trained:
         return algorithm
     return replace(algorithm, merge=WideMerge(algorithm.merge, WideSubmodels(submodels)))
+
+
+class WideSubmodels(Submodels):
+    """Layouts and plans of the same submodels over wide tensors (`Layout.wide`), without the frozen base.
+
+    Half precision becomes float32. A complex tensor gets a last dimension of 2, which no axis cuts. Everything else (axes,
+    specs, names, costs) is the model's own.
+    """
+
+    def __init__(self, own: Submodels) -> None:
+        """Share everything known of ``own``, whose axes are final by now."""
+        _ = own.axes  # found on the model's own shapes
+        self.__dict__.update(own.__dict__)
+        self.own, self._caches = own, Caches()
+
+    def _layout(self, spec: Spec, part: Part) -> Layout:
+        return self.narrow_layout(spec, part).wide
+
+    def narrow_layout(self, spec: Spec = FULL, part: Part = "present") -> Layout:
+        """Return the layout of the same tensors in the model's own dtypes; a prefix of the model's own layout."""
+        layout = self.own.layout(spec, part)
+        return layout.only([e.name for e in layout.entries if e.name not in self.frozen])
+
+    def cost(self, spec: Spec = FULL, batch_size: int = 1) -> Cost:
+        """Return the cost of training ``spec`` in the model's own precision."""
+        return self.own.cost(spec, batch_size)
+
+    def shrink(self, *args: Any, **options: Any) -> Any:
+        """Build the small module in the model's own precision."""
+        return self.own.shrink(*args, **options)
+
+    def widen(self, values: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
+        """Copy values in the model's own layout to ``out`` (default: new storage) in the wide layout."""
+        return values.prefix(self.cached("narrow", "", self.narrow_layout)).widen(out)
+
+    def round_(self, values: FlatTensors, wide: FlatTensors) -> None:
+        """Write ``wide`` into the model's values, in place, each number rounded once."""
+        values.prefix(self.cached("narrow", "", self.narrow_layout)).round_(wide)
 
 
 @dataclass(frozen=True)

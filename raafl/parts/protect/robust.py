@@ -1,6 +1,6 @@
 """Make merges robust against bad updates: clip norms, refuse outliers, trim means, take medians.
 
-`raafl.parts.protect.guard` wraps an algorithm's own merge in these. An update is judged by the *difference* it would make: the
+`raafl.parts.protect.assembly` wraps an algorithm's own merge in these. An update is judged by the *difference* it would make: the
 delta that a client sends if the merge takes deltas (FedBuff, FedOpt), else its trained values minus the global values of that
 submodel at arrival. The latter bounds a merge's effect on the model, is defined for every submodel, and needs no old versions; in
 a synchronous round, where the global values do not change, both are the same.

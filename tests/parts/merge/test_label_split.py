@@ -21,7 +21,7 @@ from raafl.core.types import Arrived, Update
 from raafl.data import Dirichlet
 from raafl.parts.merge.label_split import LabelSplit
 from raafl.parts.merge.mean import Mean
-from raafl.parts.protect.guard import guarded
+from raafl.parts.protect.assembly import guarded
 from raafl.parts.protect.options import Guard
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels

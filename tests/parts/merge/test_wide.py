@@ -11,12 +11,11 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.pooled import Pooled
-from raafl.parts.merge.wide import WideMerge, widened
-from raafl.parts.protect.guard import guarded
+from raafl.parts.merge.wide import WideMerge, WideSubmodels, widened
+from raafl.parts.protect.assembly import guarded
 from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling
-from raafl.submodel.wide import WideSubmodels
 from tests.helpers.coordinators import Line, line_state
 
 FRONT = Spec.select({"hidden": range(2)})

@@ -11,8 +11,8 @@ from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.staleness import Staleness
+from raafl.parts.protect.assembly import guarded
 from raafl.parts.protect.centred import Centred
-from raafl.parts.protect.guard import guarded
 from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of

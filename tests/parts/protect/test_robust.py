@@ -17,7 +17,7 @@ from raafl.parts.merge import mean as merges
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
-from raafl.parts.protect.guard import guarded
+from raafl.parts.protect.assembly import guarded
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.robust import WINDOW, CoordinateWise, NormFilter, comparators, locate, norm_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels

@@ -197,8 +197,7 @@ class RunStatistics:
         self._num_rounds = sum(num for _, num in self._rounds.values())
         self._tested.update({client: (size, dict(metrics)) for client, (size, metrics) in data["tested"].items()})
         self.regions.update(data["regions"])
-        if "logged" in data:
-            self.logged.restore(data["logged"])
+        self.logged.restore(data["logged"])
 
 
 def _own_metrics(update: Update, known: Mapping[str, float]) -> dict[str, float]:

@@ -93,7 +93,7 @@ class Candidates:
         self._name_of = {candidate.atom: name for name, candidate in self.axes.items()}
 
     def _hold(self) -> Iterator[tuple[tuple[str, int], Reason]]:
-        """Keep layers of known families as they were cut before there were traces; give their dimensions and reasons."""
+        """Keep the layers of `WHOLE_LAYERS` whole; return their dimensions and reasons."""
         for path, is_wide in whole_layers(self.module):
             name = f"{path}.weight"
             if name not in self.seen.dims:
@@ -104,7 +104,7 @@ class Candidates:
                 self.seen.labels.unify(made, read)
                 yield (name, place), Reason("its features are hidden states, too, and go with the residual width alone")
             else:
-                self.seen.labels.pin(made, Reason("it was whole before, and recorded runs stay as they are"))
+                self.seen.labels.pin(made, Reason("raafl leaves it whole, so that runs of 0.1.0 replay"))
 
     def _pin_numbers(self) -> None:
         """Keep whole what code makes a number of, such as the scale of scores; where a norm spans it, as much is known."""

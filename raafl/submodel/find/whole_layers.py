@@ -1,4 +1,4 @@
-"""Layers that were whole before axes were found by following steps, and stay so: recorded runs of them can be replayed."""
+"""Name layers of known model families that stay whole although a trace finds their axes, so that runs of 0.1.0 replay."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def comparison(seeds: Sequence[int] = SEEDS, beta: float = 0.3, options: tuple[s
 
 
 def full(seeds: Sequence[int] = SEEDS) -> list[Setting]:
-    """Return the whole table of docs/methods/fed-raa.md."""
+    """Return the comparison with beta 0.9, the rows of Table 3, other fragments and other learning rates."""
     settings = [*comparison(seeds), *comparison(seeds, beta=0.9)]
     for beta, (part, arguments), seed in itertools.product((0.3, 0.9), ABLATIONS, seeds):
         settings.append(Setting(part, "fed_raa", arguments, seed, beta))

@@ -136,7 +136,7 @@ def test_learned_bits_choose_levels_and_step_sizes():
     x = torch.ones(1, 3)
     assert layer(x).tolist() == [[pytest.approx(3 * 0.6)] * 4]  # three bits: 3 levels of 0.2
     layer(x).sum().backward()
-    most = 2 ** (5 - 1) - 1
+    most = 2 ** (3 - 1) - 1  # Q_p of the width that it has
     # 12 weights, each worth 0.2 a level; 2^(b-1) - 1 has the derivative ln 2 * 2^(b-1)
     assert layer.weight_bits.grad.item() == pytest.approx(12 * 0.2 * math.log(2) * 4 / math.sqrt(12 * most))
     assert layer.weight_step.grad[1].item() == pytest.approx(12 * 3 / math.sqrt(12 * most))
@@ -265,3 +265,14 @@ def test_an_optimiser_that_leaves_the_step_sizes_out_is_named(tmp_path):
 def test_convolutions_are_quantised():
     model = Quantised().prepare(deep_cnn())
     assert any(isinstance(layer, QuantisedConv2d) for layer in quantised(model))
+
+
+def test_the_gradient_of_an_inputs_step_is_scaled_by_its_features_and_its_own_levels():
+    """Eight levels of 0 and above: 0.6 is 1.2 steps (-0.2), 1.2 is 2.4 (-0.4), 9 is clipped at 7. Each reaches four outputs."""
+    layer = one_layer(3, learn=False)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+        layer.weight_step.fill_(1.0)
+        layer.input_step.fill_(0.5)
+    layer(torch.tensor([[0.6, 9.0, 1.2], [0.6, 0.6, 0.6]])).sum().backward()
+    assert layer.input_step.grad.item() == pytest.approx(4 * (7 - 0.4 - 4 * 0.2) / math.sqrt(3 * 7))

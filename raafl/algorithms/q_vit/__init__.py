@@ -15,6 +15,8 @@ Choices that the paper leaves open, and deviations from it:
 - Linear and convolutional layers are quantised, in models of any kind. Products between activations (the scores of an attention),
   norms, embeddings, recurrent layers and `nn.MultiheadAttention`'s own projections stay in floating point.
 - An input without a negative number (after ReLU) uses only levels of 0 and above: Q_n = 0, Q_p = 2^b - 1.
+- Gradients of a step size and of its bounds are scaled as in LSQ, by ``1 / sqrt(n Q_p)``: n weights of the layer, or features of
+  one sample's input, and Q_p of the bit width that it has.
 - The step size of a weight starts at ``2 mean |w| / sqrt(Q_p)``. That of an input starts so from the first batch of each client's
   first task, and is the clients' mean after the first merge; until then evaluation does not quantise inputs. A weight that is 0
   at the start, such as LoRA's B, gets its step size in the first task that starts with a nonzero weight.

@@ -33,7 +33,7 @@ def _round(x: Tensor) -> Tensor:
     return x.detach().round() + (x - x.detach())
 
 
-def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: float = 1.0) -> Tensor:
+def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: Tensor | float = 1.0) -> Tensor:
     """Return ``round(clip(x / s, low, high)) s`` with step size ``s = |step|``; x itself if ``step`` is 0, which means unknown.
 
     Gradients are those of learned step sizes (LSQ, Esser et al. 2020): for x, 1 within the bounds and 0 outside; for s,
@@ -44,7 +44,7 @@ def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: float =
         step: scalar.
         low: scalar, the lowest level.
         high: scalar, the highest level.
-        factor: multiplier of the gradients of step and bounds.
+        factor: multiplier of the gradients of step and bounds, a scalar; LSQ's is ``1 / sqrt(n Q_p)``.
     """
     unknown = step.detach() == 0
     size = _damped(torch.where(unknown, 1.0, step.abs()), factor)
@@ -53,9 +53,9 @@ def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: float =
     return torch.where(unknown, x, _round(near) * size)
 
 
-def _damped(x: Tensor, factor: float) -> Tensor:
+def _damped(x: Tensor, factor: Tensor | float) -> Tensor:
     """Return x unchanged, with its gradient multiplied by ``factor``."""
-    return x if factor == 1.0 else x.detach() + (x - x.detach()) * factor
+    return x.detach() + (x - x.detach()) * factor
 
 
 class _Layer:
@@ -95,8 +95,9 @@ class _Layer:
             bits = _round(learned.clamp(LEAST, MOST))
             half, step = 2.0 ** (bits - 1), steps.index_select(0, (bits.detach() - LEAST).long().view(1)).view(())
         low, high = torch.where(signed, -half, torch.zeros_like(half)), torch.where(signed, half - 1, 2 * half - 1)
-        most = 2 ** ((self.fixed_bits or (LEAST + MOST) // 2) - 1) - 1
-        return quantise(x, step, low, high, 1.0 / math.sqrt(max(x.numel() * most, 1)))
+        # LSQ's n: the weights of the layer, or the features of its input, which one sample has
+        num_values = x.numel() if kind == "weight" else x[0].numel()
+        return quantise(x, step, low, high, torch.rsqrt(num_values * high.detach()))
 
     @torch.no_grad()
     def set_steps(self, kind: str, x: Tensor) -> None:

@@ -90,15 +90,15 @@ class UsagePolicy(nn.Module):
         """Exclude the recorded gates from copies, since their graph cannot be copied."""
         return {**self.__dict__, "gates": None, "used": []}
 
-    def of(self, place: int, x: Tensor, batch_dim: int) -> Tensor:
+    def of(self, gate: int, x: Tensor, batch_dim: int) -> Tensor:
         """Return one gate, shaped to multiply ``x``.
 
         Args:
-            place: index of the gate.
+            gate: index of the gate.
             x: output of the gated layer.
             batch_dim: dimension of the batch in ``x``.
         """
-        gates = self._known(x, batch_dim)[:, place]
+        gates = self._known(x, batch_dim)[:, gate]
         return gates.to(x.dtype).view([len(gates) if dim == batch_dim else 1 for dim in range(x.dim())])
 
     def of_units(self, x: Tensor, batch_dim: int, dim: int) -> Tensor:
@@ -151,12 +151,12 @@ class _GateUnits:
 class _GateSublayer:
     is_beside_axes: ClassVar = True  # the axes are those of the model without its gates
     policy: UsagePolicy
-    place: int
+    gate: int
     batch_dim: int
 
     def __call__(self, layer: nn.Module, args: Any, output: Any) -> object:
         x = output[0] if isinstance(output, tuple) else output
-        gated = x * self.policy.of(self.place, x, self.batch_dim)
+        gated = x * self.policy.of(self.gate, x, self.batch_dim)
         return (gated, *output[1:]) if isinstance(output, tuple) else gated
 
 

@@ -139,18 +139,18 @@ def members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member,
         submodels: the model, with its axes and layouts.
         spec: the submodel.
     """
-    kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
+    num_kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
     dropped: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for axis in submodels.axes.values():
         for member in axis.members:
-            num_dropped = member.unit * (axis.size - kept[axis.name])
+            num_dropped = member.unit * (axis.size - num_kept[axis.name])
             dropped.setdefault((member.name, member.dim), []).append((member.offset, num_dropped))
     for axis in _prunable(submodels):
         for member in axis.members:
             before = sum(
                 num_dropped for offset, num_dropped in dropped[member.name, member.dim] if offset < member.offset
             )
-            yield axis, replace(member, offset=member.offset - before), kept[axis.name]
+            yield axis, replace(member, offset=member.offset - before), num_kept[axis.name]
 
 
 class MeasuredSensitivity(Hook):
@@ -306,10 +306,10 @@ class BestUnits(Select):
         final = min(self._limit().rate(client), fits)
         share = cubic(t, fits, final, self.warm_up, self.rounds)
         scores: Scores | None = fleet.state.memory.get("platon", {}).get(client.id)
-        kept: dict[str, list[int] | range] = {}
+        best_units: dict[str, list[int] | range] = {}
         for axis in submodels.axes.values():
-            kept[axis.name] = self._best(axis, count(axis.size, share), scores)
-        spec = submodels.normal(spec_of(submodels.axes, kept))
+            best_units[axis.name] = self._best(axis, count(axis.size, share), scores)
+        spec = submodels.normal(spec_of(submodels.axes, best_units))
         return Work(spec, region=client.id, extra={} if scores is None else self._sent_scores(submodels, spec, scores))
 
     def _best(self, axis: Axis, number: int, scores: Scores | None) -> list[int] | range:

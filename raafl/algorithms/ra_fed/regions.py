@@ -154,7 +154,7 @@ class Regions(Select):
             "classes that only the other half has are then preferred: leave out rest, or give a smaller coverage or trained"
         ]
 
-    # ---- who gets how many ----
+    # ---- number of regions of a client ----
 
     def _most(self, client: ClientInfo, fleet: SelectContext) -> int:
         """Return the largest number of regions that fits the client's memory."""
@@ -176,7 +176,7 @@ class Regions(Select):
             widths[name] = range(min(size_of(axis), sum(sizes[-number:])))
         return spec_of(axes, widths)
 
-    # ---- who gets which, together ----
+    # ---- rounds drawn for all clients together ----
 
     def _place(self, client: ClientInfo, fleet: SelectContext) -> int:
         if "places" not in fleet.cache:

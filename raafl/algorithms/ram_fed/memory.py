@@ -202,7 +202,7 @@ def _statistics(submodels: Submodels, layout: Layout) -> Iterator[str]:
     return (entry.name for entry in layout.entries if entry.name not in submodels.parameter_names)
 
 
-# ---- what a submodel's regions own ----
+# ---- elements that a submodel's regions own ----
 
 
 class _Owned:

@@ -86,20 +86,20 @@ class Outline:
         path: path of the module at the cut.
         calls: outputs of the skipped modules below the cut, by path, one for each call.
         output: output of the module at the cut.
-        place: index of the activation among the tensors of that output.
+        index: index of the activation among the tensors of that output.
         activation: the activation, on the meta device.
     """
 
     path: str
     calls: dict[str, list[Any]]
     output: Any
-    place: int
+    index: int
     activation: Tensor = field(repr=False)
 
     def with_activation(self, activation: Tensor, fill: Callable[[Any], Any]) -> object:
         """Return the output of the module at the cut with ``activation`` in it; ``fill`` turns the other items into tensors."""
         flat, structure = tree_flatten(self.output)
-        return tree_unflatten([activation if i == self.place else fill(item) for i, item in enumerate(flat)], structure)
+        return tree_unflatten([activation if i == self.index else fill(item) for i, item in enumerate(flat)], structure)
 
 
 class Trace(Ledger):  # type: ignore[no-untyped-call]
@@ -235,14 +235,14 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             ValueError: the step of this batch does not reach the cut.
         """
         call = next((call for call in self.calls if call.path == cut.path and call.end >= 0), None)
-        place = None if call is None else _activation(call.output)
-        if call is None or place is None:
+        index = None if call is None else _activation(call.output)
+        if call is None or index is None:
             raise ValueError(f"the step does not call '{cut.path}'")
         calls: dict[str, list[Any]] = {}
         for skipped in self.replaced(call, cut.lower):
             calls.setdefault(skipped.path, []).append(_detached(skipped.output))
         output = _detached(call.output)
-        return Outline(cut.path, calls, output, place, tree_flatten(output)[0][place])
+        return Outline(cut.path, calls, output, index, tree_flatten(output)[0][index])
 
 
 def _activation(output: Any) -> int | None:

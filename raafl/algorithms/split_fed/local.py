@@ -66,7 +66,7 @@ class Split(Local):
             )
         return problems
 
-    def place(self, submodels: Submodels) -> Cut | None:
+    def choose_cut(self, submodels: Submodels) -> Cut | None:
         """Return the cut; None if the model cannot be cut.
 
         Raises:
@@ -106,7 +106,7 @@ class Split(Local):
         """
         if extra is not None:
             return halves(submodels, extra[KEY]["cut"]) if KEY in extra else None
-        cut = self.place(submodels)
+        cut = self.choose_cut(submodels)
         return None if cut is None else halves(submodels, cut.path)
 
     def hook(self, task: Task) -> Hook:
@@ -149,7 +149,7 @@ class Split(Local):
             batch_size: local batch size.
             drop_last: whether an epoch drops its last batch if that is smaller.
         """
-        cut = self.place(submodels)
+        cut = self.choose_cut(submodels)
         if cut is None:
             return {}
         num_samples = client.num_samples
@@ -225,7 +225,7 @@ class Halved(Select):
     def check(self, fleet: SelectContext) -> list[str]:
         """Return a problem for an unknown cut, and for each client whose memory its half exceeds."""
         try:
-            cut = _split(fleet).place(fleet.state.submodels)
+            cut = _split(fleet).choose_cut(fleet.state.submodels)
         except BadInput as error:
             return [str(error)]
         words = "the full model" if cut is None else f"the part up to '{cut.path}'"

@@ -122,17 +122,19 @@ class Batches:
         sent = [(f"batch.{i}", shapes[i], flat[i].dtype) for i in self._half.cut.leaves]
         return Layout.pack([("activation", outline.shape, dtype), *sent])
 
-    def _checked_shapes(self, given: object) -> Shapes:
+    def _checked_shapes(self, described: object) -> Shapes:
         """Return the shapes of the batch's tensors; raises `InvalidPayload` if they cannot be those of the expected batch."""
         examples = shapes_of(self._half.example_batch)
         samples, due = examples[0][0] if examples[0] else 1, self._due
-        if not isinstance(given, list) or len(given) != len(examples):
-            raise InvalidPayload("wrong-shape", f"shapes of {len(examples)} tensors expected, got {str(given)[:80]}")
-        for shape, example in zip(given, examples, strict=True):
+        if not isinstance(described, list) or len(described) != len(examples):
+            raise InvalidPayload(
+                "wrong-shape", f"shapes of {len(examples)} tensors expected, got {str(described)[:80]}"
+            )
+        for shape, example in zip(described, examples, strict=True):
             good = isinstance(shape, list) and len(shape) == len(example)
             good = good and all(type(size) is int and 0 < size < 2**31 for size in shape)
             if not good or (example and example[0] == samples and shape[0] != due):
                 raise InvalidPayload("wrong-shape", f"{str(shape)[:80]} in the place of {[due, *example[1:]]}")
             if any(n > max(MAX_SIZE, MAX_TIMES * size) for n, size in zip(shape[1:], example[1:], strict=True)):
                 raise InvalidPayload("too-large", f"{str(shape)[:80]} in the place of {[due, *example[1:]]}")
-        return tuple(tuple(shape) for shape in given)
+        return tuple(tuple(shape) for shape in described)

@@ -200,13 +200,13 @@ class Timely(Select):
         if client.id in fixed:
             num_units, spec = fixed[client.id]
             return self._work(num_units, spec, fleet)
-        given = workload(_plan(fleet)["T_k"], self.report(client, fleet))
-        work = self._trained(client, given, fleet)
+        target = workload(_plan(fleet)["T_k"], self.report(client, fleet))
+        work = self._trained(client, target, fleet)
         if not self.adaptive:
-            fixed[client.id] = (given.num_units, work.spec)
+            fixed[client.id] = (target.num_units, work.spec)
         return work
 
-    def _trained(self, client: ClientInfo, given: Workload, fleet: SelectContext) -> Work:
+    def _trained(self, client: ClientInfo, target: Workload, fleet: SelectContext) -> Work:
         """Return the work on the most layers that share, memory and, with layers "time", T_k allow; at least the last layer."""
         tolerance = SLACK + self.slack
         limit_s = _plan(fleet)["T_k"] * tolerance / self._ratio(client, fleet)
@@ -214,16 +214,16 @@ class Timely(Select):
         def may(layers: tuple[float, Spec]) -> bool:
             share, spec = layers
             in_time = (
-                self.layers == "share" or fleet.cost_s(client, self._work(given.num_units, spec, fleet)) <= limit_s
+                self.layers == "share" or fleet.cost_s(client, self._work(target.num_units, spec, fleet)) <= limit_s
             )
-            return share <= given.share * tolerance and in_time and fleet.fits(client, spec)
+            return share <= target.share * tolerance and in_time and fleet.fits(client, spec)
 
         candidates = self._submodels(fleet)
         first = 0 if may(candidates[0]) else bisect_left(candidates, True, hi=len(candidates) - 1, key=may)
         spec = candidates[first][1]
         if not fleet.fits(client, spec):
             raise BadInput(self._problem(client, fleet))
-        return self._work(given.num_units, spec, fleet)
+        return self._work(target.num_units, spec, fleet)
 
     def _submodels(self, fleet: SelectContext) -> list[tuple[float, Spec]]:
         """Return the submodels that a client may get, largest first, each with the alpha_c that it requires; 0 = none."""

@@ -59,9 +59,9 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
         counted: mask of the positions to average over, shape (...); None = all.
     """
     # detached: the teacher must learn from the labels alone, not move towards its students
-    wanted = F.log_softmax(teacher.detach() / temperature, -1)
-    given = F.log_softmax(student / temperature, -1)
-    divergence = F.kl_div(given, wanted, reduction="none", log_target=True).sum(-1) * temperature**2
+    teacher_log = F.log_softmax(teacher.detach() / temperature, -1)
+    student_log = F.log_softmax(student / temperature, -1)
+    divergence = F.kl_div(student_log, teacher_log, reduction="none", log_target=True).sum(-1) * temperature**2
     if counted is None:
         return divergence.mean()
     weight = counted.to(divergence.dtype)

@@ -95,11 +95,11 @@ class MaskTraining(Hook):
             strength: lambda, the weight of `kept_share_loss`.
         """
         super().__init__(task)
-        extra, given = task.assignment.extra, task.down[SCORES]
+        extra, received = task.assignment.extra, task.down[SCORES]
         device = next(task.module.parameters()).device
         self.rate, self.strength = float(extra["rate"]), strength
         self.scores = {
-            axis: torch.nan_to_num(given[axis].to(device), nan=first_score(self.rate)).requires_grad_()
+            axis: torch.nan_to_num(received[axis].to(device), nan=first_score(self.rate)).requires_grad_()
             for axis in extra["masks"]
         }
         self.gates = Gates(task.module, task.submodels, {axis: segments[axis] for axis in self.scores})

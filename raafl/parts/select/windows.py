@@ -159,10 +159,10 @@ class RollingWindows(Select):
         start = size.starts[round % len(size.starts)]
         stop = start + size.num_blocks
         seed = derive_seed(fleet.seed, "masks", client.id, round)
-        kept = self._kept(submodels, stop, size.width, scores_of(fleet.state, client.id), seed)
+        units = self._kept(submodels, stop, size.width, scores_of(fleet.state, client.id), seed)
         if not wanted:
-            return Work(self.window(submodels, start, stop, kept, distils=self.distils), region=client.id)
-        spec = self._frozen_window(submodels, start, stop, {a: k for a, k in kept.items() if a not in wanted})
+            return Work(self.window(submodels, start, stop, units, distils=self.distils), region=client.id)
+        spec = self._frozen_window(submodels, start, stop, {a: k for a, k in units.items() if a not in wanted})
         extra = {"masks": list(wanted), "rate": size.width}
         return Work(spec, client.id, self.mask_epochs, self.mask_steps, extra)
 
@@ -305,9 +305,9 @@ class RollingWindows(Select):
     def _mask_fits(self, start: int, width: float, num_blocks: int, budget: Budget, fleet: SelectContext) -> bool:
         submodels, stop = fleet.state.submodels, start + num_blocks
         wanted = self._trained_axes(submodels, start, stop, width)
-        kept = {a: k for a, k in self._kept(submodels, stop, width, {}, 0).items() if a not in wanted}
+        units = {a: k for a, k in self._kept(submodels, stop, width, {}, 0).items() if a not in wanted}
         extra = {"masks": wanted, "rate": width}
-        return not budget.over(fleet.cost(self._frozen_window(submodels, start, stop, kept), extra))
+        return not budget.over(fleet.cost(self._frozen_window(submodels, start, stop, units), extra))
 
     # ---- the fleet ----
 

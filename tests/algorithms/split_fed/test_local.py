@@ -40,7 +40,7 @@ LINK = {"latency_s": 0.25, "flops_per_s": 1e6, "down_bytes_per_s": 1e4, "up_byte
     ],
 )
 def test_where_the_settings_cut(arguments, path):
-    assert split_fed(**arguments).local.place(submodels_of(mlp)).path == path
+    assert split_fed(**arguments).local.choose_cut(submodels_of(mlp)).path == path
 
 
 def test_a_cut_that_there_is_not_and_memory_that_is_too_small_are_named_before_the_start():

@@ -145,7 +145,13 @@ class Half(Submodels):
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return zeros of a shape that occupy the memory of one element."""
+    """Return zeros of a shape that occupy the memory of one element.
+
+    Args:
+        shape: shape of the tensor.
+        dtype: its dtype.
+        device: its device.
+    """
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 

@@ -29,7 +29,13 @@ def scores_of(state: GlobalState, client: int) -> dict[str, list[float]]:
 
 
 def record_work(state: GlobalState, client: int, work: Work) -> None:
-    """Record that ``client`` starts ``work`` from the current values."""
+    """Record that ``client`` starts ``work`` from the current values.
+
+    Args:
+        state: the global model, whose memory changes in place.
+        client: id of the client.
+        work: its task.
+    """
     record = {"spec": work.spec, "masks": list(work.extra.get("masks", ())), "start": None}
     state.memory.setdefault(AT_WORK, {})[client] = record
 

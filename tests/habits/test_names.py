@@ -85,8 +85,6 @@ CONTRACTS = {
     ("raafl/plan/plan.py", "by_the_loop"): "a key of `raafl plan --json`",
     ("raafl/runtime/client/join.py", "alone_s"): "the same field as an argument",
 }
-REWRITTEN_NOW = ("raafl/algorithms", "raafl/parts")
-"""Packages that may still have old words."""
 
 
 def public_names(path: Path) -> Iterator[tuple[int, str]]:
@@ -123,13 +121,8 @@ def old_words(*packages: str) -> list[str]:
 
 
 def test_no_public_name_is_an_old_word():
-    wrong = [line for line in old_words(*SOURCES) if not line.startswith(REWRITTEN_NOW)]
+    wrong = old_words(*SOURCES)
     assert not wrong, "\n".join(wrong)
-
-
-def test_no_package_is_exempt_any_longer_than_it_must():
-    left = {package: len(old_words(package)) for package in REWRITTEN_NOW}
-    assert all(left.values()), f"take the packages with 0 out of REWRITTEN_NOW: {left}"
 
 
 def test_each_contract_is_still_there():

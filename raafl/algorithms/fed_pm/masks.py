@@ -79,19 +79,19 @@ class Masked(torch.autograd.Function):
     """Autograd function ``w * m`` with ``m ~ Bernoulli(sigmoid(score))`` and a straight-through gradient, dm/dp = 1."""
 
     @staticmethod
-    def forward(ctx: Any, score: Tensor, drawn: Tensor, negative: Tensor, sigma: float) -> Tensor:
+    def forward(ctx: Any, score: Tensor, uniform: Tensor, negative: Tensor, sigma: float) -> Tensor:
         """Return the masked weights.
 
         Args:
             ctx: of autograd.
             score: logit of each weight's probability.
-            drawn: uniform in [0, 1), of the same shape.
+            uniform: random numbers in [0, 1), of the same shape.
             negative: True where the weight is -sigma.
             sigma: absolute value of every weight.
         """
         ctx.save_for_backward(score, negative)
         ctx.sigma = sigma
-        return (drawn < torch.sigmoid(score)).to(score.dtype).mul_(sigma).mul_(_signs(negative, score.dtype))
+        return (uniform < torch.sigmoid(score)).to(score.dtype).mul_(sigma).mul_(_signs(negative, score.dtype))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -145,10 +145,10 @@ class ScoreTraining(Hook):
         return self.task.loss(batch, index)
 
     def _masked(self, name: str, score: Tensor) -> Tensor:
-        masked: Tensor = Masked.apply(score, self._drawn(score), self._negative[name], self._scales[name])
+        masked: Tensor = Masked.apply(score, self._uniform(score), self._negative[name], self._scales[name])
         return masked
 
-    def _drawn(self, like: Tensor) -> Tensor:
+    def _uniform(self, like: Tensor) -> Tensor:
         return torch.rand(like.shape, generator=self._generator).to(like.device)
 
     def update(self) -> None:
@@ -170,7 +170,7 @@ class ScoreTraining(Hook):
         finite = all(bool(torch.isfinite(score).all()) for score in self._scores.values())
         weights = {}
         for name, score in self._scores.items():
-            score.copy_(self._drawn(score) < torch.sigmoid(score))
+            score.copy_(self._uniform(score) < torch.sigmoid(score))
             weights[name] = score * self._scales[name] * _signs(self._negative[name], score.dtype)
         self._cover(weights)
         self._done = True

@@ -61,7 +61,7 @@ class Wrapped(Merge):
         return self.inner.numbers(update)
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Return whether the inner merge expects the update to overflow."""
+        """Check whether the inner merge expects the update to overflow."""
         return self.inner.overflows(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:

@@ -138,7 +138,8 @@ def test_a_large_model_needs_no_values(capsys, monkeypatch):
     pytest.importorskip("transformers")
     drawn, draw = [], isolated_run.draw
     monkeypatch.setattr(
-        "raafl.submodel.prove.proof.drawn", lambda s, m: drawn.append(narrow.num_values(s)) or narrow.drawn(s, m)
+        "raafl.submodel.prove.proof.random_values",
+        lambda s, m: drawn.append(narrow.num_values(s)) or narrow.random_values(s, m),
     )
     monkeypatch.setattr(
         isolated_run, "draw", lambda m, seed: drawn.append(sum(p.numel() for p in m.parameters())) or draw(m, seed)

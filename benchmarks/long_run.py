@@ -26,6 +26,7 @@ from benchmarks.scale import Case, make_experiment
 from raafl.commands.report import build as build_report
 from raafl.config.experiment import Experiment
 from raafl.core.types import Assignment, Update
+from raafl.local.context import ALONE, TaskContext
 from raafl.runfolder.events import read_run
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.reading import read
@@ -54,7 +55,7 @@ class Untrained(Executor):
         """Store the task; see `Executor.submit`."""
         self._tasks[assignment.id] = assignment, snapshot
 
-    def result(self, assignment_id: int) -> Update:
+    def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
         """Return its values."""
         task, values = self._tasks.pop(assignment_id)
         return Update(task.id, task.client, task.incarnation, values, 4, 1, {"loss": 1.0})

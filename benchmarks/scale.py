@@ -39,6 +39,7 @@ from raafl.core.types import Assignment, Update
 from raafl.data import CIFAR10, Iid
 from raafl.devices import Device
 from raafl.lean_import import import_lightning
+from raafl.local.context import ALONE, TaskContext
 from raafl.runfolder.events import read_events
 from raafl.runtime.executors import Executor
 from raafl.runtime.run import Run
@@ -112,11 +113,11 @@ class Stopwatch(Executor):
         """Pass the task on; see `Executor.submit`."""
         self._inner.submit(assignment, snapshot, needed_at)
 
-    def result(self, assignment_id: int) -> Update:
+    def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
         """Train, between two looks at the clocks."""
         self.joined_bytes = self.joined_bytes or status_bytes("VmRSS")
         self.began.append((time.perf_counter(), time.process_time()))
-        update = self._inner.result(assignment_id)
+        update = self._inner.result(assignment_id, context)
         self.ended.append((time.perf_counter(), time.process_time()))
         return update
 

@@ -13,6 +13,7 @@ import torch
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput, CodeFailed, GpuLost, TaskFailed, format_error
+from raafl.local.context import ALONE, TaskContext
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.submodel import FlatTensors, Layout, Spec
 
@@ -21,14 +22,17 @@ _FILE: Final = "failure.txt"
 _LONG: Final = 20_000
 
 
-def attempt(trainer: LocalTrainer, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
+def attempt(
+    trainer: LocalTrainer, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
+) -> Update:
     """Train a task; where memory is too small, free it and return a refused update.
 
     Args:
-        trainer: of this process.
-        assignment: of the task.
-        received: values from the server.
-        data: of the client.
+        trainer: trains it.
+        assignment: the task.
+        received: values in the layout ``payload.layout(spec, "sent")``; unchanged.
+        data: the client's.
+        context: stop, link and processes of the task.
 
     Raises:
         TaskFailed: the user's code, or a library under it, raised an error.
@@ -37,13 +41,13 @@ def attempt(trainer: LocalTrainer, assignment: Assignment, received: FlatTensors
         Stopped: as `LocalTrainer.run`.
     """
     try:
-        return trainer.run(assignment, received, data)
+        return trainer.run(assignment, received, data, context)
     except (BadInput, Stopped, TaskFailed):
         raise
     except Exception as error:
         # The other processes of the client's group wait for this one, so there the task cannot be refused in one process alone.
-        if trainer.process_group is not None or not is_out_of_memory(error):
-            raise _failed(trainer, assignment, error) from error
+        if context.process_group is not None or not is_out_of_memory(error):
+            raise _failed(trainer.fabric.device, assignment, context, error) from error
         traceback.clear_frames(error.__traceback__)  # they hold the task's tensors
     trainer.release()
     return out_of_memory(assignment)
@@ -62,9 +66,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
-def _failed(trainer: LocalTrainer, assignment: Assignment, error: Exception) -> TaskFailed:
-    where = f"task {assignment.task}, {_in_words(assignment.spec)}, {trainer.place}"
-    if _is_lost(trainer.fabric.device):
+def _failed(device: torch.device, assignment: Assignment, context: TaskContext, error: Exception) -> TaskFailed:
+    where = f"task {assignment.task}, {_in_words(assignment.spec)}, {context.progress.place}"
+    if _is_lost(device):
         return GpuLost(
             assignment.client, where, f"{format_error(error)}; its GPU takes no more work from it", in_full(error)
         )

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Hook, Local, Task, Training
-from raafl.core.exchange import ClientLink
 from raafl.core.local import SkippedBatch
+from raafl.core.payload import Bundles
 from raafl.core.types import Assignment
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
-from raafl.local.client_group import ClientProcesses
+from raafl.local.context import TaskContext
 from raafl.local.evaluation.record import widened
 from raafl.local.options import FabricOptions
 from raafl.local.proximal import ProximalTerm
@@ -36,27 +35,35 @@ class Stopped(Exception):
     """A task was given up because its result is no longer needed."""
 
 
-class TaskSteps:
-    """Runs the steps of tasks on Fabric's device with one method.
+@dataclass(frozen=True, slots=True)
+class PreparedTask:
+    """A task with the small module that trains it.
 
     Attributes:
-        stop: once set, a task ends before its next batch, with `Stopped`.
-        process_group: processes that train one client together; None = only this one.
-        link: connection to the server in the middle of a task; None = none.
-        place: description of the current batch.
-        extra: what training_step returned beside the last loss.
+        assignment: the task.
+        received: values of the submodel, without bundles; unchanged.
+        down: received bundles by name; unchanged.
+        data: the client's, or this process's part of it.
+        context: stop, link and processes of the task.
+        built: the small module, with its optimizer.
     """
+
+    assignment: Assignment
+    received: FlatTensors
+    down: Bundles
+    data: ClientData
+    context: TaskContext
+    built: TrainableSubmodel
+
+
+class TaskSteps:
+    """Runs the steps of tasks on Fabric's device with one method."""
 
     submodels: Submodels
     local: Local
     training: Training
     options: FabricOptions
     fabric: Fabric
-    stop: threading.Event | None = None
-    process_group: ClientProcesses | None = None
-    link: ClientLink | None = None
-    place = ""
-    extra: Mapping[str, Any] = MappingProxyType({})
     _mixed = False
     _generator: torch.Generator
 
@@ -87,45 +94,43 @@ class TaskSteps:
             accumulate_grad_batches=accumulate, gradient_clip_val=clip_val, precision=self.options.precision,
         )  # fmt: skip
 
-    def _steps(
-        self, built: TrainableSubmodel, assignment: Assignment, received: FlatTensors, data: ClientData
-    ) -> tuple[int, float | None, dict[str, Any]]:
+    def _steps(self, task: PreparedTask) -> tuple[int, float | None, dict[str, Any]]:
         """Do the local steps; return the number of optimizer steps, the mean loss (None without any), and the hook's answer."""
-        epochs, steps = self.length(assignment)
+        context, progress, data = task.context, task.context.progress, task.data
+        epochs, steps = self.length(task.assignment)
         per_epoch = data.num_batches(self.training.batch_size)
         num_batches = steps if steps is not None else per_epoch * (epochs or 1)
-        loop = _Loop(self, built, per_epoch, num_batches)
-        loop.hook = self._hook(built, assignment, received, num_batches, loop)
-        self.place = "batch 0"
+        loop = _Loop(self, task, per_epoch, num_batches)
+        loop.hook = self._hook(task, num_batches, loop)
+        progress.place = "batch 0"
         try:
             loop.begin()
             for batch, num_samples in data.batches(self._generator, self.training.batch_size, epochs, steps):
-                if self.process_group is None and self.is_stopped():
+                if context.process_group is None and context.is_stopped:
                     raise Stopped
-                built.recorder.weight = float(num_samples)
+                task.built.recorder.weight = float(num_samples)
                 loop.run(batch)
-                self.place = f"batch {loop.num_batches}"
-            self.place = "after its last batch"
+                progress.place = f"batch {loop.num_batches}"
+            progress.place = "after its last batch"
             loop.end()
             return loop.num_steps, loop.mean_loss, loop.hook.finish()
         finally:
             loop.hook.close()
 
-    def _hook(
-        self, built: TrainableSubmodel, assignment: Assignment, received: FlatTensors, num_batches: int, loop: _Loop
-    ) -> Hook:
-        pull = ProximalTerm.towards(received, built.module) if self.local.prox else None
-        task = Task(
-            assignment, self.submodels, built.module, built.optimizer, received, num_batches, self._generator,
-            loss=lambda batch, index: self._loss(built, batch, index % loop.per_epoch),
+    def _hook(self, task: PreparedTask, num_batches: int, loop: _Loop) -> Hook:
+        built, group = task.built, task.context.process_group
+        pull = ProximalTerm.towards(task.received, built.module) if self.local.prox else None
+        seen = Task(
+            task.assignment, self.submodels, built.module, built.optimizer, task.received, num_batches, self._generator,
+            loss=lambda batch, index: self._loss(built, loop, batch, index % loop.per_epoch),
             backward=backward_of(lambda loss, _: self._backward(built, loss), built.module, built.optimizer, self.local,
-                                 self.options.gradient_clip_val, 1 if self.process_group is None else self.process_group.size),
-            update=lambda: self._update(built, pull), down=built.down, up=built.up,
-            draws=lambda seed: RngStream(self.fabric.device, seed), link=self.link,
+                                 self.options.gradient_clip_val, 1 if group is None else group.size),
+            update=lambda: self._update(task, pull), down=task.down, up=built.up,
+            draws=lambda seed: RngStream(self.fabric.device, seed), link=task.context.link,
         )  # fmt: skip
-        return self.local.hook(task)
+        return self.local.hook(seen)
 
-    def _loss(self, built: TrainableSubmodel, batch: object, index: int) -> Tensor:
+    def _loss(self, built: TrainableSubmodel, loop: _Loop, batch: object, index: int) -> Tensor:
         with self.fabric.strategy.precision.forward_context() if self._mixed else nullcontext():
             answer = built.module.training_step(batch, index)  # type: ignore[operator]
         if answer is None:
@@ -133,7 +138,7 @@ class TaskSteps:
         if not isinstance(answer, Mapping):
             return answer  # type: ignore[no-any-return]
         if built.hooks is not None and "on_train_batch_end" in built.hooks.overridden:  # else its graph would live on
-            self.extra = {name: value for name, value in answer.items() if name != "loss"}
+            loop.extra = {name: value for name, value in answer.items() if name != "loss"}
         loss: Tensor = answer["loss"]
         return loss
 
@@ -147,7 +152,8 @@ class TaskSteps:
     def _scaler(self) -> Any:  # of 16-mixed
         return getattr(self.fabric.strategy.precision, "scaler", None)
 
-    def _update(self, built: TrainableSubmodel, pull: ProximalTerm | None) -> None:
+    def _update(self, task: PreparedTask, pull: ProximalTerm | None) -> None:
+        built, group = task.built, task.context.process_group
         optimizer, clip_val, hooks = built.optimizer, self.options.gradient_clip_val, built.hooks
         if self._scaler is not None:  # processes of one client have averaged scaled gradients: all see the same inf
             self._scaler.unscale_(optimizer)
@@ -160,12 +166,8 @@ class TaskSteps:
         self.fabric.strategy.optimizer_step(optimizer)
         if hooks is None or not hooks.keeps_gradients:
             optimizer.zero_grad()
-        if self.process_group is not None:
-            self.process_group.stepped()
-
-    def is_stopped(self) -> bool:
-        """Check whether the task's result is no longer needed."""
-        return self.stop is not None and self.stop.is_set()
+        if group is not None:
+            group.stepped()
 
 
 class _Loop:
@@ -177,12 +179,15 @@ class _Loop:
         num_batches: done.
         num_steps: optimizer steps made; a step all of whose batches were skipped is none.
         mean_loss: over the batches that had one; None = there was none.
+        extra: what training_step returned beside the last loss.
     """
 
     hook: Hook
 
-    def __init__(self, steps: TaskSteps, built: TrainableSubmodel, per_epoch: int, num_expected: int) -> None:
-        self._steps, self._built, self.per_epoch, self._num_expected = steps, built, per_epoch, num_expected
+    def __init__(self, steps: TaskSteps, task: PreparedTask, per_epoch: int, num_expected: int) -> None:
+        self._steps, self._built, self._context = steps, task.built, task.context
+        self.per_epoch, self._num_expected = per_epoch, num_expected
+        self.extra: dict[str, Any] = {}
         self.num_batches = self.num_steps = self._num_losses = self._num_due = 0
         self._total: Tensor | float = 0.0
         self._outputs: dict[str, Any] = {}  # what on_train_batch_end is given; empty for a skipped batch
@@ -226,7 +231,7 @@ class _Loop:
         if not self._skips_epoch:
             batch = self._built.transfer(batch, self._steps.fabric.device)
             self._skips_epoch = self._call("on_train_batch_start", batch, self.index) == -1
-            if self._skips_epoch and self._steps.process_group is not None:
+            if self._skips_epoch and self._context.process_group is not None:
                 raise BadInput(self._not_together("on_train_batch_start returns -1, to skip the rest of the epoch"))
             if self._skips_epoch:
                 self._schedule("step", self.index, plateau=False)
@@ -262,13 +267,8 @@ class _Loop:
 
     def _compute(self, batch: object, is_due: bool) -> Tensor | None:
         """Compute loss and gradients of a batch; return the loss, None where the batch is skipped."""
-        steps, process_group, hooks, module = (
-            self._steps,
-            self._steps.process_group,
-            self._built.hooks,
-            self._built.module,
-        )
-        accumulate = steps.options.accumulate_grad_batches
+        process_group, hooks, module = self._context.process_group, self._built.hooks, self._built.module
+        accumulate = self._steps.options.accumulate_grad_batches
         is_first = self.index % accumulate == 0
         try:
             loss = self.hook.loss(batch, self.num_batches)
@@ -289,12 +289,12 @@ class _Loop:
         with process_group.summing(module) if process_group is not None and is_due else nullcontext():
             self.hook.backward(loss)
         self._has_gradient = True
-        if process_group is not None and is_due and process_group.average(steps.is_stopped()):
+        if process_group is not None and is_due and process_group.average(self._context.is_stopped):
             raise Stopped  # all together
         if hooks is None:  # nobody asks for either
             return None
         hooks.call("on_after_backward")
-        self._outputs, steps.extra = {"loss": loss.detach(), **steps.extra}, {}
+        self._outputs, self.extra = {"loss": loss.detach(), **self.extra}, {}
         return loss.detach()
 
     def _update(self) -> None:

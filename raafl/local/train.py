@@ -15,12 +15,13 @@ from raafl.core.masked_loss import CLASSES
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData, Sized
 from raafl.errors import BadInput
+from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluation.metrics import LOSS, MAX_LOGGED, measure_part
 from raafl.local.malloc import give_back
 from raafl.local.masked import masked
 from raafl.local.options import FabricOptions
 from raafl.local.rng import current, seed_everything
-from raafl.local.task_steps import Stopped, TaskSteps
+from raafl.local.task_steps import PreparedTask, Stopped, TaskSteps
 from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.batch_norm import Pooling, statistics_of
@@ -73,25 +74,30 @@ class LocalTrainer(TaskSteps):
         self._generator = torch.Generator()
         self._checked: WeakSet[FrozenBase] = WeakSet()
 
-    def run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
+    def run(
+        self, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
+    ) -> Update:
         """Train and return the update; its tensors are this trainer's storage, valid until the next `run`.
 
         Args:
             assignment: the task.
             received: values in the layout ``payload.layout(spec, "sent")``; unchanged.
             data: the client's.
+            context: stop, link and processes of the task.
 
         Raises:
             BadInput: training writes to a frozen parameter, or changes state that cannot be restored.
+            Stopped: ``context.stop`` was set.
         """
         with current(self.fabric.device):
-            return self._run(assignment, received, data)
+            return self._run(assignment, received, data, context)
 
-    def _run(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Update:
-        process_group, self.place = self.process_group, "before its first batch"
+    def _run(self, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext) -> Update:
+        process_group, context.progress.place = context.process_group, "before its first batch"
         data = data if process_group is None else process_group.begin(assignment, received, data)
         built = self.built(assignment.spec)
-        received, built.down = self.payload.split(received, assignment.spec, "sent")
+        received, down = self.payload.split(received, assignment.spec, "sent")
+        task = PreparedTask(assignment, received, down, data, context, built)
         self.announce(built, assignment, data)
         built.reset(received, assignment.lr_scale)
         # before seeding: reading a client's classes may draw from what its data set's transforms draw from
@@ -104,37 +110,34 @@ class LocalTrainer(TaskSteps):
         if self._scaler is not None:  # anew: what it has learned in one task would show in the next
             precision.scaler = torch.amp.GradScaler(self.fabric.device.type)
         with masking as classes:
-            num_steps, loss, extra = self._steps(built, assignment, received, data)
+            num_steps, loss, extra = self._steps(task)
         loss = loss if process_group is None else process_group.finish(built.module, loss or 0.0, built.recorder)
-        return self.ended(built, assignment, received, data, num_steps, loss, extra, classes)
+        return self.ended(task, num_steps, loss, extra, classes)
 
     def ended(
-        self, built: TrainableSubmodel, assignment: Assignment, received: FlatTensors, data: ClientData, num_steps: int,
-        loss: float | None, extra: dict[str, Any], classes: list[int],
-    ) -> Update:  # fmt: skip
-        """Return the update of a task whose steps are done.
+        self, task: PreparedTask, num_steps: int, loss: float | None, extra: dict[str, Any], classes: list[int]
+    ) -> Update:
+        """Return the update of a task whose steps are done, from what its small module contains.
 
         Args:
-            built: the reused submodel, with its trained values.
-            assignment: of the task.
-            received: values from the server.
-            data: of the client.
-            num_steps: optimizer steps done.
-            loss: mean over the batches; None = every batch was skipped, and the update has no loss.
-            extra: result of `Hook.finish`.
-            classes: those that a masked loss left unmasked.
+            task: that was trained.
+            num_steps: optimizer steps made.
+            loss: mean over the batches; None = every batch was skipped.
+            extra: plain data for the server, from the hook.
+            classes: kept by a masked loss; empty = nothing was masked.
         """
+        built, assignment, data = task.built, task.assignment, task.data
         extra |= {CLASSES: classes} if classes else {}
         built.buffers.gather()
         metrics = {**({} if loss is None else {LOSS: loss}), **built.recorder.means(MAX_LOGGED)}
-        if data.test is not None and self.link is None and self.local.evaluates_on_client(assignment.extra):
-            metrics |= self._test(built, data.test)
+        if data.test is not None and task.context.link is None and self.local.evaluates_on_client(assignment.extra):
+            metrics |= self._test(built, data.test, task.context)
         self._check_base(built)
         built.state.check()
         with self._statistics_sent(built.trained):
             if self.sends == "delta":
                 for dtype, buffer in built.trained.buffers.items():
-                    buffer.sub_(received.buffers[dtype][: buffer.numel()].to(buffer.device))
+                    buffer.sub_(task.received.buffers[dtype][: buffer.numel()].to(buffer.device))
         update = Update(
             assignment.id, assignment.client, assignment.incarnation, built.answer(), data.num_samples, num_steps,
             metrics, extra=extra,
@@ -142,22 +145,22 @@ class LocalTrainer(TaskSteps):
         update.refusal = None if update.tensors.is_finite() else "non-finite"
         return update
 
-    def _test(self, built: TrainableSubmodel, data: ClientData) -> dict[str, float]:
+    def _test(self, built: TrainableSubmodel, data: ClientData, context: TaskContext) -> dict[str, float]:
         """Measure the trained submodel on the client's test part."""
 
         def batches() -> Iterator[Sized]:
-            self.place = "batch 0 of its test part"
+            context.progress.place = "batch 0 of its test part"
             for index, sized in enumerate(data.in_order(self.training.batch_size), start=1):
-                if self.is_stopped():
+                if context.is_stopped:
                     raise Stopped
                 yield sized
-                self.place = f"batch {index} of its test part"
+                context.progress.place = f"batch {index} of its test part"
 
         static = self.submodels.batch_norm == "static"  # then a client has no running statistics
         norms = [mean.rpartition(".")[0] for mean, _ in statistics_of(built.module)] if static else []
-        context = self._strategy.precision.forward_context if self._mixed else nullcontext
+        precision = self._strategy.precision.forward_context if self._mixed else nullcontext
         return measure_part(
-            built.module, built.recorder, built.buffers, data, batches(), self.fabric.device, context, norms
+            built.module, built.recorder, built.buffers, data, batches(), self.fabric.device, precision, norms
         )
 
     def _check_base(self, built: TrainableSubmodel) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from raafl.core.local import Local
-from raafl.core.payload import Bundles, Payload
+from raafl.core.payload import Payload
 from raafl.local.buffers import Buffers
 from raafl.local.evaluation.record import Recorder
 from raafl.local.lightning_hooks import TaskHooks, Transfer
@@ -33,7 +33,6 @@ class TrainableSubmodel:
         self.base = submodels.base_of(spec)
         shrunk = submodels.shrink(spec, rescale=local.rescale, device=fabric.device, base=self.base)
         self.module, self.present, self.trained = shrunk.module, shrunk.present, shrunk.trained
-        self.down: Bundles = {}
         self._answer = FlatTensors.empty(payload.layout(spec, "trained"), fabric.device) if local.up else self.trained
         self._values, self.up = payload.split(self._answer, spec, "trained")
         self.recorder = Recorder()

@@ -18,6 +18,7 @@ from raafl.core.types import Assignment, ClientInfo, Update, Work
 from raafl.data.federated import FederatedData
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
+from raafl.local.context import ALONE, TaskContext
 from raafl.parts.select.rate_select import RateSelect
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.record import RunRecord
@@ -169,7 +170,7 @@ class Untrained(Executor):
         if assignment.spec.base is not None:
             self.bases[assignment.client] = assignment.spec.base
 
-    def result(self, assignment_id: int) -> Update:
+    def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
         """Return an update of the expected layout."""
         task, device = self._tasks.pop(assignment_id)
         self.here_s += self._seconds_of(task)

@@ -20,6 +20,7 @@ from raafl.core.algorithm import Local, Training
 from raafl.core.exchange import Exchange, server_seed
 from raafl.core.types import Assignment, Update
 from raafl.errors import BadInput, InvalidPayload
+from raafl.local.context import TaskContext
 from raafl.local.options import FabricOptions
 from raafl.local.rng import RngStream
 from raafl.local.train import LocalTrainer, Stopped
@@ -55,19 +56,18 @@ class ClientSide:
         """Return the exchange of a task, or None. Raises `SpecError` for parts that the model does not have."""
         return self._whole.local.exchange(self._whole.submodels, assignment.extra)
 
-    def trainer(self, assignment: Assignment) -> LocalTrainer:
-        """Return the trainer of the client's part of a task."""
+    def begin(self, assignment: Assignment, context: TaskContext) -> tuple[LocalTrainer, TaskContext]:
+        """Return the trainer of the client's part of a task, and its context, which has the link to the server."""
         exchange, whole = self.exchange(assignment), self._whole
         if exchange is None:
-            return whole
+            return whole, context
         if self._built is None or self._built[0] is not exchange:
             trainer = LocalTrainer(
                 exchange.client, whole.local, whole.sends, whole.training, whole.options, pools=whole.pools
             )
             self._built = exchange, trainer
-        trainer, self._assignment = self._built[1], assignment
-        trainer.stop, trainer.link = whole.stop, self
-        return trainer
+        self._assignment = assignment
+        return self._built[1], replace(context, link=self)
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
         """Send a question and wait for the reply.

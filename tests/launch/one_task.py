@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from raafl.core.types import Assignment
+from raafl.local.context import TaskContext
 from raafl.runtime.client.multiprocess import together
 from raafl.runtime.client.setup import ClientSetup
 from raafl.submodel import FULL, FlatTensors, Spec
@@ -34,7 +35,7 @@ def tasks(site, names=("first", "second", "third")):
             id=number, client=CLIENT, incarnation=0, task=number, version=0, spec=spec, region=0, num_epochs=1,
             num_steps=None, seed=100 + number, assigned_s=0.0,
         )  # fmt: skip
-        update = site.trainer.run(task, received, site.data)
+        update = site.trainer.run(task, received, site.data, TaskContext(process_group=site.process_group))
         tensors = {entry.name: update.tensors[entry.name].clone() for entry in update.tensors.layout.entries}
         found[name] = {"tensors": tensors, "num_steps": update.num_steps, "loss": update.metrics["loss"]}
     return found

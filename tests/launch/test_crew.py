@@ -15,6 +15,7 @@ from raafl.core.algorithm import Hook, Local
 from raafl.errors import BadInput
 from raafl.local import client_group
 from raafl.local.client_group import ClientProcesses, Share
+from raafl.local.context import TaskContext
 from raafl.local.train import Stopped
 from raafl.submodel import FULL, Spec
 from tests.local.bench import Bench, Net, assignment
@@ -50,12 +51,11 @@ def together(size, make, task, stop=None):
 
     def run(rank):
         bench = benches[rank]
-        bench.trainer.process_group = ClientProcesses(rank, size, sums.of(rank))
-        bench.trainer.stop = threading.Event()
+        context = TaskContext(threading.Event(), process_group=ClientProcesses(rank, size, sums.of(rank)))
         if rank == stop:
-            bench.trainer.stop.set()
+            context.stop.set()
         try:
-            return bench.run(task)[0]
+            return bench.run(task, context)[0]
         except (BadInput, Stopped) as error:
             return error
         except BaseException:

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from raafl.core.algorithm import Local, Training
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
+from raafl.local.context import ALONE, TaskContext
 from raafl.local.train import FabricOptions, LocalTrainer
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 
@@ -93,10 +94,10 @@ class Bench:
         )
         return cls(trainer, submodels, submodels.state(module), client, module)
 
-    def run(self, task: Assignment) -> tuple[Update, FlatTensors]:
+    def run(self, task: Assignment, context: TaskContext = ALONE) -> tuple[Update, FlatTensors]:
         """Train, and return the update with a copy of its tensors."""
         received = self.submodels.plan(task.spec, "present").gather(self.values)
-        update = self.trainer.run(task, received, self.data)
+        update = self.trainer.run(task, received, self.data, context)
         return update, update.tensors.clone()
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from raafl.core.algorithm import Local, Training
 from raafl.errors import BadInput
+from raafl.local.context import TaskContext
 from raafl.local.train import Stopped
 from raafl.submodel import Spec
 from tests.local.bench import NUM_SAMPLES, Bench, Net, Norm, assignment, batches, plain_loop, same, samples
@@ -124,10 +125,8 @@ def test_a_task_given_up_between_two_batches_of_a_step_leaves_no_gradient():
             self.looks += 1
             return self.looks == 2
 
-    bench.trainer.stop = AtTheSecondBatch()
     with pytest.raises(Stopped):
-        bench.run(task)
-    bench.trainer.stop = None
+        bench.run(task, TaskContext(AtTheSecondBatch()))
     assert same(bench.run(task)[1], wanted)
 
 

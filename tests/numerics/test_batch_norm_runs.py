@@ -126,8 +126,8 @@ def test_a_round_of_whole_models_is_exact(tmp_path, monkeypatch):
     sent = []
     train = LocalTrainer.run
 
-    def watched(self, assignment, received, data):
-        update = train(self, assignment, received, data)
+    def watched(self, assignment, received, data, context):
+        update = train(self, assignment, received, data, context)
         moments = update.tensors["norm1.running_var"].clone()
         sent.append((update.num_samples, update.tensors["norm1.running_mean"].clone(), moments))
         return update

@@ -199,8 +199,8 @@ def test_a_client_that_sends_the_opposite_ruins_a_plain_mean_and_not_a_guarded_o
     """Ten times the update with its sign turned: seven honest steps down, ten up."""
     train = LocalTrainer.run
 
-    def turned(self, assignment, received, data):
-        update = train(self, assignment, received, data)
+    def turned(self, assignment, received, data, context):
+        update = train(self, assignment, received, data, context)
         if assignment.client == 8:
             for dtype, buffer in update.tensors.buffers.items():
                 start = received.buffers[dtype][: len(buffer)]
@@ -225,8 +225,8 @@ def one_sends_the_largest(monkeypatch):
     """Client 4 sends nothing else: among values, bundles and scalars."""
     train, most = LocalTrainer.run, float(np.finfo(np.float32).max)
 
-    def huge(self, assignment, received, data):
-        update = train(self, assignment, received, data)
+    def huge(self, assignment, received, data, context):
+        update = train(self, assignment, received, data, context)
         if assignment.client == 4:
             for buffer in update.tensors.buffers.values():
                 buffer.fill_(most)

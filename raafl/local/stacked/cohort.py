@@ -13,12 +13,14 @@ import torch
 from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.core.types import Update
+from raafl.local.context import ALONE, TaskContext
 from raafl.local.options import FabricOptions
 from raafl.local.rng import generators, same_generators, seed_everything
 from raafl.local.stacked.masked import masked_together
 from raafl.local.stacked.products import Known
 from raafl.local.stacked.stacks import Unstackable
 from raafl.local.stacked.steps import Member, Place, Steps
+from raafl.local.task_steps import PreparedTask
 from raafl.local.train import LocalTrainer
 from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import Spec
@@ -90,8 +92,14 @@ class Trained:
         """Return the task."""
         return self._members[self._place[assignment_id]]
 
-    def update(self, assignment_id: int, *, draws: bool = False) -> Update:
-        """Return a task's update as `LocalTrainer.run` does; with ``draws``, leave the generators in the same state, too."""
+    def update(self, assignment_id: int, context: TaskContext = ALONE, *, draws: bool = False) -> Update:
+        """Return a task's update as `LocalTrainer.run` does.
+
+        Args:
+            assignment_id: of the task.
+            context: what may stop the evaluation on the client's test part.
+            draws: leave the random generators as `LocalTrainer.run` does, too.
+        """
         place = self._place[assignment_id]
         assignment, received, data = self._members[place]
         built = self._trainer.built(assignment.spec)
@@ -102,7 +110,8 @@ class Trained:
             torch.default_generator.set_state(self._states[place])
         num_steps = self._num_steps[place]
         loss = float(self._losses[place]) / max(num_steps, 1)
-        return self._trainer.ended(built, assignment, received, data, num_steps, loss, {}, self._classes[place])
+        task = PreparedTask(assignment, received, {}, data, context, built)
+        return self._trainer.ended(task, num_steps, loss, {}, self._classes[place])
 
 
 class CohortTrainer:

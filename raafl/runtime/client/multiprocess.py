@@ -30,6 +30,7 @@ from torch import distributed as _distributed
 from raafl.core.types import Assignment
 from raafl.errors import BadInput, RunFailed
 from raafl.local.client_group import ClientProcesses
+from raafl.local.context import TaskContext
 from raafl.local.failure import attempt
 from raafl.local.train import Stopped
 from raafl.runtime.identity import Difference, Identity, agree
@@ -139,8 +140,8 @@ class ClientGroup:
             for number, pair in self._pairs.items():  # before what waits for them
                 threading.Thread(target=self._watch, args=(number, pair), name=f"process-{number}", daemon=True).start()
             self._join_group(site)
-            site.trainer.process_group = ClientProcesses(self.rank, self.size, self._begin_sum, self._announce)
-            return site
+            group = ClientProcesses(self.rank, self.size, self._begin_sum, self._announce)
+            return replace(site, process_group=group)
 
         return make
 
@@ -199,7 +200,7 @@ class ClientGroup:
         tasks: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, args=(pair, tasks), name="leader", daemon=True).start()
         self._join_group(site)
-        site.trainer.process_group = ClientProcesses(self.rank, self.size, self._begin_sum)
+        context = TaskContext(process_group=ClientProcesses(self.rank, self.size, self._begin_sum))
         received: FlatTensors | None = None
         while (assignment := tasks.get()) is not None:
             layout = site.trainer.payload.layout(assignment.spec, "sent")
@@ -209,7 +210,7 @@ class ClientGroup:
             with self._together():
                 self._spread(received)
             with suppress(Stopped):
-                attempt(site.trainer, assignment, received, site.data)
+                attempt(site.trainer, assignment, received, site.data, context)
 
     def _listen(self, pair: GlooConnection, tasks: queue.SimpleQueue[Assignment | None]) -> None:
         try:

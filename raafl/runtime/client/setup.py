@@ -13,6 +13,7 @@ from raafl.data.federated import ClientData, FederatedData
 from raafl.data.partition import Iid
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput
+from raafl.local.client_group import ClientProcesses
 from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.memory import settle_heap, with_memory
@@ -30,6 +31,7 @@ class ClientSetup:
         submodels: of the model, without values.
         sections: digest of each section of the config that the server compares.
         notes: for the user, one line each.
+        process_group: processes that train this client together; None = only this one.
     """
 
     experiment: Experiment
@@ -39,6 +41,7 @@ class ClientSetup:
     data: ClientData
     sections: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    process_group: ClientProcesses | None = None
 
     @classmethod
     def build(
@@ -107,7 +110,7 @@ class ClientSetup:
         return Client(
             self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
             config=self.sections or None, unsent=unsent, on_welcome=on_welcome,
-            plan=compression_plan(self.experiment, self.submodels),
+            plan=compression_plan(self.experiment, self.submodels), process_group=self.process_group,
         )  # fmt: skip
 
 

@@ -17,6 +17,8 @@ from raafl.core.payload import Payload
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
 from raafl.data.federated import ClientData
 from raafl.errors import InvalidPayload, TaskFailed
+from raafl.local.client_group import ClientProcesses
+from raafl.local.context import TaskContext
 from raafl.local.evaluation.metrics import PEAK, peak_bytes
 from raafl.local.failure import attempt
 from raafl.local.malloc import give_back
@@ -48,6 +50,7 @@ class Client:
         self, info: ClientInfo, pair: Connection, submodels: Submodels, trainer: LocalTrainer, data: ClientData, waits: Timeouts,
         *, config: Mapping[str, str] | None = None, unsent: int | None = None,
         on_welcome: Callable[[], None] = lambda: None, plan: CompressionPlan | None = None,
+        process_group: ClientProcesses | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `run` sends the HELLO.
 
@@ -62,10 +65,13 @@ class Client:
             unsent: id of an answer that an earlier connection lost, for the server to count.
             on_welcome: called once the server has admitted the client.
             plan: compression; None = none.
+            process_group: processes that train this client together; None = only this one.
         """
         self._plan = plan
         travels = plan or CompressionPlan(Payload(submodels))
         self._down, self._up = DownlinkCodec(travels), UplinkCodec(travels)
+        self._stop = threading.Event()
+        self._context = TaskContext(self._stop, process_group=process_group)
         self._side = ClientSide(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config
@@ -89,7 +95,6 @@ class Client:
             PeerTimeout: it sent nothing for ``Timeouts.idle_s``.
             Refused: it sent something that is not raafl's protocol.
         """
-        self._trainer.stop = threading.Event()
         self._pair.send(Message(Kind.HELLO, 0, self._info.incarnation, self._hello().to_meta()))
         reader = threading.Thread(target=self._read, name="reader", daemon=True)
         reader.start()
@@ -136,8 +141,7 @@ class Client:
                     self._side.hear(None)
         except Exception as error:
             self._received.put(error)
-        if self._trainer.stop is not None:
-            self._trainer.stop.set()
+        self._stop.set()
         self._side.hear(None)
 
     def _is_out(self, number: int) -> bool:
@@ -183,9 +187,10 @@ class Client:
             device = self._trainer.fabric.device
             peak_bytes(device, anew=True)
             received = self._down.unpack(assignment.spec, wire)
-            update = attempt(self._side.trainer(assignment), assignment, received, self._data)
+            trainer, context = self._side.begin(assignment, self._context)
+            update = attempt(trainer, assignment, received, self._data, context)
             left = assignment.pace_s - (time.perf_counter() - self._since)
-            if left > 0 and self._trainer.stop is not None and self._trainer.stop.wait(left):
+            if left > 0 and self._stop.wait(left):
                 raise Stopped
         except Stopped:
             return  # what the reader has to say comes next

@@ -12,6 +12,7 @@ from typing import Any
 
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
+from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import attempt
 from raafl.local.train import LocalTrainer
@@ -59,8 +60,12 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def result(self, assignment_id: int) -> Update:
+    def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
         """Return the update of a task; its tensors are valid until the next call of any method.
+
+        Args:
+            assignment_id: of the task.
+            context: what may stop it, where it is trained in this process.
 
         Raises:
             TaskFailed: the user's code failed in the task.
@@ -99,10 +104,10 @@ class Inline(Executor):
         """Store the task until its result is requested; see `Executor.submit`."""
         self._tasks[assignment.id] = (assignment, snapshot)
 
-    def result(self, assignment_id: int) -> Update:
+    def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
         """Train now."""
         assignment, snapshot = self._tasks.pop(assignment_id)
-        return attempt(self._trainer, assignment, snapshot, self._data(assignment.client))
+        return attempt(self._trainer, assignment, snapshot, self._data(assignment.client), context)
 
     def cancel(self, assignment_id: int) -> None:
         """Forget the task."""

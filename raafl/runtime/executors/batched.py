@@ -21,6 +21,7 @@ from typing import Any, Literal
 from raafl.core.types import Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.errors import TaskFailed, format_error
+from raafl.local.context import ALONE, TaskContext
 from raafl.local.failure import attempt, is_out_of_memory
 from raafl.local.rng import generators, same_generators
 from raafl.local.stacked import CohortTrainer, Member, Parted, Trained, Unstackable
@@ -124,14 +125,14 @@ class BatchedExecutor(Executor):
         if self._refusal is None and (kind not in self._standing or self._standing[kind].reason is None):
             heapq.heappush(self._order[kind], (needed_at, assignment.id))
 
-    def result(self, assignment_id: int) -> Update:
+    def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
         """Return the update, training it together with waiting tasks if it is not there yet."""
         self._num_tasks += 1
         if assignment_id not in self._kept:
-            self._train(assignment_id)
+            self._train(assignment_id, context)
         found = self._kept.pop(assignment_id, None)
         if found is None:
-            found = self._alone(assignment_id)
+            found = self._alone(assignment_id, context)
         del self._kinds[assignment_id]
         if isinstance(found, TaskFailed):  # said when its turn comes
             raise found
@@ -139,9 +140,9 @@ class BatchedExecutor(Executor):
             return found
         self._num_together += 1
         try:
-            return found.update(assignment_id)
+            return found.update(assignment_id, context)
         except Exception:  # measuring its test part has failed: the loop says how
-            return attempt(self._trainer, *found.member(assignment_id))
+            return attempt(self._trainer, *found.member(assignment_id), context)
 
     def cancel(self, assignment_id: int) -> None:
         """Forget the task, or its result."""
@@ -166,18 +167,18 @@ class BatchedExecutor(Executor):
 
     # ---- together, or not ----
 
-    def _alone(self, assignment_id: int) -> Update:
+    def _alone(self, assignment_id: int, context: TaskContext) -> Update:
         """Train a task by the loop."""
         kind = self._kinds[assignment_id]
         standing, begun = self._standing.setdefault(kind, _Standing()), time.thread_time()
         try:
-            return attempt(self._trainer, *self._waiting[kind].pop(assignment_id))
+            return attempt(self._trainer, *self._waiting[kind].pop(assignment_id), context)
         finally:
             seconds = time.thread_time() - begun
             standing.alone_s = min(standing.alone_s, seconds)
             self._loop_s += seconds
 
-    def _train(self, assignment_id: int) -> None:
+    def _train(self, assignment_id: int, context: TaskContext) -> None:
         """Train what waits together with a task, if there is something, and it pays; else leave it waiting."""
         if self._refusal is not None:
             self._say(self._refusal)
@@ -208,7 +209,7 @@ class BatchedExecutor(Executor):
         seconds = time.thread_time() - begun
         new = {number for batch in trained.seen.keys() - standing.seen for number in trained.seen[batch]}
         compared = [member for member in members if trial or member.assignment.id in new]
-        different, loop_s, asked_s = self._compare(compared, trained)
+        different, loop_s, asked_s = self._compare(compared, trained, context)
         if different:
             self._leave(kind, Unstackable(f"clients trained together are not what they are alone: {different}"))
             return
@@ -264,7 +265,7 @@ class BatchedExecutor(Executor):
         """Check whether a cohort is faster than the loop: one that is smaller than the one timed takes no less than it did."""
         return self._most != "auto" or size * standing.task_s > standing.cohort_s * max(1.0, size / standing.size)
 
-    def _compare(self, members: Sequence[Member], trained: Trained) -> tuple[str, float, float]:
+    def _compare(self, members: Sequence[Member], trained: Trained, context: TaskContext) -> tuple[str, float, float]:
         """Train tasks by the loop as well, and keep what that gives.
 
         Returns what differs, the seconds of the loop, and those of asking for what was trained together.
@@ -274,7 +275,7 @@ class BatchedExecutor(Executor):
         for member in members:
             begun = time.thread_time()
             try:
-                update: Update | TaskFailed = attempt(self._trainer, *member)
+                update: Update | TaskFailed = attempt(self._trainer, *member, context)
             except TaskFailed as failed:
                 update = failed
             seconds += time.thread_time() - begun
@@ -282,7 +283,7 @@ class BatchedExecutor(Executor):
                 update.tensors = update.tensors.clone()  # the trainer's own
                 drawn, begun = generators(), time.thread_time()
                 try:
-                    other = trained.update(member.assignment.id, draws=True)
+                    other = trained.update(member.assignment.id, context, draws=True)
                     asked_s += time.thread_time() - begun
                     different = different or _difference(update, other, drawn)
                 except Exception as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from raafl.core.types import OUT_OF_MEMORY, Assignment
 from raafl.errors import GpuLost, TaskFailed, format_error
+from raafl.local.context import TaskContext
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
@@ -44,9 +45,9 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
     """
     stop, made, out = threading.Event(), cache(evaluator), list[Assignment]()
     inbox: queue.SimpleQueue[_Received | Exception | None] = queue.SimpleQueue()
-    trainer.stop = stop
+    context = TaskContext(stop)
     pair.send(Message(Kind.HELLO, meta=Hello(Identity.of(trainer.submodels)).to_meta()))
-    threading.Thread(target=_receive, args=(pair, trainer, inbox), name="reader", daemon=True).start()
+    threading.Thread(target=_receive, args=(pair, trainer, inbox, stop), name="reader", daemon=True).start()
     while (item := inbox.get()) is not None:
         if isinstance(item, Exception):
             raise item
@@ -62,13 +63,13 @@ def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Ca
             continue
         with suppress(Stopped):  # the reader's last word comes next
             for assignment in out:
-                pair.send(_answer(inner, assignment))
+                pair.send(_answer(inner, assignment, context))
         out.clear()
         give_back()  # the next task may be long in coming
 
 
-def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any]) -> None:
-    """Put tasks into ``inbox``, and at the end None, or what went wrong; then the task at hand is stopped, too."""
+def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[Any], stop: threading.Event) -> None:
+    """Put tasks into ``inbox``, and at the end None, or what went wrong; then ``stop`` ends the current task, too."""
     expected: list[Assign | Measure] = []
 
     def expect(kind: Kind, number: int, meta: dict[str, Any]) -> FlatTensors | None:
@@ -96,8 +97,7 @@ def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[A
                     inbox.put((item, message.tensors, False))
     except Exception as error:
         last = error
-    if trainer.stop is not None:
-        trainer.stop.set()
+    stop.set()
     inbox.put(last)
 
 
@@ -112,10 +112,10 @@ def _measured(made: Callable[[], Evaluator], asked: Measure, values: FlatTensors
         return Message(Kind.FAILED, meta=Failed(error=format_error(error)).to_meta())
 
 
-def _answer(inner: Executor, assignment: Assignment) -> Message:
+def _answer(inner: Executor, assignment: Assignment, context: TaskContext) -> Message:
     """Train a task, and whatever is trained with it, and say what came of it."""
     try:
-        update = inner.result(assignment.id)
+        update = inner.result(assignment.id, context)
     except GpuLost:
         raise
     except TaskFailed as failed:

@@ -17,6 +17,7 @@ from typing import Any
 
 from raafl.core.types import Assignment, Update
 from raafl.errors import TaskFailed
+from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import out_of_memory
 from raafl.local.train import LocalTrainer
@@ -99,7 +100,7 @@ class RankExecutor(Executor):
             if len(self._alike[kind_of(assignment)]) >= self.most(assignment) // 4:  # else more are worth waiting for
                 self._changed.notify()
 
-    def result(self, assignment_id: int) -> Update:
+    def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
         """Return the update; while another rank trains it, train the next needed task here."""
         while True:
             with self._changed:
@@ -119,8 +120,8 @@ class RankExecutor(Executor):
                 for one in some:
                     self._inner.submit(one.assignment, one.snapshot, one.needed_at)
                 if first is task:
-                    return self._inner.result(assignment_id)
-                self._keep(first, self._trained_ahead(first.assignment.id))
+                    return self._inner.result(assignment_id, context)
+                self._keep(first, self._trained_ahead(first.assignment.id, context))
             finally:
                 with self._changed:
                     self._num_free += 1
@@ -256,9 +257,9 @@ class RankExecutor(Executor):
 
     # ---- results ----
 
-    def _trained_ahead(self, assignment_id: int) -> Update | TaskFailed:
+    def _trained_ahead(self, assignment_id: int, context: TaskContext) -> Update | TaskFailed:
         try:
-            update = self._inner.result(assignment_id)
+            update = self._inner.result(assignment_id, context)
         except TaskFailed as failed:  # said when its turn comes, wherever it was trained
             return failed
         update.tensors = update.tensors.clone()  # the trainer's own, used again for the next task

@@ -15,6 +15,7 @@ from model_zoo.metrics import MacroF1
 from raafl.core.algorithm import Training
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
+from raafl.local.context import TaskContext
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.train import Stopped
 from raafl.submodel import FULL, Spec, Submodels
@@ -133,20 +134,19 @@ def test_a_task_resets_what_it_logged_and_starts_without_what_was_given_up():
     bench = Bench.of(WithObjects, training=Training(num_epochs=2))
     first, again = (bench.run(assignment())[0].metrics for _ in range(2))
     assert first == again and 0 < first["trained_misses"] <= 44
-    bench.trainer.stop = threading.Event()
-    given = bench.data.batches
+    stop, given = threading.Event(), bench.data.batches
 
     def stopping(*args, **more):
         for number, batch in enumerate(given(*args, **more)):
             if number == 2:
-                bench.trainer.stop.set()
+                stop.set()
             yield batch
 
     bench.data.batches = stopping
     with suppress(Stopped):
-        bench.run(assignment())
+        bench.run(assignment(), TaskContext(stop))
         pytest.fail("it was not stopped")
-    bench.trainer.stop, bench.data.batches = None, given
+    bench.data.batches = given
     assert bench.run(assignment())[0].metrics == first
 
 
@@ -237,14 +237,13 @@ def test_static_batch_norm_is_measured_with_statistics_of_the_test_batches():
 def test_a_task_may_be_given_up_while_it_is_measured():
     bench = Bench.of(Held)
     hold_out(bench)
-    bench.trainer.stop = threading.Event()
-    given = bench.data.test.in_order
+    stop, given = threading.Event(), bench.data.test.in_order
 
     def stopping(size):
         for batch in given(size):
-            bench.trainer.stop.set()
+            stop.set()
             yield batch
 
     bench.data.test.in_order = stopping
     with pytest.raises(Stopped):
-        bench.run(assignment())
+        bench.run(assignment(), TaskContext(stop))

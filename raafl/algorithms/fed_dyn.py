@@ -21,12 +21,13 @@ Choices that the paper leaves open:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.core.memory import OneValue
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
@@ -93,6 +94,14 @@ class _Steps(Hook):
         super().update()
 
 
+@dataclass
+class Covered(OneValue[list[Spec]]):
+    """Specs of the updates since the last merge."""
+
+    key = "fed_dyn"
+    value: list[Spec] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Corrected(WithVariates):
     """Merge that moves the mean by -h / alpha and updates g_k and h from the clients' differences.
@@ -113,7 +122,7 @@ class Corrected(WithVariates):
             if name not in state.submodels.parameter_names:
                 tensor.zero_()
         self.variates.add_(state, update.client, spec, change, -self.alpha)
-        state.memory.setdefault("fed_dyn", []).append(spec)
+        state.memory.of(Covered).value.append(spec)
         self.inner.receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
@@ -121,7 +130,8 @@ class Corrected(WithVariates):
         super().apply(state)
         whole = state.submodels.layout(part="trained")
         covered, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))
-        for spec in state.memory.pop("fed_dyn"):
+        specs, state.memory.of(Covered).value = state.memory.of(Covered).value, []
+        for spec in specs:
             plan_of(state, spec).cover_(covered)
         # after super().apply, which folds this round's g_k into their mean h, as Algorithm 1 orders it
         self.variates.mean_(state, Spec(), h)

@@ -33,7 +33,7 @@ from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.parts.merge.mean import Accumulator, trained_values
+from raafl.parts.merge.mean import Accumulator, SumMemory, trained_values
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.select.submodels import Full
 from raafl.parts.trigger import AllReported, Buffered
@@ -41,6 +41,15 @@ from raafl.submodel import Spec
 
 DONE = "done"
 """Key of ||a_i||_1, the amount of local work, in `Update.extra`."""
+
+
+@dataclass
+class NovaMemory(SumMemory):
+    """The sum of a merge's updates, and ||a_i||_1 of each."""
+
+    key = "fed_nova"
+    done: list[float] = field(default_factory=list)
+
 
 LIMIT = 100.0
 """Largest amount of work that one client may claim, as a multiple of the lower median of its merge."""
@@ -129,27 +138,27 @@ class Normalised(Merge):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Divide the update by its amount of work ||a_i||_1, in place, and add it to the sum."""
-        memory, done = state.memory.setdefault("fed_nova", {"done": []}), float(update.extra[DONE])
+        memory, done = state.memory.of(NovaMemory), float(update.extra[DONE])
         weight = (float(update.num_samples) if self.by_samples else 1.0) * self.staleness(staleness)
         for name, tensor in update.tensors.items():
             if name in state.submodels.parameter_names:
                 tensor.div_(done)
         Accumulator(state, memory).add(update.tensors, spec, weight)
-        memory["done"].append(done)
+        memory.done.append(done)
 
     def apply(self, state: GlobalState) -> None:
         """Move each element by tau_eff times the mean normalised update."""
-        memory = state.memory["fed_nova"]
+        memory = state.memory.of(NovaMemory)
         sums = Accumulator(state, memory)
         # tau_eff multiplies everybody's updates by amounts that clients claim; without the limit one client could set the step
-        most = LIMIT * median_low(memory["done"])
-        covered, work = sums.cover(), sums.cover([min(done, most) for done in memory["done"]], "mixed")
+        most = LIMIT * median_low(memory.done)
+        covered, work = sums.cover(), sums.cover([min(done, most) for done in memory.done], "mixed")
         for name, theta in trained_values(state).items():
             # running statistics are plain means: they are not a sum of steps
             tau_eff = work[name] / covered[name] if name in state.submodels.parameter_names else 1.0
             theta.copy_(torch.where(covered[name] > 0, theta + sums.total[name] / covered[name] * tau_eff, theta))
         sums.clear()
-        memory["done"].clear()
+        memory.done.clear()
 
     def __str__(self) -> str:
         return f"mean of deltas by step, {'weighted by samples' if self.by_samples else 'unweighted'}"

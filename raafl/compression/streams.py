@@ -10,12 +10,14 @@ simulated client, the run's, which is checkpointed.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 
 from raafl.compression.plan import CompressionPlan
 from raafl.core.client_state import ClientState
 from raafl.core.coordinator import Coordinator
+from raafl.core.memory import OneValue
 from raafl.core.payload import Way
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
@@ -25,8 +27,14 @@ from raafl.submodel import FlatTensors, Layout, Spec
 COPY, RESIDUAL = "compressed copy", "compressed residual"
 """In `ClientState`."""
 
-LIVES = "compressed lives"
-"""In `GlobalState.memory` of a simulation, of each client: its incarnation, and the bytes that went down for its last task."""
+
+@dataclass
+class Lives(OneValue[dict[int, list[int]]]):
+    """In a simulation, of each client: its incarnation, and the bytes that went down for its last task."""
+
+    key = "compressed lives"
+    value: dict[int, list[int]] = field(default_factory=dict)
+
 
 _MAX_KEPT = 2
 
@@ -241,7 +249,7 @@ class CompressedSnapshots(Snapshots):
         """Return both ends of a client's connection; a new incarnation starts without state."""
         client = assignment.client if self.remembers else 0
         if self.remembers and self._life(assignment)[0] != assignment.incarnation:
-            self._state.memory[LIVES][client] = [assignment.incarnation, 0]
+            self._state.memory.of(Lives).value[client] = [assignment.incarnation, 0]
             self._state.clients.forget(COPY, client)
             self._state.clients.forget(RESIDUAL, client)
             self._ends.pop(client, None)
@@ -251,8 +259,7 @@ class CompressedSnapshots(Snapshots):
         return self._ends[client]
 
     def _life(self, assignment: Assignment) -> list[int]:
-        lives: dict[int, list[int]] = self._state.memory.setdefault(LIVES, {})
-        return lives.setdefault(assignment.client, [assignment.incarnation, 0])
+        return self._state.memory.of(Lives).value.setdefault(assignment.client, [assignment.incarnation, 0])
 
     def cut(self, assignment: Assignment) -> FlatTensors:
         """Return the values that the client receives; they stay unchanged until given back."""

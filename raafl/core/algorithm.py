@@ -16,13 +16,15 @@ A toy algorithm, whole: clients train the full model one at a time, and the newe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from raafl.core.local import Hook, Local, Task
+from raafl.core.memory import Memory
 from raafl.core.part import Part
 from raafl.core.payload import Bundles
+from raafl.core.sample import Sample
 from raafl.core.select import OwnTests, Select, SelectContext
 from raafl.core.state import GlobalState
 from raafl.core.training import Training
@@ -67,7 +69,7 @@ class TriggerContext:
     num_clients: int
     opened_s: float
     now_s: float
-    memory: Mapping[str, Any] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
 
 
 class Trigger(Part, ABC):
@@ -214,7 +216,7 @@ class Algorithm:
 
     name: str
     paper: str
-    sample: Any
+    sample: Sample
     select: Select
     local: Local
     trigger: Trigger

@@ -89,7 +89,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
     return {
         **{name: getattr(owner, name) for name, owner in _counters(coordinator).items()},
         **{name: [[key, value] for key, value in book.items()] for name, book in _books(coordinator).items()},
-        "memory": to_plain(state.memory),
+        "memory": to_plain(state.memory.to_plain()),
         "client_state": to_plain(state.clients.values),
         "clients": [client_to_json(client) for client in roster.clients.values()],
         "kept_out": [client_to_json(client) for client in roster.suspended.values()],
@@ -114,7 +114,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     for name, book in _books(coordinator).items():
         book.update(dict(data[name]))
     device = state.values.device
-    state.memory.update(from_plain(data["memory"], device))
+    state.memory.load(from_plain(data["memory"], device))
     state.clients.values.update(from_plain(data["client_state"], device))
     for name, clients in (("clients", roster.clients), ("kept_out", roster.suspended)):
         clients.update({client.id: client for client in map(client_from_json, data[name])})

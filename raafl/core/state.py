@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from raafl.core.client_state import ClientState
+from raafl.core.memory import Memory
 from raafl.submodel import FlatTensors, Submodels
 from raafl.submodel.flat import is_finite, is_merged
 
@@ -26,7 +27,7 @@ class GlobalState:
         values: every parameter and buffer, in flat storage.
         version: number of merges so far, t.
         counts: region -> merges that covered it, q(j).
-        memory: the merge's state between updates, such as accumulators and moments of a server optimiser.
+        memory: records of the parts between updates, such as accumulators and moments of a server optimiser.
         clients: tensors stored for each client.
         num_clients: N.
         scratch: storage that merges reuse; its contents are never read or saved.
@@ -36,7 +37,7 @@ class GlobalState:
     values: FlatTensors
     version: int = 0
     counts: dict[int, int] = field(default_factory=dict)
-    memory: dict[str, Any] = field(default_factory=dict)
+    memory: Memory = field(default_factory=Memory)
     scratch: dict[str, Any] = field(default_factory=dict)
     clients: ClientState = field(default_factory=ClientState)
     num_clients: int = 1
@@ -47,7 +48,7 @@ def copied(state: GlobalState, but: str) -> dict[str, Any]:
 
     Per-client tensors are copied on first change, by `ClientState.recording`, into the entry "clients".
     """
-    memory = {name: _copy(value) for name, value in state.memory.items() if name != but}
+    memory = {name: _copy(value) for name, value in state.memory.to_plain().items() if name != but}
     return {"values": state.values.clone(), "memory": memory, "clients": {}}
 
 
@@ -60,9 +61,7 @@ def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
         but: entry of the merge's memory that stays unchanged.
     """
     state.values.copy_(saved["values"])
-    for name in [name for name in state.memory if name != but]:
-        del state.memory[name]
-    state.memory.update(saved["memory"])
+    state.memory.load(saved["memory"], but)
     state.scratch.clear()  # the memory from before may be shared with it
     for (name, client), flat in saved["clients"].items():
         if flat is None:
@@ -85,7 +84,7 @@ def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
     touched = (state.clients.find(name, client) for name, client in saved["clients"])
     if any(bool(buffer.isinf().any()) for flat in touched if flat is not None for buffer in flat.buffers.values()):
         return False
-    leaves = _leaves({name: value for name, value in state.memory.items() if name != but})
+    leaves = _leaves({name: value for name, value in state.memory.to_plain().items() if name != but})
     return state.values.is_finite() and all(map(is_finite, leaves))
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from raafl.core.algorithm import Algorithm, Local, SelectContext
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest
-from raafl.parts.merge.low_rank import MEMORY, FedEx, FlexLoRA, FLoRA, HetLoRA, LowRank, RaFLoRA, pairs
+from raafl.parts.merge.low_rank import FedEx, FlexLoRA, FLoRA, HetLoRA, LoraMemory, LowRank, RaFLoRA, pairs
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.wrapped import WrappedSelect
 from raafl.submodel.lora import LoraPair, pairs_of
@@ -132,12 +132,12 @@ class Starting(WrappedSelect):
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work, and record the version."""
         work = super().__call__(client, fleet)
-        fleet.state.memory.setdefault(MEMORY, {}).setdefault("at_work", {})[client.id] = fleet.state.version
+        fleet.state.memory.of(LoraMemory).at_work[client.id] = fleet.state.version
         return work
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the record of the version from which the lost client started."""
-        fleet.state.memory.get(MEMORY, {}).get("at_work", {}).pop(client.id, None)
+        fleet.state.memory.of(LoraMemory).at_work.pop(client.id, None)
         super().on_loss(client, fleet)
 
 

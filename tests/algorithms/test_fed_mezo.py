@@ -11,8 +11,8 @@ from torch import nn
 from model_zoo import CNN, MLP, ResNet, ViT
 from raafl.algorithms import fed_mezo
 from raafl.algorithms.fed_mezo.zeroth_order import (
-    ANSWERED,
     SCALARS,
+    Answered,
     Rebuilt,
     Steps,
     ZerothOrder,
@@ -178,7 +178,7 @@ def test_one_client_alone_leaves_its_own_values():
     torch.manual_seed(1)
     state, _, at_client, update = trained(small_mlp(), digits, NOTHING)
     merge = Rebuilt(lr=0.01)
-    state.memory[ANSWERED] = {"seed": 11, "trained": None}
+    state.memory.put(Answered(11))
     merge.receive(state, update, NOTHING, 0)
     merge.apply(state)
     for name, parameter in at_client.items():
@@ -191,7 +191,7 @@ def test_buffers_and_modes_are_left_alone():
     state, _, _, update = trained(module, pictures, NOTHING)
     before = state.values.clone()
     merge = Rebuilt(lr=0.01)
-    state.memory[ANSWERED] = {"seed": 11, "trained": None}
+    state.memory.put(Answered(11))
     merge.receive(state, update, NOTHING, 0)
     merge.apply(state)
     for name, values in state.values.items():

@@ -10,8 +10,8 @@ import torch
 from model_zoo import CNN, MLP
 from raafl.algorithms import fed_mezo, fed_rolex
 from raafl.algorithms.fed_mezo.zeroth_order import (
-    EXPECTED,
     SCALARS,
+    Expected,
     ForwardOnly,
     Rebuilt,
     ZerothOrder,
@@ -116,7 +116,7 @@ def test_more_scalars_than_the_task_has_batches_are_refused():
     updates = (Update(1, 1, 0, tensors, 21, num_steps=2, extra={SCALARS: pack([1.0] * n)}) for n in (3, 4))
     assert [Rebuilt().reject_reason(state, update, NOTHING, 0) for update in updates] == [None, "surplus-scalars"]
     select.on_loss(fleet.clients[1], fleet)
-    assert state.memory[EXPECTED] == {}
+    assert state.memory.of(Expected).value == {}
 
 
 def test_a_client_that_diverges_is_refused_and_the_others_go_on(tmp_path):

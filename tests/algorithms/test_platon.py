@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raafl.algorithms import fed_async, fed_avg, platon
-from raafl.algorithms.platon.scores import BestUnits, MeasuredSensitivity, ScoredMean, Sensitivity, cubic
+from raafl.algorithms.platon.scores import BestUnits, MeasuredSensitivity, PlatonMemory, ScoredMean, Sensitivity, cubic
 from raafl.core.algorithm import Task
 from raafl.core.sample import Sample
 from raafl.core.types import Arrived, Assignment, ClientInfo, Joined
@@ -239,7 +239,7 @@ def test_scores_that_are_none_are_refused(extra):
     before = values_of(coordinator.state).clone()
     hand_in(coordinator, tasks[1], 1.0, extra)
     assert coordinator.refused == {"bad-scores": 1}
-    assert torch.equal(values_of(coordinator.state), before) and "platon" not in coordinator.state.memory
+    assert torch.equal(values_of(coordinator.state), before) and coordinator.state.memory.of(PlatonMemory).value == {}
 
 
 def test_what_is_told_and_measured_costs():
@@ -314,5 +314,6 @@ def test_scores_survive_a_checkpoint(monkeypatch):
         return coordinator_for(platon(rates=0.5, rounds=1), line_state(value=0.5), min_clients=4)
 
     whole, again = cut_in_the_middle(fresh, 6, lambda step: float(step % 5))
-    assert whole.state.memory["platon"] == again.state.memory["platon"] and len(whole.state.memory["platon"]) == 4
+    scores, of_again = (one.state.memory.of(PlatonMemory).value for one in (whole, again))
+    assert scores == of_again and len(scores) == 4
     assert torch.equal(values_of(whole.state), values_of(again.state))

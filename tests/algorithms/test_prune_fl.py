@@ -5,7 +5,7 @@ import torch
 
 from raafl.algorithms import fed_avg, prune_fl
 from raafl.algorithms.prune_fl import pruned
-from raafl.algorithms.prune_fl.pruned import ChosenMean, Pruned, choose, unit_times
+from raafl.algorithms.prune_fl.pruned import Choice, ChosenMean, Pruned, choose, unit_times
 from raafl.core.algorithm import Local
 from raafl.core.sample import Sample
 from raafl.data import Dirichlet
@@ -90,7 +90,7 @@ def test_whole_rounds_choose_for_the_rounds_between():
     tasks = assigned(answer(coordinator, tasks[2], 3.0))
     # All is 3 now, so units 0 and 1 may go. Squared changes: of fc2 4, 0, 1, 1; of the rows of fc1 18, 0, 18, 18. Unit 0 has
     # learned most and comes in first; unit 1 nothing.
-    assert state.memory["pruned"] == {"version": 0, "order": [("hidden", 0), ("hidden", 2), ("hidden", 3)]}
+    assert state.memory.find(Choice) == Choice(0, [("hidden", 0), ("hidden", 2), ("hidden", 3)])
     for value in (5.0, 7.0):
         assert {task.spec for task in tasks.values()} == {Spec.select({"hidden": [0, 2, 3]})}
         answer(coordinator, tasks[1], value)
@@ -102,7 +102,7 @@ def test_whole_rounds_choose_for_the_rounds_between():
 def test_a_client_gets_the_best_of_the_chosen_within_its_rate():
     """13 parameters in all, 3 for a unit and 1 besides: 0.6 of them hold two units, 0.4 one."""
     state = line_state()
-    state.memory["pruned"] = {"version": 0, "order": [("hidden", 2), ("hidden", 0), ("hidden", 3)]}
+    state.memory.put(Choice(0, [("hidden", 2), ("hidden", 0), ("hidden", 3)]))
     state.version = 1
     coordinator = coordinator_for(prune_fl(rates=[1.0, 0.6, 0.4]), state, min_clients=3)
     tasks = assigned(join(coordinator, [1, 2, 3]))
@@ -114,7 +114,7 @@ def test_the_choice_survives_a_checkpoint():
         return coordinator_for(prune_fl(every=2), line_state(value=0.5), min_clients=4)
 
     whole, again = cut_in_the_middle(fresh, 6, lambda step: float(step % 5))
-    assert whole.state.memory["pruned"] == again.state.memory["pruned"]
+    assert whole.state.memory.find(Choice) == again.state.memory.find(Choice) is not None
     assert torch.equal(values_of(whole.state), values_of(again.state))
 
 

@@ -11,9 +11,9 @@ import torch
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, fed_opt, timely_fl
 from raafl.algorithms.timely_fl.workload import (
-    MEMORY,
     Interval,
     Timely,
+    TimelyMemory,
     TimeReport,
     Workload,
     interval,
@@ -21,6 +21,7 @@ from raafl.algorithms.timely_fl.workload import (
     workload,
 )
 from raafl.core.algorithm import OwnTests, Training, TriggerContext
+from raafl.core.memory import Memory
 from raafl.core.sample import Sample
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, ClientInfo, Joined, SetTimer, Timer, Work
@@ -131,7 +132,7 @@ def test_the_interval_does_not_shrink_while_slow_clients_are_late():
     coordinator, actions = line_fleet(exact(), [1.0, 2.0, 8.0, 9.0])
     now, found = 0.0, []
     for _ in range(5):
-        found.append(coordinator.state.memory[MEMORY]["T_k"])
+        found.append(coordinator.state.memory.of(TimelyMemory).T_k)
         given = assigned(actions)
         assert {c: load(task) for c, task in given.items() if c <= 2} == {1: (2, FULL), 2: (1, FULL)}
         timers = [a for c in (1, 2) for a in report(coordinator, given[c], 0.0, now + 2.0) if isinstance(a, SetTimer)]
@@ -216,7 +217,7 @@ def test_time_and_share_differ_where_frozen_layers_cost():
         state = GlobalState(submodels, submodels.state(model))
         coordinator = coordinator_for(exact(layers=how), state, min_clients=2)
         task = assigned(join(coordinator, (1, 2), {1: 10.0, 2: 5.0}))[2]
-        assert state.memory[MEMORY]["T_k"] == pytest.approx(24.8)
+        assert state.memory.of(TimelyMemory).T_k == pytest.approx(24.8)
         assert (submodels.cost(task.spec, 1).flops_per_sample / 5.0 <= 24.8) == (how == "time")
         held[how] = submodels.layout(task.spec, "trained").num_bytes // 4
     assert held == {"time": 5, "share": 25}
@@ -246,9 +247,9 @@ def test_a_device_that_comes_back_is_measured_anew():
     first = assigned(actions)
     assert load(first[1]) == (2, FULL)
     report(coordinator, first[1], 0.0, now=8.0)
-    assert coordinator.state.memory[MEMORY]["ratio"] == {1: 2.0}
+    assert coordinator.state.memory.of(TimelyMemory).ratio == {1: 2.0}
     coordinator.handle(Joined(ClientInfo(1, 1, Profile(flops_per_s=28.0), incarnation=1)), 8.0)
-    assert coordinator.state.memory[MEMORY]["ratio"] == {}
+    assert coordinator.state.memory.of(TimelyMemory).ratio == {}
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
@@ -268,7 +269,7 @@ def test_a_fixed_workload_is_that_of_the_first_round(adaptive):
 def test_only_those_drawn_count_for_the_interval():
     coordinator, actions = line_fleet(exact(cohort=1), [1.0, 2.0, 4.0])
     (task,) = assigned(actions).values()
-    assert coordinator.state.memory[MEMORY]["T_k"] == {1: 1.0, 2: 2.0, 3: 4.0}[task.client]
+    assert coordinator.state.memory.of(TimelyMemory).T_k == {1: 1.0, 2: 2.0, 3: 4.0}[task.client]
     assert load(task) == (1, FULL)
 
 
@@ -305,12 +306,14 @@ def test_a_restored_coordinator_goes_on_as_if_nothing_had_happened():
             lambda made=algorithm: coordinator_for(made, min_clients=4), cut=5, value=float
         )
         assert torch.equal(*(c.state.values.buffers[torch.float32] for c in (whole, again)))
-        assert whole.state.memory[MEMORY] == again.state.memory[MEMORY]
+        assert whole.state.memory.of(TimelyMemory) == again.state.memory.of(TimelyMemory)
 
 
 def test_the_trigger():
     def at(now, active):
-        return TriggerContext([1.0], active, 3, 5.0, now, {MEMORY: {"T_k": 8.0}})
+        memory = Memory()
+        memory.put(TimelyMemory(T_k=8.0))
+        return TriggerContext([1.0], active, 3, 5.0, now, memory)
 
     assert not Interval().due(at(12.9, 1))
     assert Interval().due(at(13.1, 1)) and Interval().due(at(6.0, 0))

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import psutil
 import pytest
@@ -16,6 +16,7 @@ from model_zoo import MLP
 from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa
 from raafl.config.options import Timeouts
 from raafl.core.algorithm import Training
+from raafl.core.memory import OneValue
 from raafl.core.types import Arrived, Joined, Lost, Stop
 from raafl.parts.merge.mean import Mean
 from tests.helpers import real_ranks as here
@@ -239,6 +240,12 @@ def test_a_slow_evaluation_delays_no_merge_and_measures_a_snapshot(tmp_path):
 
 
 @dataclass(frozen=True)
+@dataclass
+class Spans(OneValue[list[int]]):
+    key = "spans"
+    value: list[int] = field(default_factory=list)
+
+
 class SlowMean(Mean):
     """A merge that takes as long as several tasks."""
 
@@ -246,7 +253,7 @@ class SlowMean(Mean):
         began = time.perf_counter()
         time.sleep(0.15)
         super().apply(state)
-        state.memory.setdefault("spans", []).append(0)
+        state.memory.of(Spans).value.append(0)
         SPANS.append((began, time.perf_counter()))
 
 

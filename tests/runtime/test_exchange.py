@@ -352,15 +352,19 @@ def test_the_run_goes_on_without_a_client_that_dies_in_the_middle_of_a_batch(tmp
 
 
 def _waits_in_its_second_batch(rank: int) -> None:
-    ask = ClientSide.ask
+    begin, ask, stops = ClientSide.begin, ClientSide.ask, []
+
+    def seen(self, assignment, context):
+        stops.append(context.stop)
+        return begin(self, assignment, context)
 
     def slow(self, meta, *args):
         if meta["batch"] == 1:
-            self._whole.stop.wait(60.0)
+            stops[-1].wait(60.0)
         return ask(self, meta, *args)
 
     if rank == 2:
-        ClientSide.ask = slow
+        ClientSide.begin, ClientSide.ask = seen, slow
 
 
 def test_a_run_that_ends_stops_a_client_in_the_middle_of_its_batches(tmp_path):

@@ -133,7 +133,7 @@ def test_the_server_keeps_hardly_any_of_it_in_memory(tmp_path):
     for client in range(2, 13):
         take(client)
     # what a checkpoint is written from: the sums, and twelve copies in files, too
-    saved = saving.to_plain([state.memory, state.clients.values])
+    saved = saving.to_plain([state.memory.to_plain(), state.clients.values])
     grown = anonymous() - before
     assert grown < 44e6, "of 176 MB that are remembered, and saved"  # the allocator keeps some of what came before
     take(1)  # not into what is saved

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Merge
+from raafl.core.memory import MergeMemory, OneValue
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import positive
 from raafl.parts.merge.mean import chunks, zeros_like
-from raafl.parts.merge.personal import AT_WORK
+from raafl.parts.merge.personal import AtWork
 from raafl.parts.select.segments import cuts_of
 from raafl.submodel import FlatTensors, Spec, Submodels
 
@@ -31,6 +32,32 @@ def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
         weights: norms of the current model.
     """
     return update / (1 + drift / weights.clamp_min(TINY))
+
+
+@dataclass
+class ImportanceMemory(MergeMemory):
+    """Sum of a merge's weighted differences, and total weight on each element."""
+
+    key = "importance"
+    sum: FlatTensors
+    weight: FlatTensors
+
+
+@dataclass
+class MostStartBytes(OneValue[int]):
+    """The most bytes that start values of late clients took."""
+
+    key = "most_start_bytes"
+    value: int = 0
+
+
+_SUMS = ("sum", "weight")  # names of the storage in `GlobalState.scratch`
+
+
+def _zeros(state: GlobalState, name: str) -> FlatTensors:
+    """Return zeros of the model's size, in storage that an earlier merge has left if there is any."""
+    flat: FlatTensors | None = state.scratch.pop(name, None)
+    return zeros_like(state.values) if flat is None else flat
 
 
 @dataclass(frozen=True)
@@ -80,18 +107,17 @@ class ImportanceMerge(Merge):
             factor = _shaped(scores, places[name], tensor)
             weight[name].copy_(factor.expand_as(tensor))
             weighted[name].copy_(tensor * factor)
-        memory = state.memory.setdefault("importance", {})
-        for sums, values in (("sum", weighted), ("weight", weight)):
-            if sums not in memory:
-                memory[sums] = state.scratch.pop(sums, None) or zeros_like(state.values)
-            plan.add_(memory[sums], values.to(state.values.device))
+        memory = state.memory.of(ImportanceMemory, lambda: ImportanceMemory(*(_zeros(state, name) for name in _SUMS)))
+        for total, values in ((memory.sum, weighted), (memory.weight, weight)):
+            plan.add_(total, values.to(state.values.device))
 
     def _norms(self, state: GlobalState, client: int, spec: Spec, table: _Table) -> tuple[Tensor, Tensor]:
         """Return ||theta_now - theta_start|| and ||theta_now|| of each segment that the client trains."""
         places = table.places(state.submodels, spec)
         now = state.submodels.plan(spec).gather(state.values)
         weights = table.norms(now, places)
-        start = state.memory.get(AT_WORK, {}).get(client, {}).get("start")
+        task = state.memory.of(AtWork).starts.get(client)
+        start = None if task is None else task.start
         if start is None:  # nothing has changed meanwhile
             return torch.zeros_like(weights), weights
         for dtype, buffer in now.buffers.items():
@@ -101,30 +127,32 @@ class ImportanceMerge(Merge):
     def apply(self, state: GlobalState) -> None:
         """Move each element by the weighted mean of its updates."""
         self._keep_starts(state)
-        memory = state.memory.pop("importance")
+        memory = state.memory.pop(ImportanceMemory)
+        assert memory is not None
         trained = state.submodels.layout(part="trained")
-        theta, total, weight = (flat.prefix(trained) for flat in (state.values, memory["sum"], memory["weight"]))
+        theta, total, weight = (flat.prefix(trained) for flat in (state.values, memory.sum, memory.weight))
         for name, values in theta.items():
             rate = self.server_lr if name in state.submodels.parameter_names else 1.0
             for old, weighted, weights in chunks(values, total[name], weight[name]):
                 old.add_(torch.where(weights > 0, weighted / weights.clamp_min(TINY), 0.0), alpha=rate)
-        for sums in ("sum", "weight"):
-            for buffer in memory[sums].prefix(trained).buffers.values():
+        for name, flat in zip(_SUMS, (memory.sum, memory.weight), strict=True):
+            for buffer in flat.prefix(trained).buffers.values():
                 buffer.zero_()
-            state.scratch[sums] = memory[sums]
+            state.scratch[name] = flat
 
     def _keep_starts(self, state: GlobalState) -> None:
         """Copy the values from which each client at work started, before they change."""
-        at_work = state.memory.get(AT_WORK, {})
-        for task in at_work.values():
-            if task["start"] is None and task["spec"].trained != ():
-                task["start"] = state.submodels.plan(task["spec"]).gather(state.values)
-        start_bytes = sum(task["start"].num_bytes for task in at_work.values() if task["start"] is not None)
-        state.memory["most_start_bytes"] = max(start_bytes, state.memory.get("most_start_bytes", 0))
+        tasks = state.memory.of(AtWork).starts.values()
+        for task in tasks:
+            if task.start is None and task.spec.trained != ():
+                task.start = state.submodels.plan(task.spec).gather(state.values)
+        start_bytes = sum(task.start.num_bytes for task in tasks if task.start is not None)
+        most = state.memory.of(MostStartBytes)
+        most.value = max(start_bytes, most.value)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return, as "start_bytes", the largest memory that the start values of late clients have taken."""
-        return {"start_bytes": state.memory.get("most_start_bytes", 0)}
+        return {"start_bytes": state.memory.of(MostStartBytes).value}
 
     def __str__(self) -> str:
         step = "" if self.server_lr == 1 else f", server lr {self.server_lr:g}"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raafl.core.algorithm import Hook, Local, Merge, SelectContext, Task
 from raafl.core.local import SkippedBatch
+from raafl.core.memory import MergeMemory, OneValue
 from raafl.core.payload import UpAs
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work, derive_seed
@@ -28,20 +29,37 @@ from raafl.submodel.batch_norm import statistics_of
 from raafl.submodel.cost import Cost
 from raafl.submodel.flat import reals, wide_dtype
 
-MEMORY = "zeroth_order"
-"""Key in `GlobalState.memory` of the sums."""
-
-ANSWERED = "zeroth_order answered"
-"""Key in `GlobalState.memory` of the task whose update is received next: its seed, and the names of its trained parameters."""
-
-EXPECTED = "zeroth_order expected"
-"""Key in `GlobalState.memory` of the number of scalars that each client's task may send."""
-
 SCALARS = "scalars"
 """Key of the scalars g_t in `Update.extra`, and of their expected number in `Work.extra`."""
 
 PASSES = 3
 """Passes over the parameters in a step: to theta + epsilon z, to theta - epsilon z, and back with the update."""
+
+
+@dataclass
+class SumsMemory(MergeMemory):
+    """Weighted sum of a merge's differences, and total weight on each element."""
+
+    key = "zeroth_order"
+    sum: FlatTensors
+    weight: FlatTensors
+
+
+@dataclass
+class Answered(MergeMemory):
+    """The task whose update comes next: its seed, and names of the parameters that it trained, None = all."""
+
+    key = "zeroth_order answered"
+    seed: int
+    trained: list[str] | None = None
+
+
+@dataclass
+class Expected(OneValue[dict[int, int]]):
+    """Client -> number of scalars that its task has."""
+
+    key = "zeroth_order expected"
+    value: dict[int, int] = field(default_factory=dict)
 
 
 # ---- perturbations ----
@@ -269,7 +287,7 @@ class ForwardOnly(WrappedSelect):
         """Return the inner select's work with all parameters frozen, and record how many scalars the client may send."""
         work = self.inner(client, fleet)
         expected = _num_batches(client, work, fleet)
-        fleet.state.memory.setdefault(EXPECTED, {})[client.id] = expected
+        fleet.state.memory.of(Expected).value[client.id] = expected
         extra = {**work.extra, SCALARS: expected}
         if work.spec.trained is not None:
             extra["trained"] = list(work.spec.trained)
@@ -277,12 +295,12 @@ class ForwardOnly(WrappedSelect):
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the record of the client's scalars, and forward the loss to the inner select."""
-        fleet.state.memory.get(EXPECTED, {}).pop(client.id, None)
+        fleet.state.memory.of(Expected).value.pop(client.id, None)
         self.inner.on_loss(client, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Record the task's seed for the merge, which receives the update next."""
-        fleet.state.memory[ANSWERED] = {"seed": assignment.seed, "trained": assignment.extra.get("trained")}
+        fleet.state.memory.put(Answered(assignment.seed, assignment.extra.get("trained")))
         self.inner.on_update(client, assignment, seconds, fleet)
 
 
@@ -333,7 +351,7 @@ class Rebuilt(Merge):
         if not scalars or len(scalars) < update.num_steps:
             return "missing-scalars"
         # a bound on the server's work: it makes three passes over the submodel for each scalar
-        if len(scalars) > state.memory.get(EXPECTED, {}).get(update.client, math.inf):
+        if len(scalars) > state.memory.of(Expected).value.get(update.client, math.inf):
             return "surplus-scalars"
         return None if all(map(math.isfinite, scalars)) else "non-finite"
 
@@ -343,16 +361,17 @@ class Rebuilt(Merge):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Rebuild the client's trained values from its scalars, and add their change to the sum."""
-        task = state.memory.pop(ANSWERED)
-        perturbed = _perturbed(spec, task["trained"])
+        task = state.memory.pop(Answered)
+        assert task is not None  # `ForwardOnly` has recorded it
+        perturbed = _perturbed(spec, task.trained)
         plan, memory = state.submodels.plan(perturbed), self._memory(state)
         before = plan.gather(state.values)
-        change = self.rebuilt(state.submodels, perturbed, before, task["seed"], unpack(update.extra[SCALARS]) or [])
+        change = self.rebuilt(state.submodels, perturbed, before, task.seed, unpack(update.extra[SCALARS]) or [])
         for dtype, buffer in change.buffers.items():
             buffer.sub_(before.buffers[dtype])
         weight = float(update.num_samples) if self.by_samples else 1.0
-        plan.add_(memory["sum"], change, weight * self.staleness(staleness))
-        plan.cover_(memory["weight"], weight)
+        plan.add_(memory.sum, change, weight * self.staleness(staleness))
+        plan.cover_(memory.weight, weight)
 
     def rebuilt(
         self, submodels: Submodels, perturbed: Spec, before: FlatTensors, seed: int, scalars: Sequence[float]
@@ -375,7 +394,7 @@ class Rebuilt(Merge):
         memory = self._memory(state)
         trained = state.values.prefix(state.submodels.layout(part="trained"))
         for dtype, theta in trained.buffers.items():
-            flats = (memory[name].buffers[dtype] for name in ("sum", "weight"))
+            flats = (flat.buffers[dtype] for flat in (memory.sum, memory.weight))
             for old, total, weight in chunks(theta, *(flat[: len(theta)] for flat in flats)):
                 covered = weight > 0
                 new = torch.add(old, total / torch.where(covered, weight, 1), alpha=self.server_lr)
@@ -383,11 +402,8 @@ class Rebuilt(Merge):
                 total.zero_()
                 weight.zero_()
 
-    def _memory(self, state: GlobalState) -> dict[str, FlatTensors]:
-        memory: dict[str, FlatTensors] = state.memory.setdefault(MEMORY, {})
-        if not memory:
-            memory |= {"sum": zeros_like(state.values), "weight": zeros_like(state.values)}
-        return memory
+    def _memory(self, state: GlobalState) -> SumsMemory:
+        return state.memory.of(SumsMemory, lambda: SumsMemory(zeros_like(state.values), zeros_like(state.values)))
 
     def __str__(self) -> str:
         words = "mean of what seeds and scalars rebuild, " + (

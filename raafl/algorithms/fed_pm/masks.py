@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from raafl.core.algorithm import Hook, Local, Merge, Task
+from raafl.core.memory import MergeMemory
 from raafl.core.payload import UpAs
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, derive_seed
@@ -25,9 +26,6 @@ from raafl.parts.merge.mean import zeros_like
 from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.cost import Cost
 from raafl.submodel.flat import Layout
-
-MEMORY = "probabilistic_masks"
-"""Key in `GlobalState.memory` of the counts."""
 
 DIVERGED = "diverged"
 """Key in `Update.extra` with which a client reports that its scores were not finite, which its masks do not show."""
@@ -310,6 +308,22 @@ def check_floor(floor: float) -> None:
 # ---- the server ----
 
 
+@dataclass
+class CountsMemory(MergeMemory):
+    """Counts of masks since the last reset.
+
+    Attributes:
+        ones: number of masks that are 1, of each weight.
+        all: number of masks.
+        merges: since the run began.
+    """
+
+    key = "probabilistic_masks"
+    ones: FlatTensors
+    all: FlatTensors
+    merges: int = 0
+
+
 @dataclass(frozen=True)
 class BayesianMasks(Merge):
     """Bayesian merge (Isik et al. 2023, Algorithm 2): counts masks in a Beta posterior for each weight.
@@ -349,13 +363,13 @@ class BayesianMasks(Merge):
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the masks to the counts."""
         memory, plan = self._memory(state), state.submodels.plan(spec)
-        plan.add_(memory["ones"], update.tensors)
-        plan.cover_(memory["all"])
+        plan.add_(memory.ones, update.tensors)
+        plan.cover_(memory.all)
 
     def apply(self, state: GlobalState) -> None:
         """Set each weight's probability to the mode of its posterior."""
         memory = self._memory(state)
-        ones, total = memory["ones"], memory["all"]
+        ones, total = memory.ones, memory.all
         scales = scales_of(state.submodels, state.submodels.layout(part="trained"))
         for name, values in state.values.prefix(state.submodels.layout(part="trained")).items():
             if name in scales:
@@ -367,17 +381,14 @@ class BayesianMasks(Merge):
             if name not in scales:  # running statistics have no prior: their sums are of one merge
                 ones[name].zero_()
                 total[name].zero_()
-        memory["merges"] += 1
-        if memory["merges"] % self.reset == 0:
+        memory.merges += 1
+        if memory.merges % self.reset == 0:
             for flat in (ones, total):
                 for buffer in flat.buffers.values():
                     buffer.zero_()
 
-    def _memory(self, state: GlobalState) -> dict[str, Any]:
-        memory: dict[str, Any] = state.memory.setdefault(MEMORY, {})
-        if not memory:
-            memory |= {"ones": zeros_like(state.values), "all": zeros_like(state.values), "merges": 0}
-        return memory
+    def _memory(self, state: GlobalState) -> CountsMemory:
+        return state.memory.of(CountsMemory, lambda: CountsMemory(zeros_like(state.values), zeros_like(state.values)))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return, as "masks", the number of weights and the mean share of them that is kept."""

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raafl.core.algorithm import Select, SelectContext
+from raafl.core.memory import MergeMemory
 from raafl.core.types import ClientInfo, Work, derive_seed
 from raafl.errors import BadInput
 from raafl.parts.select import Axes, shared_fragments, spec_of
 from raafl.parts.select.submodels import uncut
 from raafl.submodel import Axis, Spec
-
-MEMORY = "dealt"
-"""Key in `GlobalState.memory` of the round's version, number of shares and next share, which a checkpoint must contain."""
 
 
 def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
@@ -39,6 +37,22 @@ def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
     return tuple(spec_of(axes, part) for part in parts)
 
 
+@dataclass
+class Round(MergeMemory):
+    """How far a round's shares are dealt out.
+
+    Attributes:
+        version: of the model that the round starts from.
+        shares: number of them.
+        next: number of the next one.
+    """
+
+    key = "dealt"
+    version: int = -1
+    shares: int = 1
+    next: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class DisjointUnits(Select):
     """Select that assigns disjoint random units to the clients of a round (IST, Yuan et al. 2022, section 3.1).
@@ -59,14 +73,14 @@ class DisjointUnits(Select):
         Raises:
             BadInput: the share exceeds the client's memory.
         """
-        version, round = fleet.state.version, fleet.state.memory.setdefault(MEMORY, {"version": -1})
-        if round["version"] != version:
-            round.update(version=version, shares=self._num_shares(fleet), next=0)
-        specs = self._specs(round["version"], round["shares"], fleet)
-        spec = specs[round["next"] % len(specs)]
+        version, round = fleet.state.version, fleet.state.memory.of(Round)
+        if round.version != version:
+            round.version, round.shares, round.next = version, self._num_shares(fleet), 0
+        specs = self._specs(round.version, round.shares, fleet)
+        spec = specs[round.next % len(specs)]
         if not fleet.fits(client, spec):
             raise BadInput(self._problem(client, fleet, spec))
-        round["next"] += 1
+        round.next += 1
         return Work(spec, region=client.id)
 
     def _specs(self, version: int, shares: int, fleet: SelectContext) -> tuple[Spec, ...]:

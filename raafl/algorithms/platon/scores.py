@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from raafl.core.algorithm import Hook, Local, Select, SelectContext, Task
+from raafl.core.memory import OneValue
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Update, Warn, Work
 from raafl.errors import BadInput, at_least, positive
@@ -29,6 +30,15 @@ KINDS = ("importance", "uncertainty")
 
 Scores = dict[str, dict[str, list[float | None]]]
 """Kind -> axis -> one score for each group; None = never measured."""
+
+
+@dataclass
+class PlatonMemory(OneValue[dict[int, Scores]]):
+    """Scores by client."""
+
+    key = "platon"
+    value: dict[int, Scores] = field(default_factory=dict)
+
 
 _MOST = 1e150  # largest score that is accepted: the product of two stays finite
 _BYTES = 12  # of a number with six digits in JSON, comma included
@@ -256,8 +266,8 @@ class ScoredMean(Mean):
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Pass the update to the mean, and store the client's scores."""
         super().receive(state, update, spec, staleness)
-        spec, of_all = state.submodels.normal(spec), state.memory.setdefault("platon", {})
-        own: Scores = of_all.setdefault(update.client, {kind: {} for kind in KINDS})
+        spec, of_all = state.submodels.normal(spec), state.memory.of(PlatonMemory).value
+        own = of_all.setdefault(update.client, {kind: {} for kind in KINDS})
         for kind in KINDS:
             for axis in _prunable(state.submodels):
                 scores = own[kind].setdefault(axis.name, [None] * min(axis.size, self.groups))
@@ -305,7 +315,7 @@ class BestUnits(Select):
         fits = self._fits(client, fleet)
         final = min(self._limit().rate(client), fits)
         share = cubic(t, fits, final, self.warm_up, self.rounds)
-        scores: Scores | None = fleet.state.memory.get("platon", {}).get(client.id)
+        scores = fleet.state.memory.of(PlatonMemory).value.get(client.id)
         best_units: dict[str, list[int] | range] = {}
         for axis in submodels.axes.values():
             best_units[axis.name] = self._best(axis, count(axis.size, share), scores)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
 from raafl.core.algorithm import Select, SelectContext
+from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, positive
@@ -33,6 +33,20 @@ def check_settings(every: int, prunable: float) -> None:
     positive("every", every)
     if not 0 < prunable < 1:
         raise BadInput(f"prunable is {prunable}: give a number above 0 and below 1")
+
+
+@dataclass
+class Choice(MergeMemory):
+    """The units that were chosen last.
+
+    Attributes:
+        version: of the model, when they were.
+        order: units in order of worth.
+    """
+
+    key = "pruned"
+    version: int
+    order: list[Unit]
 
 
 @dataclass(frozen=True)
@@ -58,9 +72,10 @@ class ChosenMean(Mean):
         # float32: squares of small half-precision changes would underflow
         squares = {name: (state.values[name] - old).float().square() for name, old in before.items()}
         values = {name: state.values[name] for name in names}
-        order = state.memory.get("pruned", {}).get("order")
+        last = state.memory.find(Choice)
+        order = None if last is None else last.order
         chosen = choose(state.submodels, values, squares, self.prunable, order)
-        state.memory["pruned"] = {"version": state.version, "order": chosen}
+        state.memory.put(Choice(state.version, chosen))
 
 
 def unit_times(submodels: Submodels) -> tuple[dict[str, float], float]:
@@ -136,12 +151,12 @@ class Pruned(Select):
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the work for ``client``, as region ``client.id``; raises `BadInput` if nothing fits its memory."""
-        chosen: dict[str, Any] | None = fleet.state.memory.get("pruned")
+        chosen = fleet.state.memory.find(Choice)
         if chosen is None or fleet.state.version % self.every == 0:
             return RateSelect()(client, fleet)
         cached = fleet.cache.get(("pruned", client.id))
-        if cached is None or cached[0] != chosen["version"]:
-            cached = (chosen["version"], self._spec(client, fleet, chosen["order"]))
+        if cached is None or cached[0] != chosen.version:
+            cached = (chosen.version, self._spec(client, fleet, chosen.order))
             fleet.cache["pruned", client.id] = cached
         return Work(cached[1], region=client.id)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from raafl.core.algorithm import Merge
+from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, fraction, positive
@@ -20,6 +21,26 @@ from raafl.submodel.tensor_files import check_folder, check_room, is_in_ram, rel
 
 LATEST = "latest update"
 """Store of the clients' latest updates in `GlobalState.clients`."""
+
+
+@dataclass
+class LatestMemory(MergeMemory):
+    """Sums over the clients' latest updates, which lie in `GlobalState.clients`.
+
+    Attributes:
+        sum: of all.
+        change: sum of the changes since the last merge.
+        received: spec and staleness factor of each update since the last merge.
+        since: updates since the sum was computed anew.
+        log: client -> version and spec of what is remembered of it, the oldest first; empty without a largest age.
+    """
+
+    key = "ram_fed"
+    sum: FlatTensors
+    change: FlatTensors
+    received: list[tuple[Spec, float]] = field(default_factory=list)
+    since: int = 0
+    log: dict[int, list[tuple[int, Spec]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,14 +118,14 @@ class Remembered(Merge):
         change = owned.plan.gather(latest).to(fresh.device)
         for dtype, buffer in change.buffers.items():
             buffer.neg_().add_(fresh.buffers[dtype])
-        owned.plan.add_(memory["change"], change)
-        owned.plan.add_(memory["sum"], change)
+        owned.plan.add_(memory.change, change)
+        owned.plan.add_(memory.sum, change)
         owned.plan.scatter_(latest, fresh)
         _forget_statistics(state, latest)
         release(latest)
-        memory["received"].append((spec, self.staleness(staleness)))
+        memory.received.append((spec, self.staleness(staleness)))
         if self.max_age is not None:
-            log = memory["log"].setdefault(update.client, [])
+            log = memory.log.setdefault(update.client, [])
             log[:] = [*((version, other) for version, other in log if other != spec), (state.version, spec)]
 
     def apply(self, state: GlobalState) -> None:
@@ -113,27 +134,25 @@ class Remembered(Merge):
         With the new sum U' = U + sum (d - u): ``v = U'/N + (1/Gamma - 1/N) sum (d - u)``.
         """
         memory = self._memory(state)
-        num_clients, received = len(self._latest(state)), memory["received"]
+        num_clients, received = len(self._latest(state)), memory.received
         rate = math.fsum(factor for _, factor in received) / len(received)
         rate *= 1.0 / num_clients if self.server_lr is None else self.server_lr
         count = _zeros(state)
         for spec, number in Counter(spec for spec, _ in received).items():
             _owned(state.submodels, spec).plan.cover_(count, number)
-        for dtype, total in memory["sum"].buffers.items():
+        for dtype, total in memory.sum.buffers.items():
             theta = state.values.buffers[dtype][: total.numel()]
-            for old, summed, change, gamma in chunks(
-                theta, total, memory["change"].buffers[dtype], count.buffers[dtype]
-            ):
+            for old, summed, change, gamma in chunks(theta, total, memory.change.buffers[dtype], count.buffers[dtype]):
                 # `summed` is U', which contains the change already: hence - 1/N. Where Gamma is 0 so is the change, and any divisor
                 # does.
                 more = change * gamma.clamp_min(1.0).reciprocal_().sub_(1.0 / num_clients)
                 old.add_(more.add_(summed, alpha=1.0 / num_clients), alpha=rate)
                 change.zero_()
-        memory["since"] += len(received)
+        memory.since += len(received)
         received.clear()
         self._forget_old(state, memory, next_merge=state.version + 1)
-        _forget_statistics(state, memory["sum"])
-        if memory["since"] >= num_clients:
+        _forget_statistics(state, memory.sum)
+        if memory.since >= num_clients:
             self._sum_anew(state, memory)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
@@ -141,33 +160,24 @@ class Remembered(Merge):
         latest = self._latest(state)
         return {"memory": {"clients": len(latest), "bytes": sum(flat.num_bytes for flat in latest.values())}}
 
-    def _memory(self, state: GlobalState) -> dict[str, Any]:
-        memory: dict[str, Any] = state.memory.setdefault("ram_fed", {})
-        if not memory:
-            memory |= {
-                "sum": _zeros(state),
-                "change": _zeros(state),
-                "received": [],
-                "since": 0,
-                "log": {},
-            }
-        return memory
+    def _memory(self, state: GlobalState) -> LatestMemory:
+        return state.memory.of(LatestMemory, lambda: LatestMemory(_zeros(state), _zeros(state)))
 
     def _latest(self, state: GlobalState) -> dict[int, FlatTensors]:
         return state.clients.everyone(LATEST, self.folder)
 
-    def _sum_anew(self, state: GlobalState, memory: dict[str, Any]) -> None:
-        memory["since"] = 0
-        memory["sum"].zero_()
+    def _sum_anew(self, state: GlobalState, memory: LatestMemory) -> None:
+        memory.since = 0
+        memory.sum.zero_()
         # in the order of ids, so that a resumed run adds in the same order and gets the same bits
         for _, latest in sorted(self._latest(state).items()):
-            for dtype, buffer in memory["sum"].buffers.items():
+            for dtype, buffer in memory.sum.buffers.items():
                 buffer.add_(latest.buffers[dtype].to(buffer.device))
             release(latest)
 
-    def _forget_old(self, state: GlobalState, memory: dict[str, Any], next_merge: int) -> None:
+    def _forget_old(self, state: GlobalState, memory: LatestMemory, next_merge: int) -> None:
         """Set to 0 the memories that are older than ``max_age`` merges at the next merge."""
-        for client, log in memory["log"].items():
+        for client, log in memory.log.items():
             recent = [(version, spec) for version, spec in log if next_merge - version <= (self.max_age or 0)]
             if len(recent) == len(log):
                 continue
@@ -176,7 +186,7 @@ class Remembered(Merge):
             for _, spec in recent:
                 plan = _owned(state.submodels, spec).plan
                 plan.scatter_(new, plan.gather(old).to(new.device))
-            for dtype, total in memory["sum"].buffers.items():
+            for dtype, total in memory.sum.buffers.items():
                 total.add_(new.buffers[dtype]).sub_(old.buffers[dtype].to(total.device))
             release(old.copy_(new))
             log[:] = recent

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 from raafl.core.algorithm import Local, Restart, Select, SelectContext, Trigger, TriggerContext
+from raafl.core.memory import MergeMemory
 from raafl.core.types import Assignment, ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, one_of, refuse_unused
 from raafl.parts.select import leading, steps
@@ -17,14 +18,28 @@ from raafl.parts.select.submodels import uncut
 from raafl.submodel import FULL, Spec, Submodels, last_fraction
 from raafl.submodel.cost import Cost
 
-MEMORY = "timely_fl"
-"""Key in `GlobalState.memory` of the round's plan, which checkpoints must contain."""
-
 MOST_UNITS = 1_000_000
 """Largest number of units of work in an interval, whatever speed a client reports."""
 
 SLACK = 1 + 1e-9
 """Tolerance for rounding errors in sums of seconds."""
+
+
+@dataclass
+class TimelyMemory(MergeMemory):
+    """The plan of a round, and what is known of clients.
+
+    Attributes:
+        T_k: seconds of the interval; 0 before the first round.
+        ratio: client -> real time of its latest task by the predicted time.
+        fixed: client -> units of work and spec that it always gets.
+    """
+
+    key = "timely_fl"
+    T_k: float = 0.0
+    ratio: dict[int, float] = field(default_factory=dict)
+    fixed: dict[int, tuple[int, Spec]] = field(default_factory=dict)
+
 
 Layers = Literal["time", "share"]
 Cut = Literal["layers", "width"]
@@ -173,7 +188,9 @@ class Timely(Select):
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
         """Set T_k from the time reports of all the round's clients, including those still at work from earlier rounds."""
-        _plan(fleet)["T_k"] = interval([self.report(client, fleet).total_s for client in out], self.participation)
+        fleet.state.memory.of(TimelyMemory).T_k = interval(
+            [self.report(client, fleet).total_s for client in out], self.participation
+        )
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Update the client's ratio of measured to predicted time."""
@@ -182,7 +199,7 @@ class Timely(Select):
         if not self.adaptive or predicted_s <= 0 or seconds <= 0:
             return
         ratio = seconds / predicted_s
-        _plan(fleet)["ratio"][client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
+        fleet.state.memory.of(TimelyMemory).ratio[client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
 
     def report(self, client: ClientInfo, fleet: SelectContext) -> TimeReport:
         """Return the client's t_cmp and t_com, from its profile and its last task."""
@@ -190,17 +207,17 @@ class Timely(Select):
         return TimeReport(time.compute_s * ratio, (time.down_s + time.up_s) * ratio)
 
     def _ratio(self, client: ClientInfo, fleet: SelectContext) -> float:
-        return float(_plan(fleet)["ratio"].get(client.id, 1.0))
+        return float(fleet.state.memory.of(TimelyMemory).ratio.get(client.id, 1.0))
 
     # ---- the work ----
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return E_c units of work on the layers that alpha_c allows; raises `BadInput` if none fit the client's memory."""
-        fixed: dict[int, tuple[int, Spec]] = _plan(fleet)["fixed"]
+        fixed = fleet.state.memory.of(TimelyMemory).fixed
         if client.id in fixed:
             num_units, spec = fixed[client.id]
             return self._work(num_units, spec, fleet)
-        target = workload(_plan(fleet)["T_k"], self.report(client, fleet))
+        target = workload(fleet.state.memory.of(TimelyMemory).T_k, self.report(client, fleet))
         work = self._trained(client, target, fleet)
         if not self.adaptive:
             fixed[client.id] = (target.num_units, work.spec)
@@ -209,7 +226,7 @@ class Timely(Select):
     def _trained(self, client: ClientInfo, target: Workload, fleet: SelectContext) -> Work:
         """Return the work on the most layers that share, memory and, with layers "time", T_k allow; at least the last layer."""
         tolerance = SLACK + self.slack
-        limit_s = _plan(fleet)["T_k"] * tolerance / self._ratio(client, fleet)
+        limit_s = fleet.state.memory.of(TimelyMemory).T_k * tolerance / self._ratio(client, fleet)
 
         def may(layers: tuple[float, Spec]) -> bool:
             share, spec = layers
@@ -249,7 +266,7 @@ class Timely(Select):
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the client's measured ratio, since it may be on another device."""
-        _plan(fleet)["ratio"].pop(client.id, None)
+        fleet.state.memory.of(TimelyMemory).ratio.pop(client.id, None)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Do nothing: other clients' work does not depend on it."""
@@ -286,12 +303,6 @@ class Timely(Select):
         )
 
 
-def _plan(fleet: SelectContext) -> dict[str, Any]:
-    """Return the state that persists between rounds: T_k, and by client the ratio and the fixed workload."""
-    plan: dict[str, Any] = fleet.state.memory.setdefault(MEMORY, {"ratio": {}, "fixed": {}})
-    return plan
-
-
 @dataclass(frozen=True, slots=True)
 class Interval(Trigger):
     """Trigger that merges T_k after the round opened, or once all have reported (TimelyFL's flexible buffer).
@@ -312,7 +323,7 @@ class Interval(Trigger):
 
     def wake_at(self, waiting: TriggerContext) -> float:
         """Return the time at which T_k and the slack have passed, in seconds on the run's clock."""
-        return waiting.opened_s + float(waiting.memory[MEMORY]["T_k"]) * (SLACK + self.slack)
+        return waiting.opened_s + waiting.memory.of(TimelyMemory).T_k * (SLACK + self.slack)
 
     def __str__(self) -> str:
         return "the interval T_k" + (f" and {self.slack:.3g} of it" if self.slack else "")

@@ -5,7 +5,6 @@ This is ``label_split`` in the code of HeteroFL and FedRolex.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,12 +12,29 @@ import torch
 
 from raafl.core.algorithm import Merge
 from raafl.core.masked_loss import CLASSES, output_layer, why_unmasked
+from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.mean import Mean
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.submodel.extract import CopyPlan
+
+
+@dataclass
+class RowsMemory(MergeMemory):
+    """Rows of the output layer in the updates of a merge.
+
+    Attributes:
+        sum: weighted sum of the rows.
+        weight: total weight on each element.
+        masked: whether an update masked a class.
+    """
+
+    key = "label_split"
+    sum: FlatTensors
+    weight: FlatTensors
+    masked: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,26 +82,24 @@ class LabelSplit(Wrapped):
         output = _output(state.submodels)
         if output is not None:
             weight, _ = self.inner.weigh(update, staleness)
-            memory = state.memory.setdefault("label_split", {})
-            if not memory:
-                memory |= {name: FlatTensors.zeros(output, state.values.device) for name in ("sum", "weight")}
-                memory["masked"] = False
+            total, on = (FlatTensors.zeros(output, state.values.device) for _ in range(2))
+            memory = state.memory.of(RowsMemory, lambda: RowsMemory(total, on))
             rows = update.extra.get(CLASSES)
             plan = state.submodels.plan(spec, "trained", "trained", frozenset(output.by_name))
             _add(memory, plan, update.tensors, weight, rows)
-            memory["masked"] = memory["masked"] or rows is not None
+            memory.masked = memory.masked or rows is not None
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
         """Apply the inner merge, then overwrite the output rows if any update masked a class."""
-        memory = state.memory.pop("label_split", {"masked": False})
-        if not memory["masked"]:
+        memory = state.memory.pop(RowsMemory)
+        if memory is None or not memory.masked:
             super().apply(state)
             return
-        before = {name: state.values[name].clone() for name in memory["sum"].layout.by_name}
+        before = {name: state.values[name].clone() for name in memory.sum.layout.by_name}
         super().apply(state)
         for name, old in before.items():
-            total, weight = memory["sum"][name], memory["weight"][name]
+            total, weight = memory.sum[name], memory.weight[name]
             state.values[name].copy_(torch.where(weight > 0, total / weight, old))
 
     def __str__(self) -> str:
@@ -110,13 +124,11 @@ def _are_rows(rows: object, num_classes: int) -> bool:
     )
 
 
-def _add(
-    memory: Mapping[str, FlatTensors], plan: CopyPlan, tensors: FlatTensors, weight: float, rows: list[int] | None
-) -> None:
+def _add(memory: RowsMemory, plan: CopyPlan, tensors: FlatTensors, weight: float, rows: list[int] | None) -> None:
     """Add an update's rows to the sum, times its weight, and the weight to the rows' weights.
 
     Args:
-        memory: "sum" and "weight", over the whole output layer; changed in place.
+        memory: sum and weight, over the whole output layer; changed in place.
         plan: copy plan of the update's part of the output layer.
         tensors: values of the update.
         weight: weight of the update.
@@ -127,8 +139,8 @@ def _add(
     for name, view in values.items():
         view[chosen] = tensors[name][chosen]
         ones[name][chosen] = 1.0
-    plan.add_(memory["sum"], values, weight)
-    plan.add_(memory["weight"], ones, weight)
+    plan.add_(memory.sum, values, weight)
+    plan.add_(memory.weight, ones, weight)
 
 
 def _output(submodels: Submodels) -> Layout | None:

@@ -27,21 +27,19 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, derive_seed
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import Spec, Submodels
 from raafl.submodel.lora import LoraPair, pairs_of
-
-MEMORY = "lora"
-"""Key in `GlobalState.memory`: versions by client ("at_work"), A and B by version ("starts"), received adapters ("updates")."""
 
 Term = tuple[Tensor, list[int], Tensor, Tensor]
 """A product that is added to M: coefficient and index of each of its ranks, B (out, ranks), A (ranks, in)."""
@@ -50,6 +48,50 @@ Term = tuple[Tensor, list[int], Tensor, Tensor]
 def pairs(submodels: Submodels) -> tuple[LoraPair, ...]:
     """Return the adapters (A, B and base) of the model's linear layers; cached."""
     return submodels.cached("lora pairs", "", lambda: pairs_of(submodels.module)[0])
+
+
+Factors = tuple[Tensor, Tensor]
+"""B and A of an adapter."""
+
+Sent = tuple[list[int], Tensor, Tensor, Factors | None]
+"""A client's adapter: which ranks, its B and A, and those that it started from, None where they are the model's."""
+
+
+@dataclass(slots=True)
+class AdapterUpdate:
+    """Adapters of one update, by the name of A, with its weight and factor."""
+
+    weight: float
+    factor: float
+    pairs: dict[str, Sent]
+
+
+@dataclass
+class LoraMemory(MergeMemory):
+    """What merges of adapters keep.
+
+    Attributes:
+        at_work: client -> version that it started from.
+        starts: version -> adapters by the name of A, while a client that started from it works.
+        updates: since the last merge.
+        spectra: name of A -> singular values of what was merged last.
+    """
+
+    key = "lora"
+    at_work: dict[int, int] = field(default_factory=dict)
+    starts: dict[int, dict[str, Factors]] = field(default_factory=dict)
+    updates: list[AdapterUpdate] = field(default_factory=list)
+    spectra: dict[str, list[float]] = field(default_factory=dict)
+
+    def to_plain(self) -> dict[str, object]:
+        """Return the fields by name, also those of each update."""
+        updates = [{"weight": one.weight, "factor": one.factor, "pairs": one.pairs} for one in self.updates]
+        return {**super().to_plain(), "updates": updates}
+
+    @classmethod
+    def from_plain(cls, data: dict[str, Any]) -> LoraMemory:
+        """Restore from `to_plain`."""
+        return cls(**{**data, "updates": [AdapterUpdate(**one) for one in data.get("updates", [])]})
 
 
 @dataclass(frozen=True)
@@ -74,11 +116,12 @@ class LowRank(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Store a copy of the client's adapters, and pass the update to the inner merge."""
-        memory = state.memory.setdefault(MEMORY, {})
-        memory.get("at_work", {}).pop(update.client, None)
+        memory = state.memory.of(LoraMemory)
+        memory.at_work.pop(update.client, None)
         weight, factor = self.inner.weigh(update, staleness)
-        selections, adapters = state.submodels.selections(state.submodels.normal(spec)), {}
-        starts = memory["starts"][state.version - staleness] if self.is_relative and staleness else None
+        selections = state.submodels.selections(state.submodels.normal(spec))
+        adapters: dict[str, Sent] = {}
+        starts = memory.starts[state.version - staleness] if self.is_relative and staleness else None
         for pair in pairs(state.submodels):
             if pair.a not in update.tensors or pair.b not in update.tensors:
                 continue  # its block is absent, or does not train
@@ -90,23 +133,23 @@ class LowRank(Wrapped):
                 received = start or _cut((state.values[pair.b], state.values[pair.a]), ranks)
                 b, a = received[0] + b, received[1] + a
             adapters[pair.a] = (ranks, b.clone(), a.clone(), start)
-        memory.setdefault("updates", []).append({"weight": weight, "factor": factor, "pairs": adapters})
+        memory.updates.append(AdapterUpdate(weight, factor, adapters))
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
         """Apply the inner merge, then overwrite A and B of each layer by `fold`."""
-        memory = state.memory[MEMORY]
-        updates, adapters = memory.pop("updates"), pairs(state.submodels)
+        memory = state.memory.of(LoraMemory)
+        adapters, updates, memory.updates = pairs(state.submodels), memory.updates, []
         old = {pair.a: (state.values[pair.b].clone(), state.values[pair.a].clone()) for pair in adapters}
-        working = set(memory.get("at_work", {}).values())
-        starts = memory.setdefault("starts", {})
+        working = set(memory.at_work.values())
+        starts = memory.starts
         if self.is_relative and state.version in working:
             starts[state.version] = old
         for version in starts.keys() - working:
             del starts[version]
         super().apply(state)
         for pair in adapters:
-            with_pair = [(update, update["pairs"][pair.a]) for update in updates if pair.a in update["pairs"]]
+            with_pair = [(update, update.pairs[pair.a]) for update in updates if pair.a in update.pairs]
             if with_pair:
                 self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
 
@@ -120,7 +163,7 @@ class LowRank(Wrapped):
         """
         return weight
 
-    def _terms(self, updates: Sequence[tuple[dict[str, Any], Any]], rank: int) -> tuple[Tensor, list[Term]]:
+    def _terms(self, updates: Sequence[tuple[AdapterUpdate, Sent]], rank: int) -> tuple[Tensor, list[Term]]:
         """Return the share of each old rank that stays, shape (rank,), and the products to add.
 
         Args:
@@ -130,8 +173,8 @@ class LowRank(Wrapped):
         # float64 on the CPU: a few numbers, whose differences from 1 decide whether old ranks vanish exactly
         weights = torch.zeros(len(updates), rank, dtype=torch.float64)
         for row, (update, (ranks, b, a, _)) in zip(weights, updates, strict=True):
-            row[ranks if self.by_rank else slice(None)] = self.weight_of(update["weight"], b, a)
-        factors = torch.tensor([update["factor"] for update, _ in updates], dtype=torch.float64)
+            row[ranks if self.by_rank else slice(None)] = self.weight_of(update.weight, b, a)
+        factors = torch.tensor([update.factor for update, _ in updates], dtype=torch.float64)
         shares = weights * factors[:, None] / weights.sum(0).clamp_min(torch.finfo(torch.float64).tiny)
         keep, terms = torch.ones(rank, dtype=torch.float64), list[Term]()
         for share, (_, (ranks, b, a, start)) in zip(shares, updates, strict=True):
@@ -221,8 +264,7 @@ class FLoRA(LowRank):
         """Add the stacked products to the base weight, and reset the adapter to B = 0 and a new random A."""
         left, right = _stacked(old, keep, terms)
         _add_to_base(state, pair, left @ right)
-        spectra = state.memory[MEMORY].setdefault("spectra", {})
-        spectra[pair.a] = (_svd(left, right)[1] * pair.scaling).tolist()
+        state.memory.of(LoraMemory).spectra[pair.a] = (_svd(left, right)[1] * pair.scaling).tolist()
         a = state.values[pair.a]
         generator = torch.Generator().manual_seed(derive_seed("flora", state.version, pair.a))
         a.copy_(torch.empty(a.shape).uniform_(-1.0, 1.0, generator=generator) / math.sqrt(a.shape[1]))
@@ -268,7 +310,7 @@ def rank_energy(state: GlobalState) -> dict[str, float]:
         A is 0, and empty for a model without adapters. FLoRA resets its adapters at a merge, so it reports the stack that it
         merged last, which may have a higher rank; the fractions then sum to less than 1.
     """
-    adapters, spectra = pairs(state.submodels), state.memory.get(MEMORY, {}).get("spectra", {})
+    adapters, spectra = pairs(state.submodels), state.memory.of(LoraMemory).spectra
     if not adapters:
         return {}
     squares = []

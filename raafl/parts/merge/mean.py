@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Merge
+from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import fraction, positive
@@ -41,6 +42,19 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
 
 
+@dataclass
+class SumMemory(MergeMemory):
+    """The weighted sum of a merge's updates.
+
+    Attributes:
+        updates: spec and weight of each.
+        sum: of the model's size; None = nothing was added.
+    """
+
+    updates: list[tuple[Spec, float]] = field(default_factory=list)
+    sum: FlatTensors | None = None
+
+
 class Accumulator:
     """Weighted sum of updates, and the total weight on each element.
 
@@ -50,9 +64,8 @@ class Accumulator:
         updates: spec and weight of each update in the sum.
     """
 
-    def __init__(self, state: GlobalState, memory: dict[str, Any]) -> None:
-        self.state, self.memory = state, memory
-        self.updates: list[tuple[Spec, float]] = memory.setdefault("updates", [])
+    def __init__(self, state: GlobalState, memory: SumMemory) -> None:
+        self.state, self.memory, self.updates = state, memory, memory.updates
 
     def add(self, tensors: FlatTensors, spec: Spec, weight: float, factor: float = 1.0) -> None:
         """Add an update's values to the sum, times ``weight * factor``, and remember its weight.
@@ -69,11 +82,11 @@ class Accumulator:
         """
         plan, scale = self.state.submodels.plan(spec), weight * factor
         if not self.updates and spec.is_full:
-            self.memory["sum"] = self._storage("sum", zero=False)
+            self.memory.sum = self._storage("sum", zero=False)
             plan.apply_(self.total, tensors, lambda target, source: torch.mul(source, scale, out=target))
         else:
             if not self.updates:
-                self.memory["sum"] = self._storage("sum")
+                self.memory.sum = self._storage("sum")
             plan.add_(self.total, tensors, scale)
         self.updates.append((spec, weight))
 
@@ -90,7 +103,8 @@ class Accumulator:
     @property
     def total(self) -> FlatTensors:
         """The weighted sum of the updates' values."""
-        return cast(FlatTensors, self.memory["sum"])
+        assert self.memory.sum is not None
+        return self.memory.sum
 
     @property
     def common(self) -> Spec | None:
@@ -121,12 +135,26 @@ class Accumulator:
     def clear(self) -> None:
         """Remove all updates; the storage goes back to the scratch."""
         self.updates.clear()
-        self.state.scratch["sum"] = self.memory.pop("sum")
+        self.state.scratch["sum"], self.memory.sum = self.total, None
 
 
 def trained_values(state: GlobalState) -> FlatTensors:
     """Return the part of the global values that updates can change; frozen parameters keep every bit."""
     return state.values.prefix(state.submodels.layout(part="trained"))
+
+
+@dataclass
+class MeanMemory(SumMemory):
+    """Updates that `Mean` has received since the last merge.
+
+    Attributes:
+        received: weight and factor of each.
+        lone: tensors and spec of the only one, until `Mean.detach`; None = they are in the sum.
+    """
+
+    key = "mean"
+    received: list[tuple[float, float]] = field(default_factory=list)
+    lone: tuple[FlatTensors, Spec] | None = None
 
 
 @dataclass(frozen=True)
@@ -159,29 +187,30 @@ class Mean(Merge):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Accept an update: `apply` mixes a single one in from its own tensors; several are summed first."""
-        memory = state.memory.setdefault("mean", {})
+        memory = state.memory.of(MeanMemory)
         weight, factor = self.weigh(update, staleness)
-        memory.setdefault("received", []).append((weight, factor))
-        if len(memory["received"]) == 1 and memory.get("lone") is None:
-            memory["lone"] = (update.tensors, spec)
+        memory.received.append((weight, factor))
+        if len(memory.received) == 1 and memory.lone is None:
+            memory.lone = (update.tensors, spec)
             return
         self.detach(state)
         Accumulator(state, memory).add(update.tensors, spec, weight, factor)
 
     def detach(self, state: GlobalState) -> None:
         """Add a single waiting update to the sum before its tensors are overwritten."""
-        memory = state.memory.get("mean", {})
-        if memory.get("lone") is None:
+        memory = state.memory.of(MeanMemory)
+        if memory.lone is None:
             return
-        tensors, spec = memory.pop("lone")
-        weight, factor = memory["received"][0]
+        tensors, spec = memory.lone
+        memory.lone = None
+        weight, factor = memory.received[0]
         Accumulator(state, memory).add(tensors, spec, weight, factor)
 
     def apply(self, state: GlobalState) -> None:
         """Merge all received updates into the model."""
-        memory = state.memory["mean"]
-        received: list[tuple[float, float]] = memory.pop("received")
-        lone = memory.pop("lone", None)
+        memory = state.memory.of(MeanMemory)
+        received, lone = memory.received, memory.lone
+        memory.received, memory.lone = [], None
         if lone is not None:
             if not received[0][0]:
                 return
@@ -258,6 +287,13 @@ def _mix(target: Tensor, source: Tensor, keep: float, scale: float) -> None:
         target.mul_(keep).add_(source, alpha=scale)
 
 
+@dataclass
+class DeltasMemory(SumMemory):
+    """The sum of the deltas in the buffer."""
+
+    key = "deltas"
+
+
 @dataclass(frozen=True)
 class Deltas(Merge):
     """FedBuff's merge: ``theta <- theta + eta_g * (1/K) sum_i s(staleness_i) Delta_i`` (Nguyen et al. 2022, Algorithm 1).
@@ -285,12 +321,12 @@ class Deltas(Merge):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the delta, times its staleness factor, to the buffer's sum."""
-        memory = state.memory.setdefault("deltas", {})
+        memory = state.memory.of(DeltasMemory)
         Accumulator(state, memory).add(update.tensors, spec, 1.0, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
         """Take one server step along the buffer's mean."""
-        sums = Accumulator(state, state.memory["deltas"])
+        sums = Accumulator(state, state.memory.of(DeltasMemory))
         if sums.common is not None:  # the sum is 0 on elements that no update covers
             for _, rate, theta, total in self._pieces(state, sums.total):
                 theta.add_(total, alpha=rate / sums.weight)

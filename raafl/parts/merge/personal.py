@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from raafl.core.algorithm import SelectContext
+from raafl.core.memory import MergeMemory, OneValue
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import ClientInfo, Update, Work
@@ -14,12 +15,48 @@ from raafl.parts.local.mask_training import SCORES
 from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
 from raafl.submodel import FlatTensors, Spec
 
-AT_WORK = "at_work"
-"""Key in `GlobalState.memory` of the tasks at work, by client: "spec", the axes whose scores train ("masks"), and the values from
-which the client started ("start"; None until the global ones change)."""
-
 MAX_SCORE = 1e4
 """Largest score that is accepted: far beyond it a probability is 0 or 1, which no optimizer reaches."""
+
+
+@dataclass(slots=True)
+class Start:
+    """What a client at work started from.
+
+    Attributes:
+        spec: of its task.
+        masks: axes whose scores it trains.
+        start: values that it started from, once the model's have changed; None = they have not.
+    """
+
+    spec: Spec
+    masks: list[str]
+    start: FlatTensors | None = None
+
+
+@dataclass
+class AtWork(MergeMemory):
+    """Starts of the clients at work, by id."""
+
+    key = "at_work"
+    starts: dict[int, Start] = field(default_factory=dict)
+
+    def to_plain(self) -> object:
+        """Return the fields of each start, by client."""
+        return {c: {"spec": one.spec, "masks": one.masks, "start": one.start} for c, one in self.starts.items()}
+
+    @classmethod
+    def from_plain(cls, data: dict[int, dict[str, Any]]) -> AtWork:
+        """Restore from `to_plain`."""
+        return cls({client: Start(**one) for client, one in data.items()})
+
+
+@dataclass
+class Received(OneValue[bool]):
+    """Whether the inner merge of `WithScores` has received an update since the last merge."""
+
+    key = "received"
+    value: bool = False
 
 
 def scores_of(state: GlobalState, client: int) -> dict[str, list[float]]:
@@ -36,13 +73,12 @@ def record_work(state: GlobalState, client: int, work: Work) -> None:
         client: id of the client.
         work: its task.
     """
-    record = {"spec": work.spec, "masks": list(work.extra.get("masks", ())), "start": None}
-    state.memory.setdefault(AT_WORK, {})[client] = record
+    state.memory.of(AtWork).starts[client] = Start(work.spec, list(work.extra.get("masks", ())))
 
 
 def forget_work(state: GlobalState, client: int) -> None:
     """Delete the record of the task that ``client`` works on."""
-    state.memory.get(AT_WORK, {}).pop(client, None)
+    state.memory.of(AtWork).starts.pop(client, None)
 
 
 @dataclass(frozen=True)
@@ -86,19 +122,20 @@ class WithScores(Wrapped):
         if spec.trained == ():
             sent = update.bundles[SCORES]
             stored = state.clients.of(SCORES, update.client, sent.layout, fill=math.nan)
-            for axis in state.memory[AT_WORK][update.client]["masks"]:
+            for axis in state.memory.of(AtWork).starts[update.client].masks:
                 stored[axis].copy_(sent[axis])
         else:
-            state.memory["received"] = True
+            state.memory.of(Received).value = True
             super().receive(state, update, spec, staleness)
         forget_work(state, update.client)
 
     def detach(self, state: GlobalState) -> None:
         """Let the inner merge copy shared tensors, if it has received any update."""
-        if state.memory.get("received"):
+        if state.memory.of(Received).value:
             super().detach(state)
 
     def apply(self, state: GlobalState) -> None:
         """Apply the inner merge, if it has received any update."""
-        if state.memory.pop("received", False):
+        received = state.memory.pop(Received)
+        if received is not None and received.value:
             super().apply(state)

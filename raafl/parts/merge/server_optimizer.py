@@ -12,11 +12,28 @@ from raafl.core.algorithm import Merge
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, one_of, positive
-from raafl.parts.merge.mean import Accumulator, chunks, trained_values, zeros_like
+from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_values, zeros_like
 from raafl.parts.merge.staleness import Staleness
-from raafl.submodel import FULL, Spec
+from raafl.submodel import FULL, FlatTensors, Spec
 
 ServerKind = Literal["adam", "yogi", "adagrad"]
+
+
+@dataclass
+class OptimizerMemory(SumMemory):
+    """The sum of a merge's deltas, and the moments of the server's optimizer; None = before the first merge."""
+
+    key = "fed_opt"
+    m: FlatTensors | None = None
+    v: FlatTensors | None = None
+
+    def moments(self, state: GlobalState, tau: float) -> tuple[FlatTensors, FlatTensors]:
+        """Return m and v; they start at 0 and at ``tau`` squared."""
+        if self.m is None or self.v is None:
+            self.m, self.v = zeros_like(state.values), zeros_like(state.values)
+            for buffer in self.v.prefix(state.submodels.layout(part="trained")).buffers.values():
+                buffer.fill_(tau**2)
+        return self.m, self.v
 
 
 @dataclass(frozen=True)
@@ -60,25 +77,22 @@ class ServerOptimizer(Merge):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the delta, times its weight and staleness factor, to the sum."""
-        memory = state.memory.setdefault("fed_opt", {})
+        memory = state.memory.of(OptimizerMemory)
         weight = float(update.num_samples) if self.by_samples else 1.0
         Accumulator(state, memory).add(update.tensors, spec, weight, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
         """Take one server step along the mean delta."""
-        memory = state.memory["fed_opt"]
+        memory = state.memory.of(OptimizerMemory)
         sums = Accumulator(state, memory)
         if not sums.weight:
             sums.clear()
             return
-        if "m" not in memory:
-            memory["m"], memory["v"] = zeros_like(state.values), zeros_like(state.values)
-            for buffer in memory["v"].prefix(state.submodels.layout(part="trained")).buffers.values():
-                buffer.fill_(self.tau**2)
+        first, second = memory.moments(state, self.tau)
         count = None if sums.common == FULL else sums.cover()
         for name, theta in trained_values(state).items():
             is_parameter = name in state.submodels.parameter_names
-            flats = [theta, sums.total[name], memory["m"][name], memory["v"][name]]
+            flats = [theta, sums.total[name], first[name], second[name]]
             if count is not None:
                 flats.append(count[name])
             for old, total, m, v, *weight in chunks(*flats):

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
+from raafl.core.memory import MergeMemory
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.extract import CopyPlan
+
+
+@dataclass
+class VariatesMemory(MergeMemory):
+    """Sum of all clients' variates, over all trained parameters.
+
+    Attributes:
+        sum: as of the last merge.
+        new: changes since the last merge.
+        count: number of clients that have trained each element.
+        received: client and spec of each update since the last merge.
+        seen: client -> specs that it has trained.
+    """
+
+    sum: FlatTensors
+    new: FlatTensors
+    count: FlatTensors
+    received: list[tuple[int, Spec]] = field(default_factory=list)
+    seen: dict[int, list[Spec]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,8 +73,8 @@ class Variates:
             out: overwritten.
         """
         memory, plan = self._memory(state), plan_of(state, spec)
-        plan.gather(memory["sum"], out)
-        count, unheard = plan.gather(memory["count"]), state.num_clients - len(memory["seen"])
+        plan.gather(memory.sum, out)
+        count, unheard = plan.gather(memory.count), state.num_clients - len(memory.seen)
         for dtype, buffer in out.buffers.items():
             buffer.div_((count.buffers[dtype] + unheard).clamp_min(1))
 
@@ -70,40 +90,41 @@ class Variates:
         """
         memory, plan = self._memory(state), plan_of(state, spec)
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
-        for flat in (own, memory["new"]):
+        for flat in (own, memory.new):
             plan.add_(flat, change.to(flat.device), alpha)
-        memory["received"].append((client, spec))
+        memory.received.append((client, spec))
 
     def settle(self, state: GlobalState) -> None:
         """Add pending changes to the mean. Called once per merge, so that the mean is constant within a round."""
         memory = self._memory(state)
-        for dtype, total in memory["sum"].buffers.items():
-            total.add_(memory["new"].buffers[dtype])
-        memory["new"].zero_()
-        for client, spec in memory["received"]:
+        for dtype, total in memory.sum.buffers.items():
+            total.add_(memory.new.buffers[dtype])
+        memory.new.zero_()
+        for client, spec in memory.received:
             self._count(state, memory, client, spec)
-        memory["received"].clear()
+        memory.received.clear()
 
-    def _count(self, state: GlobalState, memory: dict[str, Any], client: int, spec: Spec) -> None:
+    def _count(self, state: GlobalState, memory: VariatesMemory, client: int, spec: Spec) -> None:
         """Count the client at the elements that it has not trained before."""
-        seen: list[Spec] = memory["seen"].setdefault(client, [])
+        seen = memory.seen.setdefault(client, [])
         if spec in seen:
             return
-        new = FlatTensors.zeros(memory["count"].layout, state.values.device)
+        new = FlatTensors.zeros(memory.count.layout, state.values.device)
         plan_of(state, spec).cover_(new)
         for other in seen:
             plan_of(state, other).scatter_(new, FlatTensors.zeros(plan_of(state, other).layout, new.device))
-        for dtype, count in memory["count"].buffers.items():
+        for dtype, count in memory.count.buffers.items():
             count.add_(new.buffers[dtype])
         seen.append(spec)
 
-    def _memory(self, state: GlobalState) -> dict[str, Any]:
-        memory: dict[str, Any] = state.memory.setdefault(f"variates {self.name}", {})
-        if not memory:
-            layout = state.submodels.layout(part="trained")
-            memory |= {name: FlatTensors.zeros(layout, state.values.device) for name in ("sum", "new", "count")}
-            memory |= {"received": [], "seen": {}}
-        return memory
+    def _memory(self, state: GlobalState) -> VariatesMemory:
+        layout = state.submodels.layout(part="trained")
+
+        def new() -> VariatesMemory:
+            total, changes, count = (FlatTensors.zeros(layout, state.values.device) for _ in range(3))
+            return VariatesMemory(total, changes, count)
+
+        return state.memory.of(VariatesMemory, new, f"variates {self.name}")
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
         """Return a note on the server's memory for the variates of all clients."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch lists it in no __all__
 
 from raafl.core.algorithm import Algorithm
+from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState, copied, is_sound, restore
 from raafl.core.types import HUGE_NORM, Update
 from raafl.parts.merge.mean import chunks
@@ -59,6 +60,65 @@ def bounded(algorithm: Algorithm, max_norm_ratio: float | None) -> Algorithm:
     return replace(algorithm, merge=Bounded(algorithm.merge, max_norm_ratio))
 
 
+@dataclass(slots=True)
+class Norms:
+    """The latest accepted norms of a part of an update, and the largest median so far."""
+
+    recent: list[float] = field(default_factory=list)
+    median: float = 0.0
+
+    def add(self, norm: float) -> None:
+        """Record one more."""
+        self.recent = [*self.recent, norm][-WINDOW:]
+        if len(self.recent) >= WARM_UP:
+            self.median = max(self.median, statistics.median(self.recent))
+
+
+@dataclass(slots=True)
+class Accepted:
+    """How many updates of a layout were accepted, and the norms of each part of them."""
+
+    num: int = 0
+    of: dict[str, Norms] = field(default_factory=dict)
+
+    def add(self, norms: Mapping[str, float]) -> None:
+        """Record the norms of an accepted update."""
+        self.num += 1
+        for name, norm in norms.items():
+            self.of.setdefault(name, Norms()).add(norm)
+
+
+@dataclass
+class BoundedMemory(MergeMemory):
+    """Norms of updates and of the model.
+
+    Attributes:
+        norms: fingerprint of a layout -> its accepted updates.
+        measured: assignment and norms of the latest update that was measured, and whether it is large; None = it was received.
+        large: whether a large update waits for the merge.
+        model: a version, and the norm of its parameters; None = it was not measured.
+    """
+
+    key = MEMORY
+    norms: dict[str, Accepted] = field(default_factory=dict)
+    measured: tuple[int, dict[str, float], bool] | None = None
+    large: bool = False
+    model: tuple[int, float] | None = None
+
+    def to_plain(self) -> dict[str, object]:
+        """Return the fields by name, also of the records in them."""
+        return {**super().to_plain(), "norms": {layout: asdict(one) for layout, one in self.norms.items()}}
+
+    @classmethod
+    def from_plain(cls, data: dict[str, Any]) -> BoundedMemory:
+        """Restore from `to_plain`."""
+        norms = {
+            layout: Accepted(one["num"], {name: Norms(**norms) for name, norms in one["of"].items()})
+            for layout, one in data["norms"].items()
+        }
+        return cls(**{**data, "norms": norms})
+
+
 @dataclass(frozen=True)
 class Bounded(Wrapped):
     """Merge wrapper that refuses an update that is far too large, or whose merge would overflow; the outermost wrapper.
@@ -85,7 +145,7 @@ class Bounded(Wrapped):
         if reason is not None:
             return reason
         norms, is_large = self._measure(state, update, spec)
-        self._memory(state)["measured"] = [update.assignment, norms, is_large]
+        state.memory.of(BoundedMemory).measured = (update.assignment, norms, is_large)
         most = self._most(state, spec, norms)
         return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None
 
@@ -95,24 +155,24 @@ class Bounded(Wrapped):
         Both ways in which the merge may happen are tried: with the update as the last one, and after `detach`.
         """
         _, is_large = self._measured(state, update, spec)
-        if not is_large and not self._memory(state).get("large"):
+        if not is_large and not state.memory.of(BoundedMemory).large:
             return False
         return not all(self._is_sound(state, update, spec, staleness, is_large, keep) for keep in (False, True))
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Record the norms, and pass the update to the inner merge."""
-        memory = self._memory(state)
+        memory = state.memory.of(BoundedMemory)
         norms, is_large = self._measured(state, update, spec)
-        del memory["measured"]
+        memory.measured = None
         if self.max_norm_ratio is not None:
-            _remember(self._accepted(state, spec), norms)
+            self._accepted(state, spec).add(norms)
         if is_large:
-            memory["large"] = True
+            memory.large = True
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
         """Apply the inner merge; `overflows` has checked that its result is finite."""
-        self._memory(state).pop("large", None)
+        state.memory.of(BoundedMemory).large = False
         super().apply(state)
 
     def _is_sound(
@@ -152,11 +212,10 @@ class Bounded(Wrapped):
 
     def _measured(self, state: GlobalState, update: Update, spec: Spec) -> tuple[dict[str, float], bool]:
         """Return the norms of an update, and whether it is large; measured once for each update."""
-        memory = self._memory(state)
-        if memory.get("measured", [None])[0] != update.assignment:
-            memory["measured"] = [update.assignment, *self._measure(state, update, spec)]
-        _, norms, is_large = memory["measured"]
-        return norms, is_large
+        memory = state.memory.of(BoundedMemory)
+        if memory.measured is None or memory.measured[0] != update.assignment:
+            memory.measured = (update.assignment, *self._measure(state, update, spec))
+        return memory.measured[1:]
 
     def _measure(self, state: GlobalState, update: Update, spec: Spec) -> tuple[dict[str, float], bool]:
         """Return the norms by which an update is judged, and whether it is large.
@@ -175,7 +234,7 @@ class Bounded(Wrapped):
         most, model = self._most(state, spec, parts), self._norm_of_model(state)
         # twice the norm, since the model may have grown since it was measured
         are_within = all(norms[name] + 2 * model <= most.get(name, 0.0) for name in parts)
-        if are_within and self._accepted(state, spec)["num"] % EVERY:
+        if are_within and self._accepted(state, spec).num % EVERY:
             return {name: norm for name, norm in norms.items() if name not in parts}, is_large
         before = _before(state, spec)
         return norms | {name: _norm(buffers, before, part) for name, part in parts.items()}, is_large
@@ -184,39 +243,24 @@ class Bounded(Wrapped):
         """Return the norms above which updates of ``spec`` are refused, for each of ``names``."""
         if self.max_norm_ratio is None:
             return {}
-        accepted = self._accepted(state, spec)["of"]
-        most = {name: history["median"] for name, history in accepted.items() if len(history["recent"]) >= WARM_UP}
+        accepted = self._accepted(state, spec).of
+        most = {name: norms.median for name, norms in accepted.items() if len(norms.recent) >= WARM_UP}
         for name in {"parameters", "numbers"}.intersection(names) - most.keys():
             norm = self._norm_of_model(state)
             most[name] = max(norm, 1.0) if norm else 0.0
         return {name: self.max_norm_ratio * norm for name, norm in most.items() if norm > 0}
 
     def _norm_of_model(self, state: GlobalState) -> float:
-        """Return the norm of the trained part of the global model, at most `EVERY` versions old."""
-        memory = self._memory(state)
-        if "model" not in memory or state.version >= memory["model"][0] + EVERY:
-            memory["model"] = [state.version, _norm(_before(state, FULL))]
-        return float(memory["model"][1])
+        """Return the norm of all that trains of the global model, as it was at most `EVERY` versions ago."""
+        memory = state.memory.of(BoundedMemory)
+        if memory.model is None or state.version >= memory.model[0] + EVERY:
+            memory.model = (state.version, _norm(_before(state, FULL)))
+        return memory.model[1]
 
-    def _accepted(self, state: GlobalState, spec: Spec) -> dict[str, Any]:
-        """Return the number ("num") of accepted updates with the layout of ``spec``, and the norms ("of") of each part of them."""
+    def _accepted(self, state: GlobalState, spec: Spec) -> Accepted:
+        """Return the record of accepted updates of the layout of ``spec``."""
         layout = state.submodels.layout(spec, "trained")
-        accepted: dict[str, Any] = self._memory(state)["norms"].setdefault(layout.fingerprint, {"num": 0, "of": {}})
-        return accepted
-
-    def _memory(self, state: GlobalState) -> dict[str, Any]:
-        memory: dict[str, Any] = state.memory.setdefault(MEMORY, {"norms": {}})
-        return memory
-
-
-def _remember(accepted: dict[str, Any], norms: dict[str, float]) -> None:
-    """Add the norms of an accepted update to the recent ones, and update the largest median."""
-    accepted["num"] += 1
-    for name, norm in norms.items():
-        history = accepted["of"].setdefault(name, {"recent": [], "median": 0.0})
-        history["recent"] = [*history["recent"], norm][-WINDOW:]
-        if len(history["recent"]) >= WARM_UP:
-            history["median"] = max(history["median"], statistics.median(history["recent"]))
+        return state.memory.of(BoundedMemory).norms.setdefault(layout.fingerprint, Accepted())
 
 
 def _is_near_half(state: GlobalState, update: Update) -> bool:

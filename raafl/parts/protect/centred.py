@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.label_split import joint_notes
@@ -15,11 +16,17 @@ from raafl.parts.protect.robust import feed, locate, norm_of
 from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.flat import is_merged
 
-MEMORY = "centred"
-"""Key in `GlobalState.memory` of the "stored" updates and the "centre" v of the last merge."""
-
 Stored = tuple[Spec, int, FlatTensors]
 """Submodel, staleness, and a copy of an update's tensors."""
+
+
+@dataclass
+class CentredMemory(MergeMemory):
+    """Updates since the last merge, and its centre, which is None before the first."""
+
+    key = "centred"
+    stored: list[Stored] = field(default_factory=list)
+    centre: FlatTensors | None = None
 
 
 @dataclass(frozen=True)
@@ -48,20 +55,18 @@ class Centred(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Store a copy of the update until the merge."""
-        memory = state.memory.setdefault(MEMORY, {})
-        memory.setdefault("stored", []).append((spec, staleness, update.tensors.clone()))
+        state.memory.of(CentredMemory).stored.append((spec, staleness, update.tensors.clone()))
 
     def detach(self, state: GlobalState) -> None:
         """Do nothing: stored updates are copies already."""
 
     def apply(self, state: GlobalState) -> None:
         """Move the centre v towards the stored updates, and pass it to the inner merge in their place."""
-        memory = state.memory[MEMORY]
-        stored: list[Stored] = memory.pop("stored")
-        if "centre" not in memory:
-            memory["centre"] = self._median(state, stored)
-        self._move(state, memory["centre"], stored)
-        values = {spec: self._moved(state, memory["centre"], spec) for spec in dict.fromkeys(s for s, *_ in stored)}
+        memory = state.memory.of(CentredMemory)
+        stored, memory.stored = memory.stored, []
+        centre = memory.centre = self._median(state, stored) if memory.centre is None else memory.centre
+        self._move(state, centre, stored)
+        values = {spec: self._moved(state, centre, spec) for spec in dict.fromkeys(s for s, *_ in stored)}
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 
     def _median(self, state: GlobalState, stored: list[Stored]) -> FlatTensors:

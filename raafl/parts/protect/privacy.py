@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Algorithm
+from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput, installing
@@ -142,6 +143,24 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
         yield torch.from_numpy(both[: min(CHUNK, num - start)])
 
 
+@dataclass
+class PrivacyMemory(MergeMemory):
+    """The budget spent, and updates since the last merge.
+
+    Attributes:
+        updates: client -> number of its updates that were released.
+        squares: client -> sum over releases of the square of its number of updates in one.
+        sums: spec -> sum of clipped differences.
+        received: spec, staleness, client and assignment of each update.
+    """
+
+    key = "privacy"
+    updates: dict[int, int] = field(default_factory=dict)
+    squares: dict[int, int] = field(default_factory=dict)
+    sums: dict[Spec, FlatTensors] = field(default_factory=dict)
+    received: list[tuple[Spec, int, int, int]] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Private(Wrapped):
     """Merge wrapper that releases ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m`` to the inner merge.
@@ -187,36 +206,35 @@ class Private(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Clip the update's change to norm C, and add it to the sum of its submodel."""
-        memory = state.memory.setdefault("privacy", {"updates": {}, "squares": {}})
+        sums, received = state.memory.of(PrivacyMemory).sums, state.memory.of(PrivacyMemory).received
         change = difference(state, update, spec, self.sends)
         norm = norm_of(change, state.submodels)
         factor = self.clip_norm / norm if norm > self.clip_norm else 1.0
-        sums = memory.setdefault("sums", {})
         if spec not in sums:
             sums[spec] = FlatTensors.zeros(change.layout, change.device)
         for dtype, buffer in sums[spec].buffers.items():
             buffer.add_(change.buffers[dtype], alpha=factor)
-        memory.setdefault("received", []).append((spec, staleness, update.client, update.assignment))
+        received.append((spec, staleness, update.client, update.assignment))
 
     def detach(self, state: GlobalState) -> None:
         """Do nothing: the sums are separate storage already."""
 
     def apply(self, state: GlobalState) -> None:
         """Release the noisy mean to the inner merge, and count it in the budget."""
-        memory = state.memory["privacy"]
-        received: list[tuple[Spec, int, int, int]] = memory.pop("received")
-        sums: dict[Spec, FlatTensors] = memory.pop("sums")
+        memory = state.memory.of(PrivacyMemory)
+        received, sums = memory.received, memory.sums
+        memory.received, memory.sums = [], {}
         values = self._release(state, sums, [assignment for *_, assignment in received])
         feed(self.inner, state, [(spec, staleness) for spec, staleness, *_ in received], values)
         self._spend(state, Counter(client for *_, client, _ in received))
 
     def _spend(self, state: GlobalState, contributions: Mapping[int, int]) -> None:
         """Count one release; ``contributions`` is the number of each client's updates in its sum."""
-        memory = state.memory.setdefault("privacy", {"updates": {}, "squares": {}})
+        memory = state.memory.of(PrivacyMemory)
         for client, num in contributions.items():
-            memory["updates"][client] = memory["updates"].get(client, 0) + num
+            memory.updates[client] = memory.updates.get(client, 0) + num
             # j updates of one client move a sum by up to j C, which costs as much as j^2 mechanisms of sensitivity C
-            memory["squares"][client] = memory["squares"].get(client, 0) + num**2
+            memory.squares[client] = memory.squares.get(client, 0) + num**2
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
         """Count releases that a crash has rolled back, since clients have seen them."""
@@ -253,8 +271,8 @@ class Private(Wrapped):
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return, as "privacy", the budget spent: the epsilon of the client that contributed most often."""
-        memory = state.memory.get("privacy", {"updates": {}, "squares": {}})
-        compositions = max(memory["squares"].values(), default=0)
+        memory = state.memory.of(PrivacyMemory)
+        compositions = max(memory.squares.values(), default=0)
         spent = {
             "epsilon": epsilon(self.noise_multiplier, compositions, self.delta),
             "delta": self.delta,
@@ -263,7 +281,7 @@ class Private(Wrapped):
             "noise_multiplier": self.noise_multiplier,
             "clip_norm": self.clip_norm,
             "divisor": self.divisor,
-            "max_contributions": max(memory["updates"].values(), default=0),
+            "max_contributions": max(memory.updates.values(), default=0),
             "compositions": compositions,
         }
         return {**super().report(state), "privacy": spent}

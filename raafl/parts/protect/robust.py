@@ -12,13 +12,14 @@ import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from raafl.core.algorithm import Merge
+from raafl.core.memory import MergeMemory, OneValue
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.parts.merge.label_split import joint_notes
@@ -91,6 +92,22 @@ def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
 # ---- clipping and refusing ----
 
 
+@dataclass
+class GuardMemory(MergeMemory):
+    """Norms of updates.
+
+    Attributes:
+        norms: class of sizes -> the latest norms that were accepted.
+        clipped: number of updates that were clipped.
+        measured: assignment and norm of an update that was not refused and is received next; None = there is none.
+    """
+
+    key = "guard"
+    norms: dict[int, list[float]] = field(default_factory=dict)
+    clipped: int = 0
+    measured: tuple[int, float] | None = None
+
+
 @dataclass(frozen=True)
 class NormFilter(Wrapped):
     """Merge wrapper that clips and refuses updates by norm (norm bounding: Sun et al. 2019, section 4).
@@ -114,40 +131,37 @@ class NormFilter(Wrapped):
         """Return "outlier" for a norm far above those of its class; otherwise the inner merge's reason."""
         if self.outlier is not None:
             norm = self._measure(state, update, spec)
-            accepted = self._memory(state)["norms"].get(_size_class(update.tensors), [])
+            accepted = state.memory.of(GuardMemory).norms.get(_size_class(update.tensors), [])
             if len(accepted) >= self.warm_up and norm > self.outlier * statistics.median(accepted) > 0:
                 return "outlier"
-            self._memory(state)["measured"] = [update.assignment, norm]
+            state.memory.of(GuardMemory).measured = (update.assignment, norm)
         return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Clip the update and pass it to the inner merge; within bounds it stays unchanged, bit for bit."""
-        memory = self._memory(state)
-        number, norm = memory.pop("measured", None) or (None, 0.0)
+        memory = state.memory.of(GuardMemory)
+        number, norm = memory.measured or (None, 0.0)
+        memory.measured = None
         if number != update.assignment:
             norm = self._measure(state, update, spec)
         if self.outlier is not None:
-            norms = memory["norms"].setdefault(_size_class(update.tensors), [])
+            norms = memory.norms.setdefault(_size_class(update.tensors), [])
             norms.append(norm)
             del norms[:-WINDOW]
         if self.clip_norm is not None and norm > self.clip_norm:
-            memory["clipped"] += 1
+            memory.clipped += 1
             tensors = scaled(state, update, spec, self.sends, self.clip_norm / norm)
             update = replace(update, tensors=tensors)
         super().receive(state, update, spec, staleness)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return, as "guard", the number of clipped updates and the limits; refused updates are counted elsewhere."""
-        memory = self._memory(state)
-        counts = {"clip_norm": self.clip_norm, "clipped": memory["clipped"], "outlier": self.outlier}
+        memory = state.memory.of(GuardMemory)
+        counts = {"clip_norm": self.clip_norm, "clipped": memory.clipped, "outlier": self.outlier}
         return _reported(super().report(state), counts)
 
     def _measure(self, state: GlobalState, update: Update, spec: Spec) -> float:
         return norm_of(difference(state, update, spec, self.sends), state.submodels)
-
-    def _memory(self, state: GlobalState) -> dict[str, Any]:
-        memory: dict[str, Any] = state.memory.setdefault("guard", {"norms": {}, "clipped": 0})
-        return memory
 
     def __str__(self) -> str:
         words = [f"norms clipped to {self.clip_norm:g}"] if self.clip_norm is not None else []
@@ -287,6 +301,14 @@ def feed(
     merge.apply(state)
 
 
+@dataclass
+class Located(OneValue[list[tuple[Spec, int, FlatTensors]]]):
+    """Spec, staleness and a copy of each update since the last merge."""
+
+    key = "located"
+    value: list[tuple[Spec, int, FlatTensors]] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class CoordinateWise(Wrapped):
     """Merge wrapper: coordinate-wise trimmed mean or median of the updates that cover each element (Yin et al. 2018).
@@ -311,14 +333,14 @@ class CoordinateWise(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Store a copy of the update until the merge."""
-        state.memory.setdefault("located", []).append((spec, staleness, update.tensors.clone()))
+        state.memory.of(Located).value.append((spec, staleness, update.tensors.clone()))
 
     def detach(self, state: GlobalState) -> None:
         """Do nothing: stored updates are copies already."""
 
     def apply(self, state: GlobalState) -> None:
         """Combine the stored updates, and pass the result to the inner merge in their place."""
-        stored: list[tuple[Spec, int, FlatTensors]] = state.memory.pop("located")
+        stored, state.memory.of(Located).value = state.memory.of(Located).value, []
         values = locate(state, [(spec, tensors) for spec, _, tensors in stored], self.combine, self.trim)
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 

@@ -11,7 +11,7 @@ from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Update, Work
 from raafl.parts.local.mask_training import SCORES
-from raafl.parts.merge.personal import AT_WORK, WithScores, forget_work, record_work, scores_of
+from raafl.parts.merge.personal import AtWork, WithScores, forget_work, record_work, scores_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import filled, line_state
 
@@ -164,18 +164,18 @@ def test_starts_are_kept_only_where_the_model_changes_under_a_client():
         record_work(state, client, work)
     merge.receive(state, update(state, 1, 1.0), FULL, 0)
     merge.apply(state)
-    at_work = state.memory[AT_WORK]
+    at_work = state.memory.of(AtWork).starts
     assert sorted(at_work) == [2, 3]
-    assert at_work[3]["start"] is None  # it trains no values
-    start = at_work[2]["start"]
+    assert at_work[3].start is None  # it trains no values
+    start = at_work[2].start
     assert start.layout == state.submodels.layout(FIRST, "trained")
     assert start["fc1.weight"].tolist() == [[1.0, 1.0]] * 2 and state.values["fc1.weight"][0, 0] == 2.0
     merge.receive(state, update(state, 1, 1.0), FULL, 0)
     merge.apply(state)
-    assert state.memory[AT_WORK][2]["start"] is start  # what it started from, not what has come since
+    assert state.memory.of(AtWork).starts[2].start is start  # what it started from, not what has come since
     assert merge.report(state) == {"start_bytes": start.num_bytes}
     forget_work(state, 2)
-    assert sorted(state.memory[AT_WORK]) == [3]
+    assert sorted(state.memory.of(AtWork).starts) == [3]
 
 
 def test_scores_are_remembered_and_do_not_reach_the_inner_merge():
@@ -200,5 +200,6 @@ def test_scores_are_remembered_and_do_not_reach_the_inner_merge():
         assert sent["hidden"].isnan().all() if wanted is None else sent["hidden"].tolist() == wanted
         assert sent["other"].isnan().all()
     assert float(state.values["fc2.bias"]) == 1.0
-    assert saving.from_plain(saving.to_plain(state.memory)) == state.memory
+    plain = state.memory.to_plain()
+    assert saving.from_plain(saving.to_plain(plain)) == plain
     assert merge.reject_reason(state, update(state, 3, 1.0), FULL, 0) is None

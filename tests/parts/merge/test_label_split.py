@@ -19,7 +19,7 @@ from raafl.core.masked_loss import CLASSES, output_layer
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Update
 from raafl.data import Dirichlet
-from raafl.parts.merge.label_split import LabelSplit
+from raafl.parts.merge.label_split import LabelSplit, RowsMemory
 from raafl.parts.merge.mean import Mean
 from raafl.parts.protect.assembly import guarded
 from raafl.parts.protect.options import Guard
@@ -104,7 +104,7 @@ def test_a_row_that_nobody_has_stays_and_one_client_alone_changes_its_own():
     assert values["fc2.bias"].tolist() == [torch.tensor(0.3).item(), 5.0, torch.tensor(0.3).item()]
     values = give(LabelSplit(Mean()), state, (7.0, [0], 1, FULL), (9.0, None, 1, FULL))  # one that has all
     assert values["fc2.bias"].tolist() == [8.0, 9.0, 9.0]
-    assert "label_split" not in state.memory
+    assert state.memory.find(RowsMemory) is None
 
 
 def test_where_all_have_all_classes_it_is_the_mean_to_the_last_bit():

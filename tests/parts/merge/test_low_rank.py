@@ -13,6 +13,7 @@ from raafl.core import saving
 from raafl.core.state import GlobalState
 from raafl.core.types import Arrived, Lost, Update
 from raafl.parts import RateSelect
+from raafl.parts.merge.low_rank import LoraMemory
 from raafl.parts.protect.bounded import bounded
 from raafl.submodel import FlatTensors, Submodels
 from tests.helpers.coordinators import coordinator_for
@@ -265,12 +266,12 @@ def test_versions_that_nobody_works_on_are_forgotten():
     note_starts(coordinator.state, tasks)
     for client in (1, 2, 1, 2):
         tasks |= give(coordinator, tasks[client])[1]
-    assert sorted(coordinator.state.memory["lora"]["starts"]) == [
+    assert sorted(coordinator.state.memory.of(LoraMemory).starts) == [
         0,
         3,
     ]  # of client 3, and of client 1; 2 has the newest
     give(coordinator, tasks[3])
-    assert sorted(coordinator.state.memory["lora"]["starts"]) == [3, 4]
+    assert sorted(coordinator.state.memory.of(LoraMemory).starts) == [3, 4]
 
 
 @pytest.mark.parametrize("lora", ["hetlora", "flexlora", "raflora", "fedex", "flora"])

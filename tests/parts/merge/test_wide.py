@@ -9,7 +9,7 @@ from torch import nn
 from raafl.algorithms import fed_avg, fed_buff
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.parts.merge.mean import Deltas, Mean
+from raafl.parts.merge.mean import Deltas, DeltasMemory, Mean
 from raafl.parts.merge.pooled import Pooled
 from raafl.parts.merge.wide import WideMerge, WideSubmodels, widened
 from raafl.parts.protect.assembly import guarded
@@ -82,7 +82,7 @@ def test_what_is_kept_is_single_precision_and_the_model_its_own():
     state = half_state()
     merge = wide(state, Deltas())
     merge.receive(state, Update(1, 1, 0, FlatTensors.zeros(state.submodels.layout(part="trained")), 1), FULL, 0)
-    assert state.memory["deltas"]["sum"].layout.dtypes == (torch.float32,)
+    assert state.memory.of(DeltasMemory).sum.layout.dtypes == (torch.float32,)
     assert state.values.layout.dtypes == (torch.bfloat16,)
 
 

@@ -14,7 +14,7 @@ from raafl.core.types import Arrived, Suspend, Update
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
-from raafl.parts.protect.bounded import Bounded, bounded
+from raafl.parts.protect.bounded import Bounded, BoundedMemory, bounded
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import (
     EXAMPLE,
@@ -145,7 +145,7 @@ def test_what_would_overflow_is_refused_and_leaves_no_trace(name, spec):
         merge.apply(state)
         assert state.values.is_finite()
     assert states[0].values.model_digest() == states[1].values.model_digest()
-    plain = [saving.to_plain(state.memory) for state in states]
+    plain = [saving.to_plain(state.memory.to_plain()) for state in states]
     assert all(torch.equal(a, b) for a, b in zip(*map(tensors_in, plain), strict=True))
     clients = [saving.to_plain(state.clients.values) for state in states]
     assert all(torch.equal(a, b) for a, b in zip(*map(tensors_in, clients), strict=True))
@@ -168,7 +168,7 @@ def test_large_updates_that_are_fine_alone_and_overflow_together():
     found = [judge(merge, state, most, number=number) for number in range(3, 40)]
     assert found[0] is None and found[-1] == "overflow"  # the sum of all, before it is divided
     merge.apply(state)
-    assert state.values.is_finite() and "large" not in state.memory["bounded"]
+    assert state.values.is_finite() and not state.memory.of(BoundedMemory).large
 
 
 def test_half_precision_overflows_sooner():
@@ -225,4 +225,4 @@ def test_norms_survive_a_checkpoint():
     whole, again = cut_in_the_middle(fresh, 10, value)
     assert whole.refused == again.refused == {"huge-norm": 1}
     assert whole.state.values.model_digest() == again.state.values.model_digest()
-    assert whole.state.memory["bounded"]["norms"] == again.state.memory["bounded"]["norms"]
+    assert whole.state.memory.of(BoundedMemory).norms == again.state.memory.of(BoundedMemory).norms

@@ -12,7 +12,7 @@ from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.assembly import guarded
-from raafl.parts.protect.centred import Centred
+from raafl.parts.protect.centred import Centred, CentredMemory
 from raafl.parts.protect.options import Guard
 from raafl.submodel import FULL, Spec
 from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, filled, line_state, values_of
@@ -72,7 +72,7 @@ def test_what_nobody_covers_stays_and_is_remembered():
     state = give(merge, line_state(value=1.0), [2.0])
     give(merge, state, [(5.0, TOP)])
     assert state.values["fc1.weight"][2:].unique().tolist() == [3.0] and state.values["fc1.weight"][0, 0] == 8.0
-    assert state.memory["centred"]["centre"]["fc1.weight"][3].tolist() == [2.0, 2.0]
+    assert state.memory.of(CentredMemory).centre["fc1.weight"][3].tolist() == [2.0, 2.0]
 
 
 def test_in_a_round_values_and_deltas_are_the_same():

@@ -19,7 +19,7 @@ from raafl.parts.merge.server_optimizer import ServerOptimizer
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.assembly import guarded
 from raafl.parts.protect.options import Guard
-from raafl.parts.protect.robust import WINDOW, CoordinateWise, NormFilter, comparators, locate, norm_of
+from raafl.parts.protect.robust import WINDOW, CoordinateWise, GuardMemory, NormFilter, comparators, locate, norm_of
 from raafl.submodel import FULL, FlatTensors, Spec, Submodels
 from tests.helpers.coordinators import (
     answer,
@@ -69,7 +69,7 @@ def test_a_whole_update_is_clipped_to_half():
     # 13 parameters, each 2 away: a norm of 2 sqrt(13), to be sqrt(13)
     state = give(screened(Mean(), clip_norm=math.sqrt(13)), line_state(value=1.0), [(3.0, FULL, 1, 0)])
     assert values_of(state).tolist() == pytest.approx([2.0] * 13, rel=1e-6)
-    assert state.memory["guard"]["clipped"] == 1
+    assert state.memory.of(GuardMemory).clipped == 1
 
 
 def test_a_submodel_is_clipped_by_its_own_norm_and_the_rest_stays():
@@ -179,7 +179,7 @@ def test_the_window_is_bounded_and_the_median_follows():
     state, merge = line_state(), screened(Deltas(), outlier=2.0)
     for value in [1.0] * 60 + [1.8] * WINDOW:
         give(merge, state, [(value, FULL, 1, 0)])
-    (norms,) = state.memory["guard"]["norms"].values()
+    (norms,) = state.memory.of(GuardMemory).norms.values()
     assert norms == pytest.approx([1.8 * math.sqrt(13)] * WINDOW)
 
 
@@ -326,7 +326,7 @@ def test_a_restored_coordinator_goes_on_with_the_same_norms_and_stored_updates(c
     whole, again = cut_in_the_middle(fresh, cut, lambda step: 50.0 if step % 5 == 4 else 0.1 * step)
     assert again.state.values.model_digest() == whole.state.values.model_digest()
     assert again.refused == whole.refused and whole.refused["outlier"] >= 2
-    assert again.state.memory["guard"] == whole.state.memory["guard"]
+    assert again.state.memory.of(GuardMemory) == whole.state.memory.of(GuardMemory)
 
 
 @pytest.mark.parametrize(

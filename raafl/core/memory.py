@@ -1,0 +1,107 @@
+"""Hold what parts of an algorithm keep on the server between updates, as one typed record for each part.
+
+A checkpoint has each record in its plain form, under the record's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+Value = TypeVar("Value")
+
+
+class MergeMemory:
+    """Base of the records of a part: a dataclass of numbers, text, tensors, specs, and lists, tuples and dicts of these.
+
+    Attributes:
+        key: name of the record in checkpoints.
+    """
+
+    key: ClassVar[str]
+
+    def to_plain(self) -> Any:
+        """Return the record's fields by name, without those that are None; their values are shared, not copied."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in found.items() if value is not None}
+
+    @classmethod
+    def from_plain(cls, data: Any) -> Self:
+        """Restore a record from what `to_plain` returned."""
+        return cls(**data)
+
+
+Record = TypeVar("Record", bound=MergeMemory)
+
+
+class OneValue(MergeMemory, Generic[Value]):
+    """Base of records of one field, ``value``, whose plain form is the value itself."""
+
+    value: Value
+
+    def to_plain(self) -> Value:
+        """Return the value."""
+        return self.value
+
+    @classmethod
+    def from_plain(cls, data: Any) -> Self:
+        """Restore a record from its value."""
+        record = cls()
+        record.value = data
+        return record
+
+
+class Memory:
+    """Records of all parts of an algorithm; a restored one is made when its part first asks for it."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, MergeMemory] = {}
+        self._plain: dict[str, object] = {}
+
+    def find(self, kind: type[Record], key: str | None = None) -> Record | None:
+        """Return the record of a part, or None where there is none.
+
+        Args:
+            kind: class of the record.
+            key: name of the record, for parts that occur more than once; None = ``kind.key``.
+        """
+        key = kind.key if key is None else key
+        if key in self._plain:
+            self._records[key] = kind.from_plain(self._plain.pop(key))
+        record = self._records.get(key)
+        assert record is None or isinstance(record, kind)
+        return record
+
+    def of(self, kind: type[Record], make: Callable[[], Record] | None = None, key: str | None = None) -> Record:
+        """Return the record of a part; create it where it is missing.
+
+        Args:
+            kind: class of the record.
+            make: returns a new record; None = ``kind()``.
+            key: as in `find`.
+        """
+        record = self.find(kind, key)
+        if record is None:
+            record = self._records[kind.key if key is None else key] = kind() if make is None else make()
+        return record
+
+    def pop(self, kind: type[Record]) -> Record | None:
+        """Remove and return the record of a part, or None where there is none."""
+        record = self.find(kind)
+        self._records.pop(kind.key, None)
+        return record
+
+    def put(self, record: MergeMemory) -> None:
+        """Set the record of a part."""
+        self._plain.pop(record.key, None)
+        self._records[record.key] = record
+
+    def to_plain(self) -> dict[str, object]:
+        """Return the plain form of each record by key; values are shared, not copied."""
+        return {**self._plain, **{key: record.to_plain() for key, record in self._records.items()}}
+
+    def load(self, plain: Mapping[str, object], but: str = "") -> None:
+        """Replace all records by those in ``plain``, except the one under the key ``but``, which stays."""
+        self._plain = {key: value for key, value in plain.items() if key != but}
+        self._records = {key: record for key, record in self._records.items() if key == but}

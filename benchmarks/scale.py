@@ -40,7 +40,7 @@ from raafl.data import CIFAR10, Iid
 from raafl.devices import Device
 from raafl.lean_import import import_lightning
 from raafl.local.context import ALONE, TaskContext
-from raafl.runfolder.events import read_events
+from raafl.runfolder.events import JournalReader
 from raafl.runtime.executors import Executor
 from raafl.runtime.run import Run
 from raafl.runtime.setup import build, make_executor
@@ -217,7 +217,7 @@ def _length(begin: tuple[float, float], end: tuple[float, float]) -> float:
 def events_between(folder: Path) -> list[int]:
     """Count the coordinator's events from each update's arrival to the next one's."""
     counts: list[int] = []
-    for event in read_events(folder):
+    for event in JournalReader(folder).written():
         if event["event"] == "arrived":
             counts.append(1)
         elif counts and event["event"] in ("joined", "lost", "timer"):

@@ -19,7 +19,7 @@ from raafl.commands.cli import main
 from raafl.commands.replay import replay
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
-from raafl.runfolder.events import read_events
+from raafl.runfolder.events import JournalReader
 from raafl.runtime.lifecycle import signals
 from tests.helpers import forkserver
 from tests.helpers.forked_command import command, wait_for
@@ -93,7 +93,7 @@ def resumable(folder):
 
 def events(folder):
     journal = folder / "events.jsonl"
-    return [row["event"] for row in read_events(folder)] if journal.exists() else []
+    return [row["event"] for row in JournalReader(folder).written()] if journal.exists() else []
 
 
 # ---- once ----
@@ -264,8 +264,8 @@ def test_a_run_whose_files_may_not_grow_computes_as_any_other_and_has_failed_to_
     assert summary["model_digest"] == plain["model_digest"]
     assert summary == json.loads((tmp_path / "run" / "summary.json").read_text())
     assert set(summary["unwritten"]) == {"events.jsonl", "checkpoints"}
-    num_rows = len(list(read_events(tmp_path / "run")))
-    assert num_rows + summary["unwritten"]["events.jsonl"] == len(list(read_events(tmp_path / "free")))
+    num_rows = len(list(JournalReader(tmp_path / "run").written()))
+    assert num_rows + summary["unwritten"]["events.jsonl"] == len(list(JournalReader(tmp_path / "free").written()))
     assert summary["unwritten"]["checkpoints"] == 4  # at versions 10, 20, 30 and at the end
     assert len(summary["warnings"]) == 3 and all("File too large" in line for line in summary["warnings"])
     assert [started.err.count(line) for line in summary["warnings"]] == [1, 1, 1]

@@ -5,37 +5,14 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
 from raafl.errors import BadInput
 from raafl.runfolder.schema import CONFIG, EVENTS, JOURNAL, SUMMARY, JournalRow, Summary, misfits
 from raafl.sanitize import sanitize_text, sanitize_tree
-
-
-def read_events(path: str | os.PathLike[str]) -> Iterator[JournalRow]:
-    """Yield the events of a journal in order; `path` is a run folder or its `events.jsonl`.
-
-    A torn last line (without a line end, after a crash) is skipped.
-
-    Raises:
-        ValueError: a complete line is not a JSON object; the message names file and line.
-        FileNotFoundError: there is no journal at `path`.
-    """
-    path = Path(path)
-    path = path / JOURNAL if path.is_dir() else path
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: not a line of JSON ({error}); the journal was changed") from error
-            if not isinstance(event, dict):
-                raise ValueError(f"{path}:{number}: a {type(event).__name__} where an event (an object) was expected")
-            yield cast(JournalRow, event)
 
 
 def read_summary(folder: Path) -> Summary | None:
@@ -85,26 +62,66 @@ class Undone:
         return any(number in one for one in self._ranges)
 
 
-class JournalRows:
-    """Rows of a journal without those that a resumed run rolled back; each iteration reads the file again."""
+class JournalReader:
+    """Rows of a journal; each iteration reads the file again, without the rows that a resumed run rolled back.
+
+    Attributes:
+        path: of the file.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Determine which rows count; `path` and errors are those of `read_events`."""
-        self._path, self._undone = path, Undone()
-        for row in _sound(read_events(path)):
-            self._undone.add(row.get("event"), row.get("kept"))
+        """Read the journal at ``path``: a run folder, or its `events.jsonl`."""
+        path = Path(path)
+        self.path = path / JOURNAL if path.is_dir() else path
+
+    def written(self) -> Iterator[JournalRow]:
+        """Yield all rows in order, as they were written.
+
+        A torn last line (without a line end, after a crash) is skipped.
+
+        Raises:
+            ValueError: a complete line is not a JSON object; the message names file and line.
+            FileNotFoundError: there is no journal.
+        """
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                where = f"{self.path}:{number}"
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{where}: not a line of JSON ({error}); the journal was changed") from error
+                if not isinstance(row, dict):
+                    raise ValueError(f"{where}: a {type(row).__name__} where an event (an object) was expected")
+                yield cast(JournalRow, row)
 
     def __iter__(self) -> Iterator[JournalRow]:
-        """Yield the rows in order."""
-        return (row for number, row in enumerate(read_events(self._path)) if number not in self._undone)
+        """Yield the rows that count, in order."""
+        undone = self._undone
+        return (row for number, row in enumerate(self.written()) if number not in undone)
 
     @property
     def num_events(self) -> int:
-        """Return the number of rows that are events."""
+        """Return the number of events that count.
+
+        Raises:
+            ValueError: a row is damaged, or has fields of another type than raafl's rows.
+            FileNotFoundError: there is no journal.
+        """
         return self._undone.num_events
 
+    @cached_property
+    def _undone(self) -> Undone:
+        undone = Undone()
+        for number, row in enumerate(self.written(), 1):
+            for name in misfits(row, JournalRow):
+                raise ValueError(f"{JOURNAL}:{number}: {name} is {row.get(name)!r:.60}; the journal was changed")
+            undone.add(row.get("event"), row.get("kept"))
+        return undone
 
-def read_run(folder: Path, until: int | None = None) -> tuple[Iterable[JournalRow], Summary | None]:
+
+def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Summary | None]:
     """Read what a replay needs: the rows of the journal that count, and the summary (None if the run never finished).
 
     Raises:
@@ -113,8 +130,9 @@ def read_run(folder: Path, until: int | None = None) -> tuple[Iterable[JournalRo
     for name in (CONFIG, JOURNAL):
         if not (folder / name).is_file():
             raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
+    rows = JournalReader(folder)
     try:
-        rows, summary = JournalRows(folder), read_summary(folder)
+        num_events, summary = rows.num_events, read_summary(folder)
     except ValueError as error:
         raise BadInput(f"{sanitize_text(error)}: only a journal as it was written can be replayed") from None
     num_events = 0
@@ -128,13 +146,6 @@ def read_run(folder: Path, until: int | None = None) -> tuple[Iterable[JournalRo
     if missing:
         raise _missing(f"its last {missing} rows are missing", num_events)
     return rows, summary
-
-
-def _sound(rows: Iterable[JournalRow]) -> Iterator[JournalRow]:
-    for number, row in enumerate(rows, 1):
-        for name in misfits(row, JournalRow):
-            raise ValueError(f"{JOURNAL}:{number}: {name} is {row.get(name)!r:.60}; the journal was changed")
-        yield row
 
 
 def _missing(what: str, num_events: int) -> BadInput:

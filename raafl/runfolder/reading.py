@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raafl.errors import BadInput
-from raafl.runfolder.events import read_events, read_summary
+from raafl.runfolder.events import JournalReader, read_summary
 from raafl.runfolder.schema import (
     CLIENT_COLUMNS,
     CLIENTS,
@@ -296,7 +296,7 @@ def _read_journal(run: RecordedRun, path: Path) -> None:
     """Read from the journal when clients were connected, their devices, and which tasks never ended."""
     settled = set(run.tasks["assignment"].tolist())
     try:
-        for event in read_events(path):
+        for event in JournalReader(path).written():
             _take(run, event, settled)
     except ValueError as error:
         run.notes.append(f"the journal is damaged and was read up to there: {str(error)[:200]}")

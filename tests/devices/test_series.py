@@ -17,7 +17,7 @@ from raafl.devices.series import (
     restored,
     shortened,
 )
-from raafl.runfolder.events import read_events
+from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.replay import event_of
@@ -76,7 +76,7 @@ def test_the_journal_has_a_long_series_once_however_often_its_client_joins(tmp_p
     first, *others = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert len(first) > 1000 and max(map(len, others)) < 400
     series = {}
-    assert [event_of(row, series).client for row in read_events(tmp_path / "run")] == clients
+    assert [event_of(row, series).client for row in JournalReader(tmp_path / "run").written()] == clients
 
 
 def test_a_window_that_never_ends_survives_the_wire_and_the_journal():

@@ -16,7 +16,7 @@ import pytest
 
 from raafl.runfolder import append_file as rows_module
 from raafl.runfolder.append_file import AppendFile, atomic_file, read_table, remove_leftovers
-from raafl.runfolder.events import read_events
+from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
 
@@ -70,7 +70,7 @@ def full_disk(monkeypatch, after_bytes=0):
 
 
 def ids(folder):
-    return [(row["event"], row.get("id", row.get("rows"))) for row in read_events(folder.path)]
+    return [(row["event"], row.get("id", row.get("rows"))) for row in JournalReader(folder.path).written()]
 
 
 def test_rows_are_kept_and_written_when_there_is_space_again(folder, monkeypatch, warned):
@@ -96,7 +96,7 @@ def test_beyond_the_bound_rows_are_dropped_and_the_journal_says_where(folder, mo
     folder.event({**EVENT, "id": 9})  # kept is full, so it is dropped too, and then space is found
     folder.flush()
     assert ids(folder) == [("assigned", 7), ("timer", 0), ("timer", 1), ("gap", 4)]
-    assert list(read_events(folder.path))[-1] == {"time_s": 1.5, "event": "gap", "rows": 4, "last_id": 7}
+    assert list(JournalReader(folder.path).written())[-1] == {"time_s": 1.5, "event": "gap", "rows": 4, "last_id": 7}
     folder.event({**EVENT, "id": 10})
     assert ids(folder)[-1] == ("timer", 10)
     assert folder.unwritten == {"events.jsonl": 4, "clients.csv": 2} and folder.num_clients_dropped == 2
@@ -217,7 +217,7 @@ def test_a_file_that_may_not_grow_and_then_may(tmp_path):
     warning, missing = done.stdout.splitlines()
     assert "events.jsonl cannot be written: File too large" in warning
     assert 800 < int(missing) < 1000
-    assert [row["id"] for row in read_events(tmp_path / "run")] == list(range(1000))
+    assert [row["id"] for row in JournalReader(tmp_path / "run").written()] == list(range(1000))
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):

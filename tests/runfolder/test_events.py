@@ -9,20 +9,20 @@ import pytest
 
 from raafl.core.types import Arrived, Joined, Lost, Stop, Timer
 from raafl.errors import BadInput
-from raafl.runfolder.events import JournalRows, read_events, read_run, read_summary
+from raafl.runfolder.events import JournalReader, read_run, read_summary
 from raafl.runfolder.schema import EVENTS
 
 
 def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
     journal = tmp_path / "events.jsonl"
     journal.write_text('{"a":1}\n{"a":2}\n{"a":')
-    assert list(read_events(tmp_path)) == [{"a": 1}, {"a": 2}]
+    assert list(JournalReader(tmp_path).written()) == [{"a": 1}, {"a": 2}]
     journal.write_text('{"a":1}\n{"a":\n{"a":3}\n')
     with pytest.raises(ValueError, match=r"events\.jsonl:2: not a line of JSON"):
-        list(read_events(tmp_path))
+        list(JournalReader(tmp_path).written())
     journal.write_text("[1]\n")
     with pytest.raises(ValueError, match=r"events\.jsonl:1: a list where an event"):
-        list(read_events(tmp_path))
+        list(JournalReader(tmp_path).written())
 
 
 def events(*kinds):
@@ -49,7 +49,7 @@ def events(*kinds):
     ],
 )
 def test_rows_that_a_resumed_run_has_gone_back_behind_do_not_count(tmp_path, kinds, places):
-    rows = JournalRows(folder(tmp_path, *events(*kinds)))
+    rows = JournalReader(folder(tmp_path, *events(*kinds)))
     assert [row["place"] for row in rows] == [row["place"] for row in rows] == places  # twice
     assert rows.num_events == sum(row["event"] in EVENTS for row in rows)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from raafl.errors import BadInput
 from raafl.runfolder.append_file import atomic_file
-from raafl.runfolder.events import read_events
+from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder, default_run_folder, to_json
 from raafl.runfolder.schema import CLIENT_COLUMNS
 
@@ -53,8 +53,8 @@ def test_events_are_readable_at_once_and_in_order(folder):
     events = [{"type": "joined", "client": 1}, {"type": "arrived", "tags": ["a\nb", "é"], "loss": None}]
     for event in events:
         folder.event(event)
-    assert list(read_events(folder.path)) == events
-    assert list(read_events(folder.path / "events.jsonl")) == events
+    assert list(JournalReader(folder.path).written()) == events
+    assert list(JournalReader(folder.path / "events.jsonl").written()) == events
 
 
 PLAIN = st.recursive(
@@ -230,7 +230,7 @@ def test_a_killed_run_leaves_every_line_that_was_appended(tmp_path):
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.communicate(timeout=90)
-    events = [event["i"] for event in read_events(tmp_path / "run")]
+    events = [event["i"] for event in JournalReader(tmp_path / "run").written()]
     assert events == list(range(len(events)))
     assert len(events) > 500
     assert len(rows(tmp_path / "run" / "clients.csv")) in (len(events), len(events) + 1)

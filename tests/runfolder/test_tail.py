@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from raafl.runfolder.events import JournalRows
+from raafl.runfolder.events import JournalReader
 from raafl.runfolder.tail import NewLines, RunTail
 
 
@@ -57,7 +57,7 @@ def test_a_long_file_is_read_in_pieces_of_whole_lines(tmp_path, monkeypatch):
 
 
 def test_what_resumed_runs_have_gone_back_behind_is_left_out(tmp_path, monkeypatch):
-    """Twice, the second time to before the first; as `JournalRows` has it, in pieces of a few lines."""
+    """Twice, the second time to before the first; as `JournalReader` has it, in pieces of a few lines."""
     monkeypatch.setattr("raafl.runfolder.tail._READ_BYTES", 100)
     kinds = ["run", "joined", "joined", "joined", 3, "assigned", "joined", "joined", 4, "joined", 2, "timer", 9]
     rows = [
@@ -72,7 +72,7 @@ def test_what_resumed_runs_have_gone_back_behind_is_left_out(tmp_path, monkeypat
             with journal.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in part)
             following.look()
-        assert following.state.rows == list(JournalRows(journal))
+        assert following.state.rows == list(JournalReader(journal))
         assert [row["at"] for row in following.state.rows] == [0, 1, 2, 10, 11, 12]
         assert not following.look() and following.num_damaged == 0
 

@@ -22,7 +22,7 @@ from raafl.core.types import Limits
 from raafl.errors import BadInput, RunFailed
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.append_file import read_table, write_table
-from raafl.runfolder.events import JournalRows, read_events
+from raafl.runfolder.events import JournalReader
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENTS, JOURNAL, LOST_AT_RESTART, MERGED, METRICS, JournalRow
 from raafl.sanitize import sanitize_text
@@ -204,7 +204,7 @@ def mend(saved: SavedRun) -> Mended:
     write_table(folder / METRICS, chain([header], (row for row in metrics if int(row[0]) <= coordinator["version"])))
     last_id, joins = 0, dict[int, int]()
     later: dict[int, JournalRow] = {}  # handed out after the checkpoint
-    for row in read_events(folder):
+    for row in (journal := JournalReader(folder)).written():  # ids of rows that were rolled back are not used again
         if row.get("event") == "assigned":
             last_id = max(last_id, row["id"])
             if saved.restarts and row["id"] > coordinator["last_id"]:
@@ -220,7 +220,7 @@ def mend(saved: SavedRun) -> Mended:
     undone = islice(read_table(folder / CLIENTS), 1 + num_rows, None)
     merged = [(int(row[client]), int(row[version])) for row in undone if row[outcome] == MERGED]
     write_table(folder / CLIENTS, chain([header], kept, lost))
-    num_missing = max(section["record"]["num_events"] - JournalRows(folder).num_events, 0)
+    num_missing = max(section["record"]["num_events"] - journal.num_events, 0)
     return Mended(last_id, len(later), num_missing, joins, merged)
 
 

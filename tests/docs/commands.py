@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import io
 import re
 import shutil
 import tomllib
@@ -112,6 +113,8 @@ def check_raafl(argv: list[str], *, runs: bool) -> None:
             exits_well(argv)
     elif command == "plan":
         check_plan(rest, runs=runs)
+    elif command == "reproduce":
+        check_paper(rest)
     elif command == "compare":
         check_comparison(Path(rest[0]) if Path(rest[0]).exists() else ROOT / rest[0])
     elif runs and command not in NEVER_RUN:
@@ -123,6 +126,14 @@ def check_comparison(path: Path) -> None:
     comparison = read(path)
     label, options = next(iter(comparison.rows.items()))
     assert resolve(comparison.config, label, (*comparison.options, *options), comparison.seeds)
+
+
+def check_paper(rest: list[str]) -> None:
+    """List the papers' tables, and see that the one that is named is there; its runs take hours."""
+    with io.StringIO() as out, redirect_stdout(out):
+        exits_well(["reproduce"])
+        named = [word for word in rest[:2] if not word.startswith("-")]
+        assert all(name in out.getvalue() for name in named), f"raafl reproduce does not list {named}"
 
 
 def check_plan(rest: list[str], *, runs: bool) -> None:

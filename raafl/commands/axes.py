@@ -28,6 +28,13 @@ _ALONE = ("--algorithm", "fed_raa", "--clients", "1")
 """What is taken where there is no config: a method that leaves the model as it is, and all the data."""
 
 
+def parser() -> ArgumentParser:
+    """Return the parser of the options that are no fields of a config."""
+    found = ArgumentParser(prog="raafl axes", exit_on_error=False, add_help=False, allow_abbrev=False)
+    found.add_argument("--rate", type=float, nargs="+")
+    return found
+
+
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     """Find the axes of the model in ``argv`` and return the text to print.
 
@@ -41,9 +48,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     """
     if any(option in argv for option in ("--help", "-h")):
         return HELP
-    parser = ArgumentParser(prog="raafl axes", exit_on_error=False, add_help=False, allow_abbrev=False)
-    parser.add_argument("--rate", type=float, nargs="+")
-    own, rest = own_options(parser, argv)
+    own, rest = own_options(parser(), argv)
     for rate in own.rate or ():
         fraction("rate", rate)
     if not names_section(rest, "--config"):

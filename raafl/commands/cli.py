@@ -235,25 +235,9 @@ def _key(argv: list[str]) -> int:
 
 def _replay(argv: list[str]) -> int:
     """Replay a run folder; exit code 0 if the same model results, else 1."""
-    from argparse import ArgumentParser
+    from raafl.commands.replay import client_file, parser, replay
 
-    from raafl.commands.replay import client_file, replay
-
-    parser = ArgumentParser(prog="raafl replay", exit_on_error=False, description="Re-execute a recorded run.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument("--until", type=int, metavar="EVENT", help="stop after so many events and write a checkpoint")
-    parser.add_argument("--workers", type=int, default=1, help="processes that train")
-    parser.add_argument(
-        "--client_data", action="append", default=[], metavar="ID=FILE",
-        help="YAML file with the data section of a client that trained on data of its own; once for each",
-    )  # fmt: skip
-    parser.add_argument(
-        "--trust_config", action="store_true", help="import what the run's config names, though it is not raafl's own"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON, and nothing else, on standard output"
-    )
-    options = options_of(parser, argv, "RUN, --until, --workers, --client_data, --trust_config and --json")
+    options = options_of(parser(), argv)
     at_least("workers", options.workers, 1)
     with _json_alone(argv):
         files = {number: Path(file) for number, file in map(client_file, options.client_data)}

@@ -24,7 +24,7 @@ def compare(argv: Sequence[str]) -> str:
         RunFailed: some runs failed, or a replay is not equal.
         KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command goes on.
     """
-    options = _options(argv)
+    options = options_in(parser(), argv)
     return run(read(options.file, options.variant), options)
 
 
@@ -71,28 +71,20 @@ def _tell(line: str) -> None:
     _log.info(line, extra={"prefix": ""})
 
 
-def _options(argv: Sequence[str]) -> Namespace:
-    parser = ArgumentParser(
+def parser() -> ArgumentParser:
+    """Return the parser of the command's options."""
+    found = ArgumentParser(
         prog="raafl compare", exit_on_error=False,
         description="Run rows of settings over several seeds on the virtual clock, and say what they show. Runs that have "
         "ended are taken as they are, those that were cut off go on: the same command continues.",
     )  # fmt: skip
-    parser.add_argument("file", type=Path, metavar="FILE.yaml", help="the comparison: config, rows, seeds, search, ...")
-    parser.add_argument("--variant", metavar="NAME", help="one of the file's variants; default: the file as it is")
-    return with_common(parser, argv, "FILE.yaml, --variant")
+    found.add_argument("file", type=Path, metavar="FILE.yaml", help="the comparison: config, rows, seeds, search, ...")
+    found.add_argument("--variant", metavar="NAME", help="one of the file's variants; default: the file as it is")
+    return with_common(found)
 
 
-def with_common(parser: ArgumentParser, argv: Sequence[str], own: str) -> Namespace:
-    """Add the options that all commands of comparisons share, and parse.
-
-    Args:
-        parser: changed in place.
-        argv: the command's arguments.
-        own: the parser's own options, for a message.
-
-    Raises:
-        BadInput: an option is wrong.
-    """
+def with_common(parser: ArgumentParser) -> ArgumentParser:
+    """Add the options that all commands of comparisons share; return the parser."""
     parser.add_argument("--output", type=Path, metavar="DIR", help="its folder; default: comparisons/NAME")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="run these rows alone; the result names the others")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own")
@@ -105,9 +97,16 @@ def with_common(parser: ArgumentParser, argv: Sequence[str], own: str) -> Namesp
     )
     parser.add_argument("--no_page", action="store_true", help="write no figure and no HTML page")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = options_of(
-        parser, argv, f"{own}, --output, --rows, --jobs, --plan, --any_code, --verify, --no_page and --json"
-    )
+    return parser
+
+
+def options_in(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
+    """Parse the options of a command of comparisons.
+
+    Raises:
+        BadInput: an option is wrong.
+    """
+    options = options_of(parser, argv)
     at_least("jobs", options.jobs, 1)
     if options.verify is not None and not 0 < options.verify <= 1:
         raise BadInput(f"verify is {options.verify}: give a share of the runs above 0 and at most 1, such as 0.2")

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from raafl.config import remote_options
 from raafl.config.argv import values
 from raafl.errors import BadInput
 
 SHELLS = ("bash", "zsh", "tcsh")
 _CONFIG_COMMANDS = ("fit", "simulate", "serve", "join", "plan", "axes")
-_OWN = {
-    "fit": ("--local", "--max_restarts", "--trust_config"),
-    "simulate": ("--trust_config",),
-    "serve": ("--address", "--min_clients", "--secret_file", "--encrypt", "--trust_config"),
-    "join": ("--address", "--client", "--secret_file", "--encrypt", "--share_of_data", "--trust_config"),
-    "key": ("--client", "--secret_file", "--output"),
-    "replay": ("--until", "--workers", "--client_data", "--trust_config", "--json"),
-    "report": ("--output", "--figure", "--labels", "--trust_config"),
-    "plan": ("--algorithms", "--updates", "--measure", "--address", "--device", "--answer", "--profiles"),
-    "axes": ("--rate",),
-    "algorithms": ("--json",),
-}
-_FLAGS = ("--json", "--trust_config", "--labels", "--profiles", "--help", "--print_config")
-_FILES = ("--config", "--devices", "--secret_file", "--measure", "--client_data")
+_REMOTE_COMMANDS = ("serve", "join", "key")
+_OWN_PARSERS = ("replay", "watch", "report", "compare", "reproduce", "plan", "axes")
+_FLAGS = ("--json", "--trust_config", "--help", "--print_config")
+_FILES = frozenset({"--config", "--devices", "--secret_file", "--measure", "--client_data"})
 _FOLDERS = ("--output", "--resume")
-_TAKE_FOLDERS = ("replay", "report", "watch")
 
 
 def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
@@ -71,17 +63,34 @@ def _parser(commands: Mapping[str, str], shtab: Any) -> argparse.ArgumentParser:
     parser.add_argument("--print_completion", choices=SHELLS, help="print a completion script")
     added = parser.add_subparsers()
     for command, text in commands.items():
-        one = added.add_parser(command, help=text, description=text)
-        options: dict[str, tuple[str, list[str]]] = {name: ("", []) for name in _OWN.get(command, ())}
+        one = added.add_parser(command, help=text, description=text, add_help=False, parents=_own_parser(command))
+        for action in one._actions:
+            if action.type is Path or not _FILES.isdisjoint(action.option_strings):
+                vars(action)["complete"] = shtab.DIRECTORY if action.metavar in ("RUN", "DIR") else shtab.FILE
+        options: dict[str, tuple[str, list[str]]] = {}
         if command in _CONFIG_COMMANDS:
-            options |= {name: (text, known) for name, text, known in _fields(command)}
+            options = {name: (text, known) for name, text, known in _fields(command)} | {"--trust_config": ("", [])}
+        if command == "fit":
+            options |= dict.fromkeys(("--local", "--max_restarts"), ("", []))
         for name, (text, known) in options.items():
-            _add(one, name, text, known, shtab)
+            if not any(name in action.option_strings for action in one._actions):
+                _add(one, name, text, known, shtab)
         if command == "algorithms":
+            one.add_argument("--json", action="store_true")
             one.add_argument("names", nargs="*", choices=list(ALGORITHMS))
-        elif command in _TAKE_FOLDERS:
-            vars(one.add_argument("run", nargs="*"))["complete"] = shtab.DIRECTORY
+        if not any("--help" in action.option_strings for action in one._actions):
+            one.add_argument("-h", "--help", action="help")
     return parser
+
+
+def _own_parser(command: str) -> list[argparse.ArgumentParser]:
+    """Return the parser of a command's options beside the fields of a config, if it has one."""
+    if command in _REMOTE_COMMANDS:
+        return [remote_options.parser(command)]
+    if command not in _OWN_PARSERS:
+        return []
+    found: argparse.ArgumentParser = importlib.import_module(f"raafl.commands.{command}").parser()
+    return [found]
 
 
 def _add(parser: argparse.ArgumentParser, name: str, text: str, known: list[str], shtab: Any) -> None:

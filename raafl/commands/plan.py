@@ -86,16 +86,21 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     return text(plan, width, terminal=terminal)
 
 
+def parser() -> ArgumentParser:
+    """Return the parser of the options that are no fields of a config."""
+    found = ArgumentParser(prog="raafl plan", exit_on_error=False, add_help=False, allow_abbrev=False)
+    found.add_argument("--algorithms")
+    found.add_argument("--updates", type=int)
+    found.add_argument("--measure", nargs="?", const="measured.yaml")
+    found.add_argument("--address")
+    found.add_argument("--device", default="cpu")
+    found.add_argument("--answer")
+    found.add_argument("--profiles", action="store_true")
+    return found
+
+
 def _split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    parser = ArgumentParser(prog="raafl plan", exit_on_error=False, add_help=False, allow_abbrev=False)
-    parser.add_argument("--algorithms")
-    parser.add_argument("--updates", type=int)
-    parser.add_argument("--measure", nargs="?", const="measured.yaml")
-    parser.add_argument("--address")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--answer")
-    parser.add_argument("--profiles", action="store_true")
-    own, rest = own_options(parser, argv)
+    own, rest = own_options(parser(), argv)
     at_least("updates", own.updates, 1, optional=True)
     if own.address is not None and own.measure is None:
         raise BadInput("address is for --measure: give both, or neither")

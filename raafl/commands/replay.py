@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from argparse import ArgumentParser
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,25 @@ from raafl.runtime.lifecycle.environment import conditions, differences
 from raafl.runtime.replay import Replay
 from raafl.runtime.setup import ServerSetup, build, make_executor
 from raafl.submodel import FlatTensors
+
+
+def parser() -> ArgumentParser:
+    """Return the parser of the command's options."""
+    found = ArgumentParser(prog="raafl replay", exit_on_error=False, description="Re-execute a recorded run.")
+    found.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    found.add_argument("--until", type=int, metavar="EVENT", help="stop after so many events and write a checkpoint")
+    found.add_argument("--workers", type=int, default=1, help="processes that train")
+    found.add_argument(
+        "--client_data", action="append", default=[], metavar="ID=FILE",
+        help="YAML file with the data section of a client that trained on data of its own; once for each",
+    )  # fmt: skip
+    found.add_argument(
+        "--trust_config", action="store_true", help="import what the run's config names, though it is not raafl's own"
+    )
+    found.add_argument(
+        "--json", action="store_true", help="print the result as JSON, and nothing else, on standard output"
+    )
+    return found
 
 
 def replay(

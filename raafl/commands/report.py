@@ -32,33 +32,38 @@ _MAX_APART = 8
 _MAX_CONFIG = 100_000
 
 
+def parser() -> ArgumentParser:
+    """Return the parser of the command's options."""
+    found = ArgumentParser(
+        prog="raafl report", exit_on_error=False, description="Write one HTML page about one run or several."
+    )
+    found.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
+    found.add_argument(
+        "--output", type=Path, metavar="PAGE.html", help="default: report.html, unless --figure is given"
+    )
+    found.add_argument(
+        "--figure", type=Path, metavar="FILE", help="draw the learning curves as a static figure: .svg or .pdf"
+    )
+    found.add_argument(
+        "--labels", action="store_true", help="read the data that the configs name, to show each client's classes"
+    )
+    found.add_argument(
+        "--trust_config",
+        action="store_true",
+        help="with --labels: import what the configs name, though it is not raafl's",
+    )
+    return found
+
+
 def report(argv: Sequence[str]) -> str:
     """Write the page or figure that ``argv`` asks for; return a line with the path of each.
 
     Raises:
         BadInput: a path is no run folder, an option is unknown, plotly is missing, or the page cannot be written.
     """
-    parser = ArgumentParser(
-        prog="raafl report", exit_on_error=False, description="Write one HTML page about one run or several."
-    )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
-    parser.add_argument(
-        "--output", type=Path, metavar="PAGE.html", help="default: report.html, unless --figure is given"
-    )
-    parser.add_argument(
-        "--figure", type=Path, metavar="FILE", help="draw the learning curves as a static figure: .svg or .pdf"
-    )
-    parser.add_argument(
-        "--labels", action="store_true", help="read the data that the configs name, to show each client's classes"
-    )
-    parser.add_argument(
-        "--trust_config",
-        action="store_true",
-        help="with --labels: import what the configs name, though it is not raafl's",
-    )
     if not argv:
         raise BadInput("raafl report needs a run folder: raafl report RUN [RUN ...] --output PAGE.html")
-    options = options_of(parser, argv, "RUN [RUN ...], --output, --figure, --labels and --trust_config")
+    options = options_of(parser(), argv)
     figure: Path | None = options.figure
     page: Path | None = options.output or (Path("report.html") if figure is None else None)
     for name, path in (("output", page), ("figure", figure)):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Sequence
 
-from raafl.commands.compare import run, with_common
+from raafl.commands.compare import options_in, run, with_common
 from raafl.compare.papers import Paper, catalogue, paper
 
 
@@ -21,26 +21,27 @@ def reproduce(argv: Sequence[str]) -> str:
         RunFailed: some runs failed, or a replay is not equal.
         KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command goes on.
     """
-    options = _options(argv)
+    options = options_in(parser(), argv)
     if options.table is None:
         papers = list(catalogue().values()) if options.paper is None else [paper(options.paper)]
         return json.dumps([_as_json(one) for one in papers]) if options.json else "\n\n".join(map(_listed, papers))
     return run(paper(options.paper).exhibit(options.table).comparison(options.scale), options)
 
 
-def _options(argv: Sequence[str]) -> Namespace:
-    parser = ArgumentParser(
+def parser() -> ArgumentParser:
+    """Return the parser of the command's options."""
+    found = ArgumentParser(
         prog="raafl reproduce", exit_on_error=False,
         description="Run a table or figure of a paper as a comparison: rows, seeds and searches are those of its file in "
         "configs/papers. Without a table, list what there is.",
     )  # fmt: skip
-    parser.add_argument("paper", nargs="?", metavar="PAPER", help="such as fed-raa")
-    parser.add_argument("table", nargs="?", metavar="TABLE", help="such as table-2-mnist")
-    parser.add_argument(
+    found.add_argument("paper", nargs="?", metavar="PAPER", help="such as fed-raa")
+    found.add_argument("table", nargs="?", metavar="TABLE", help="such as table-2-mnist")
+    found.add_argument(
         "--scale", choices=("small", "full"), default="small",
         help="small: what two cores do; full: the paper's setting (default: small)",
     )  # fmt: skip
-    return with_common(parser, argv, "PAPER, TABLE, --scale")
+    return with_common(found)
 
 
 def _listed(one: Paper) -> str:

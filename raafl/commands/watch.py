@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,7 +36,9 @@ def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[floa
     Raises:
         BadInput: an option is wrong, or the run does not exist and `--once` does not wait for it.
     """
-    options = _options(argv)
+    options = options_of(parser(), argv)
+    if options.run is None:
+        raise BadInput("RUN is missing: give the folder of a run")
     path: Path = options.run
     if path.exists() and not path.is_dir():
         raise BadInput(f"'{path}' is a file: give the folder of a run")
@@ -48,22 +50,20 @@ def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[floa
         _follow(path, Progress(options.progress, file), sleep)
 
 
-def _options(argv: Sequence[str]) -> Namespace:
-    parser = ArgumentParser(
+def parser() -> ArgumentParser:
+    """Return the parser of the command's options."""
+    found = ArgumentParser(
         prog="raafl watch", exit_on_error=False,
         description="Show a run that goes on, or has ended, from its folder. Nothing is written there.",
     )  # fmt: skip
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the run's folder, which may appear later")
-    parser.add_argument("--once", action="store_true", help="show how the run stands now, and exit")
-    parser.add_argument("--json", action="store_true", help="with --once: as JSON, with every client")
-    parser.add_argument(
+    found.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the run's folder, which may appear later")
+    found.add_argument("--once", action="store_true", help="show how the run stands now, and exit")
+    found.add_argument("--json", action="store_true", help="with --once: as JSON, with every client")
+    found.add_argument(
         "--progress", choices=[mode for mode in MODES if mode != "quiet"], default="auto", metavar="MODE",
         help="live (a table), plain (lines), verbose (a line for each task too), auto: live on a terminal, else plain",
     )  # fmt: skip
-    options = options_of(parser, argv, "RUN, --once, --json and --progress")
-    if options.run is None:
-        raise BadInput("RUN is missing: give the folder of a run")
-    return options
+    return found
 
 
 def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:

@@ -9,20 +9,15 @@ from typing import NoReturn
 from raafl.errors import BadInput
 
 
-def options_of(parser: ArgumentParser, argv: Sequence[str], takes: str) -> Namespace:
+def options_of(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
     """Parse a command's arguments with its own parser, made with ``exit_on_error=False``.
-
-    Args:
-        parser: of the command; its ``prog`` is named in messages.
-        argv: the arguments.
-        takes: all that the command takes, for the message.
 
     Raises:
         BadInput: an option is wrong or unknown.
     """
     options, unknown = own_options(parser, argv)
     if unknown:
-        raise BadInput(f"unknown option '{unknown[0]}': {parser.prog} takes {takes}")
+        raise BadInput(f"unknown option '{unknown[0]}': {parser.prog} --help lists the options")
     return options
 
 

@@ -25,24 +25,29 @@ Without --config the server's is taken, if it is names of raafl's own parts and 
 client trains on data of its own. Processes started by torchrun are one client: torchrun --nproc-per-node 2 -m raafl join ..."""
 
 
+def parser(command: str) -> ArgumentParser:
+    """Return the parser of the options of serve, join or key that are no fields of a config."""
+    found = ArgumentParser(prog=f"raafl {command}", exit_on_error=False, add_help=False, allow_abbrev=False)
+    found.add_argument("--address", default="127.0.0.1:0" if command == "serve" else None)
+    found.add_argument("--secret_file")
+    found.add_argument("--encrypt")
+    if command == "serve":
+        found.add_argument("--min_clients")
+    else:
+        found.add_argument("--client")
+        found.add_argument("--share_of_data", default="false")
+    if command == "key":
+        found.add_argument("--output")
+    return found
+
+
 def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Return the command's own options, and the rest for the config's parser.
 
     Raises:
         BadInput: an option is missing or makes no sense.
     """
-    parser = ArgumentParser(prog=f"raafl {command}", exit_on_error=False, add_help=False, allow_abbrev=False)
-    parser.add_argument("--address", default="127.0.0.1:0" if command == "serve" else None)
-    parser.add_argument("--secret_file")
-    parser.add_argument("--encrypt")
-    if command == "serve":
-        parser.add_argument("--min_clients")
-    else:
-        parser.add_argument("--client")
-        parser.add_argument("--share_of_data", default="false")
-    if command == "key":
-        parser.add_argument("--output")
-    own, rest = own_options(parser, argv)
+    own, rest = own_options(parser(command), argv)
     for name in ("encrypt", "share_of_data"):
         if getattr(own, name, None) is not None:
             setattr(own, name, _truth(name, getattr(own, name)))

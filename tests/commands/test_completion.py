@@ -22,7 +22,9 @@ def script() -> str:
     from raafl.commands.cli import USAGE
     from raafl.commands.completion import script
 
-    return script("bash", {name: "" for name in ("fit", "simulate", "serve", "replay", "algorithms") if name in USAGE})
+    return script(
+        "bash", {name: "" for name in ("fit", "simulate", "serve", "replay", "watch", "algorithms") if name in USAGE}
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,8 @@ def script() -> str:
         (["fit", "--train.num_s"], {"--train.num_steps"}),
         (["simulate", "--submodels.batch_norm", ""], {"merged", "static", "null"}),
         (["replay", "--un"], {"--until"}),
+        (["serve", "--min"], {"--min_clients"}),
+        (["watch", "--progress", "v"], {"verbose"}),
         (["algorithms", "platon"], {"platon"}),
     ],
 )

@@ -15,6 +15,8 @@ Choices that the paper leaves open:
   logs.
 - Submodels: the previous model is cut as the submodel is; elements that the client has never trained are as received.
 - With `alpha` it is asynchronous: each arrival is mixed in as in FedAsync, and z_glob comes from the model the client received.
+
+Shapes: z, z_glob and z_prev are (samples, features); the similarities of the contrastive term are (samples, 2).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Merge updates weighted by the importance of each segment (Co-S2P, Eqs. 4 and 5)."""
+"""Merge updates weighted by the importance of each segment (Co-S2P, Eqs. 4 and 5).
+
+Shapes: scores and norms are (segments,) over all segments of the model; each trained tensor has the index of the segment of each
+position along one of its dimensions.
+"""
 
 from __future__ import annotations
 

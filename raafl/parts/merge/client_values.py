@@ -49,6 +49,7 @@ def load_(
     if own is None:
         return
     for key, tensor in _plan(state, spec, only).gather(own).items():
+        # NaN marks elements that were never stored: an update with NaN of its own has been refused
         out[key].copy_(torch.where(tensor.isnan(), out[key], tensor))
 
 

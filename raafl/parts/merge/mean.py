@@ -3,6 +3,9 @@
 Memory: `Mean` and `Deltas` add each update as it arrives, so that its buffer is free at once. They keep one accumulator of the
 model's size, plus one count of the same size if submodels of one merge differ (two if updates also have different mixing
 factors). Later merges reuse the storage, since allocating costs more than filling.
+
+Shapes: everything is elementwise on flat buffers, one for each dtype; a sum or count has the layout of the whole model, an update
+that of its submodel, and a `CopyPlan` maps between the two.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ class Variates:
         """
         memory, plan = self._memory(state), plan_of(state, spec)
         plan.gather(memory.sum, out)
+        # clients that never sent an update count at every element, as variates of 0
         count, unheard = plan.gather(memory.count), state.num_clients - len(memory.seen)
         for dtype, buffer in out.buffers.items():
             buffer.div_((count.buffers[dtype] + unheard).clamp_min(1))
@@ -111,6 +112,7 @@ class Variates:
             return
         new = FlatTensors.zeros(memory.count.layout, state.values.device)
         plan_of(state, spec).cover_(new)
+        # elements of an earlier submodel are counted already, so they are set back to 0
         for other in seen:
             plan_of(state, other).scatter_(new, FlatTensors.zeros(plan_of(state, other).layout, new.device))
         for dtype, count in memory.count.buffers.items():

@@ -89,6 +89,7 @@ class Centred(Wrapped):
         for spec, _, tensors in stored:
             self._subtract(state, spec, tensors)
             _sub_(tensors, state.submodels.plan(spec).gather(centre))
+            # with a radius in absolute terms distances are L2 norms; the median needs a measure that does not grow with size
             scale = 1.0 if self.radius is not None else _num_parameters(state, tensors) ** -0.5
             distances.append(norm_of(tensors, state.submodels) * scale)
         radius = statistics.median(distances) if self.radius is None else self.radius

@@ -223,6 +223,7 @@ def trimmed(values: Tensor, drop: Tensor) -> Tensor:
     Returns:
         shape (n,); NaN for a column without values.
     """
+    # inf sorts behind every value, so that a column's k values fill its first k rows
     absent = values.isinf()
     for low, high in comparators(len(values)):
         smaller = torch.minimum(values[low], values[high])
@@ -270,6 +271,7 @@ def locate(
 
 def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors:
     """Return a submodel's values at their places in the whole model, and inf everywhere else."""
+    # inf marks missing values: finite updates have none, since others are refused before they get here
     whole = FlatTensors.zeros(state.values.layout, state.values.device)
     for dtype in filter(is_merged, whole.buffers):
         whole.buffers[dtype].fill_(math.inf)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-_KEY, _CLIENT, _COSTS = 0, 1, 2  # rows of the table: minus the capability, the client's id, then one row a fragment
+# Rows of the table: minus the capability, so that it ascends for searchsorted; the client's id; then one row for each fragment.
+_KEY, _CLIENT, _COSTS = 0, 1, 2
 
 
 class Ranking:
@@ -43,6 +44,7 @@ class Ranking:
         """
         table, num = self._table, self._num
         if num == table.shape[1]:
+            # doubling: amortised constant time for each client that joins
             self._table = table = np.concatenate([table, np.empty_like(table)], axis=1)
         i = int(np.searchsorted(table[_KEY, :num], -capability, side="right"))
         table[:, i + 1 : num + 1] = table[:, i:num]

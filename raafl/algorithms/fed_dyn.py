@@ -126,7 +126,7 @@ class Corrected(WithVariates):
         self.inner.receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the mean, then move the elements that it covers by -h / alpha."""
+        """Apply the inner mean, then subtract h / alpha from the elements that it covers."""
         super().apply(state)
         whole = state.submodels.layout(part="trained")
         covered, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))

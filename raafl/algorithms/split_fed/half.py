@@ -198,7 +198,7 @@ def replaced(module: nn.Module, outline: Outline, activation: Tensor) -> Abstrac
     Args:
         module: the server's half.
         outline: outputs of the client's half, without values.
-        activation: as received.
+        activation: received from the client.
     """
 
     def filled(item: object) -> object:

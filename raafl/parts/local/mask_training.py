@@ -59,7 +59,7 @@ def masks_of(scores: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def kept_share_loss(masks: Mapping[str, Tensor], rate: float) -> Tensor:
-    """Return ``sum_l |rho_l - r_w|^2`` (Eq. 2, without its lambda).
+    """Return the penalty on masks that keep more or less than their budget: ``sum_l |rho_l - r_w|^2`` (Eq. 2, without its lambda).
 
     Args:
         masks: mask of each axis, shape (segments,); rho_l is its mean.

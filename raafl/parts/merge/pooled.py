@@ -39,7 +39,10 @@ class Pooled(Wrapped):
     pooling: Pooling = field(repr=False)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass the update to the inner merge, with its statistics as differences if that takes deltas; changes it in place."""
+        """Convert the update's statistics, in place, to what the inner merge takes, and pass the update to it.
+
+        They become differences from the server's statistics if the inner merge takes deltas, and stay values otherwise.
+        """
         self.pooling.to_moments_(update.tensors, half=True)
         with self.pooling.merging(state.values):
             if self.sends == "delta":

@@ -49,7 +49,7 @@ def test_the_example_for_hugging_face_says_why_it_skips(tmp_path):
         assert (script.end(), script.err) == (1, "skipped: RAAFL_DATA is not set, the folder that has SST-2\n")
 
 
-@pytest.mark.long("tests/distributed/test_torchrun.py::test_ranks_train_and_leave_a_run_folder")
+@pytest.mark.long("tests/runtime/test_replay.py::test_a_wall_clock_run_of_real_ranks_replays_to_the_last_bit")
 def test_an_example_runs_under_torchrun(tmp_path):
     argv, output = ("--standalone", "--nproc-per-node=4", str(EXAMPLES / "lightning_digits.py")), tmp_path / "run"
     with command(

@@ -135,6 +135,7 @@ def test_where_all_have_room_it_is_the_run_with_fp32_everywhere_to_the_bit(weigh
     assert fingerprints(several) == fingerprints(alone) and several.digest == alone.digest
 
 
+@pytest.mark.long("tests/conformance/test_lora.py::test_merges_of_products_give_the_same_model_on_both_clocks")
 def test_both_clocks_give_the_same_model(weights, memory, tmp_path):
     simulated, _ = on_both_clocks(made(weights, tmp_path / "simulated", BASES, *memory), tmp_path / "real")
     assert set(held(simulated).values()) == set(BASES)

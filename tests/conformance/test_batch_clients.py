@@ -82,7 +82,9 @@ def test_models_that_draw_keep_statistics_and_branch_leave_the_bits_of_the_loop(
     assert batched["share"] > 0.1 or model is Branching
 
 
-@pytest.mark.quick_cases(0)
+@pytest.mark.long(
+    "tests/conformance/test_executors.py::test_any_number_of_tasks_in_any_order_give_what_one_process_gives"
+)
 @pytest.mark.parametrize(("how", "workers"), [(finish, 3), (over_ranks, 1)])
 def test_processes_that_each_train_clients_as_one_leave_the_bits_of_the_loop(tmp_path, how, workers):
     batched = compared(tmp_path, fed_buff(buffer_size=8), how=how, workers=workers, clients=24, max_updates=120)

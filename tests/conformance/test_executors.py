@@ -33,9 +33,8 @@ KINDS = [executors.inline, executors.cohorts, executors.pool, executors.pool_of_
 SHARING = KINDS[2:]
 OWN_STEPS = "the algorithm has steps of its own"
 POOL, COHORTS, BOTH = ({"workers": workers, "batch_clients": clients} for workers, clients in ((2, 1), (1, 6), (2, 6)))
-CUTS = ((13, POOL, COHORTS), (27, COHORTS, BOTH))
 IN_CYCLES = ("co_s2p", "fed_pm", "platon", "prune_fl", "ra_fed", "ram_fed")
-"""Algorithms whose rounds are not alike: what they keep from one to another is also saved further on."""
+"""Algorithms whose rounds are not alike."""
 pytestmark = pytest.mark.timeout(120)
 
 
@@ -73,26 +72,48 @@ def test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_
     tmp_path, monkeypatch, patient, name
 ):
     """Clients come and go, so that tasks are cancelled."""
-    cuts = CUTS if name in IN_CYCLES else CUTS[:1]
     num_updates = 30 if name in (*IN_CYCLES, "fed_raa") else 20  # so many until one is lost in FedRAA, too
     more = {"devices": COMING_AND_GOING, "max_updates": num_updates, "eval_every": 8, "checkpoint_every": 1}
     whole = finish(experiment(tmp_path / "whole", name, **more))
     assert whole.summary["updates_merged"] >= num_updates and whole.summary["updates_lost"] > 0
     ranks = executors.over_ranks(experiment(tmp_path / "ranks", name, **more))
     assert alike(ranks, whole) is None and ranks.journal() == whole.journal()
-    for at, first, then in cuts:
-        made = experiment(tmp_path / f"cut-{at}", name, **first, **more)
-        with crash(monkeypatch, at):
-            simulate(made)
-        assert not (Path(made.output) / "summary.json").exists()
-        run = finish(replace(made, output=None, resume=made.output, **then))
-        batched = alike(run, whole)
-        before = list(takewhile(lambda event: event["event"] != "resumed", run.journal()))
-        assert before == whole.journal()[: len(before)] and len(before) > at
-        assert equal_replay(made, run)
-        if batched is not None:
-            alone = OWN_STEPS in batched["by_the_loop"] or {row["spec"] for row in run.rows()} != {"full"}
-            assert (batched["share"] > 0 or alone) and batched["by_the_loop"] in ([], [OWN_STEPS])
+    goes_on_elsewhere(tmp_path, monkeypatch, name, whole, 13, POOL, COHORTS, **more)
+
+
+@pytest.mark.long("test_every_algorithm_ends_alike_over_ranks_and_when_it_has_crashed_and_goes_on_elsewhere")
+@pytest.mark.parametrize("name", IN_CYCLES)
+def test_an_algorithm_whose_rounds_differ_goes_on_from_a_later_one(tmp_path, monkeypatch, name):
+    more = {"devices": COMING_AND_GOING, "max_updates": 30, "eval_every": 8, "checkpoint_every": 1}
+    whole = finish(experiment(tmp_path / "whole", name, **more))
+    goes_on_elsewhere(tmp_path, monkeypatch, name, whole, 27, COHORTS, BOTH, **more)
+
+
+def goes_on_elsewhere(tmp_path, monkeypatch, name, whole, at, first, then, **more):
+    """Cut a run off at the event ``at``, go on with another executor, and compare it with the whole run.
+
+    Args:
+        tmp_path: where the run's folder is made.
+        monkeypatch: of the test.
+        name: of the algorithm.
+        whole: the run that was not cut off.
+        at: number of the event at which it crashes.
+        first: fields of the executor that begins.
+        then: fields of the one that goes on.
+        more: fields of both.
+    """
+    made = experiment(tmp_path / f"cut-{at}", name, **first, **more)
+    with crash(monkeypatch, at):
+        simulate(made)
+    assert not (Path(made.output) / "summary.json").exists()
+    run = finish(replace(made, output=None, resume=made.output, **then))
+    batched = alike(run, whole)
+    before = list(takewhile(lambda event: event["event"] != "resumed", run.journal()))
+    assert before == whole.journal()[: len(before)] and len(before) > at
+    assert equal_replay(made, run)
+    if batched is not None:
+        alone = OWN_STEPS in batched["by_the_loop"] or {row["spec"] for row in run.rows()} != {"full"}
+        assert (batched["share"] > 0 or alone) and batched["by_the_loop"] in ([], [OWN_STEPS])
 
 
 class Measured(Net):

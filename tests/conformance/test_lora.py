@@ -73,7 +73,7 @@ def test_one_round_by_hand(tmp_path):
         assert not torch.equal(merged[name], parameter)
 
 
-@pytest.mark.quick_cases("fed_raa")
+@pytest.mark.long("test_merges_of_products_give_the_same_model_on_both_clocks")
 @pytest.mark.parametrize(
     "algorithm", [fed_raa(submodel=rated()), fed_avg(submodel=rated())], ids=["fed_raa", "fed_avg"]
 )
@@ -102,7 +102,7 @@ def test_merges_of_products_give_the_same_model_on_both_clocks(tmp_path, make, l
     assert sum(float(last[name]) for name in energies) == pytest.approx(1.0)
 
 
-@pytest.mark.long("test_both_runtimes_give_the_same_model")
+@pytest.mark.long("test_merges_of_products_give_the_same_model_on_both_clocks")
 def test_several_processes_train_the_same_model(tmp_path):
     one, two = (
         finish(lora_run(tmp_path / str(n), fed_raa(submodel=rated()), max_updates=12, workers=n)) for n in (1, 2)
@@ -133,7 +133,7 @@ progress: quiet
 """
 
 
-@pytest.mark.long("test_both_runtimes_give_the_same_model")
+@pytest.mark.long("test_merges_of_products_give_the_same_model_on_both_clocks")
 def test_a_run_from_a_config_replays_to_the_last_bit(tmp_path):
     import json
 

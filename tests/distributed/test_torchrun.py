@@ -1,4 +1,4 @@
-"""The command line under torchrun, whole: processes, run folder, exit code."""
+"""The command line under torchrun, whole: processes, run folder, exit code. `make demo`, in `.ci/run`, starts five ranks so."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def end(process, timeout_s=90):
     return process.returncode, out, err
 
 
-@pytest.mark.slow("torchrun and two ranks start from nothing")
+@pytest.mark.long("tests/runtime/test_replay.py::test_a_wall_clock_run_of_real_ranks_replays_to_the_last_bit")
 def test_ranks_train_and_leave_a_run_folder(tmp_path):
     options = ("--clients=1", "--max_updates=6", "--json", f"--output={tmp_path / 'run'}")
     code, out, err = end(start(*options, ranks=2))

@@ -59,7 +59,8 @@ def metric_rows(folder: Path) -> list[list[str]]:
     return [row[:2] + row[3:] for row in rows(folder / "metrics.csv")]
 
 
-@pytest.mark.parametrize("cut", [13, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.long("tests/commands/test_cli.py::test_a_target_ends_the_run_and_its_time_is_noted")
+@pytest.mark.parametrize("cut", [13, 30])
 def test_a_run_that_crashed_knows_which_targets_it_had_met(tmp_path, monkeypatch, cut):
     targets = '["accuracy=0.15", "accuracy=0.5", "accuracy=2"]'
     options = ["--config", CONFIG, f"--target={targets}", "--max_updates=40", "--eval_every=1", "--checkpoint_every=1"]

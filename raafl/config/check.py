@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from raafl.config.experiment import field_types
 
 _KINDS: Mapping[str, str] = {
-    "raafl.core.algorithm.Select": "select",
+    "raafl.core.select.Select": "select",
     "raafl.data.partition.Partition": "partition",
     "raafl.core.algorithm.Algorithm": "algorithm",
 }

@@ -46,7 +46,7 @@ def written(result: dict[str, Any]) -> str:
 
 
 def chosen(result: dict[str, Any], spec: str) -> str:
-    """Return what a page shows of a benchmark's result, by the parts of the marker (see above)."""
+    """Return the table of a benchmark's result that a marker asks for (its parts are listed above)."""
     parts = dict(part.split(": ", 1) for part in spec.split("; "))
     columns = [_column(text) for text in parts["columns"].split(", ")]
     wanted = [text.split("=", 1) for text in parts["where"].split(", ")] if "where" in parts else []

@@ -63,7 +63,7 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for."""
     if name not in _HOME:
         raise AttributeError(f"module 'raafl.algorithm' has no attribute '{name}'")

@@ -22,10 +22,10 @@ Shapes: z, z_glob and z_prev are (samples, features); the similarities of the co
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
@@ -93,7 +93,7 @@ class Contrastive(Local):
     temperature: float = 0.5
     layer: str | None = None
 
-    def prepare(self, module: Any) -> Any:
+    def prepare(self, module: nn.Module) -> nn.Module:
         """Check that the model has the layer `layer`, and return the model unchanged; raises `BadInput` if it has not."""
         linear_in(module, self.layer)
         return module

@@ -144,11 +144,11 @@ class CallbackHooks(RunHooks):
         if self._there.pop(client, None) is not None:
             self._tell("on_client_lost", client, reason)
 
-    def _tell(self, occasion: str, *what: Any) -> None:
+    def _tell(self, occasion: str, *what: object) -> None:
         for callback in self._callbacks:
             self._call(callback, occasion, self._seen(), *what)
 
-    def _call(self, callback: Callback, occasion: str, *what: Any, even_so: bool = False) -> object:
+    def _call(self, callback: Callback, occasion: str, *what: object, even_so: bool = False) -> object:
         """Call a callback unless one has failed before; ``even_so`` calls it then too."""
         if self.failure is not None and not even_so:
             return None

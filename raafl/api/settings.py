@@ -229,7 +229,7 @@ def _partition(partition: object) -> dict[str, Any]:
     }
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Convert a value to one that YAML can hold; an object becomes its class."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,12 @@ from raafl.submodel.nested_batch import meta_batch
 
 CLASSES = "classes"
 """Key in `Update.extra` of the classes whose logits a client's task has left as they were, ascending."""
+
+
+class HasLogits(Protocol):
+    """Output of a model that has its logits in an attribute, as those of `transformers` have."""
+
+    logits: Tensor | None
 
 
 def logits_of(output: object) -> Tensor | None:
@@ -56,7 +62,7 @@ def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tup
     for device in ("meta", "cpu"):  # of tensors that the user's code makes without saying where
         try:
             with torch.device(device), torch.enable_grad():
-                module: Any = submodels.shrink(FULL, device="meta").module
+                module = submodels.shrink(FULL, device="meta").module
                 settle(module)
                 return (ask(module, meta_batch(submodels.example_batch, 2)),)
         except Exception:  # whatever the user's code raises without values
@@ -64,11 +70,11 @@ def _on_meta(submodels: Submodels, ask: Callable[[Any, Any], str | None]) -> tup
     return None
 
 
-def _why_unused(module: Any, batch: object) -> str | None:
+def _why_unused(module: nn.Module, batch: object) -> str | None:
     """Explain why the loss of a training step does not come from logits that the module's own call gives, or None."""
     found: list[Tensor | None] = []
 
-    def cut(_: object, args: object, output: Any) -> object:
+    def cut(_: object, args: object, output: Tensor | HasLogits) -> object:
         logits = logits_of(output)
         found.append(None if logits is None else logits.detach().requires_grad_())
         if logits is None or isinstance(output, Tensor):
@@ -88,7 +94,7 @@ def _why_unused(module: Any, batch: object) -> str | None:
     return None if used else f"the loss of {name} does not come from the logits that its forward gives"
 
 
-def _layer_of(module: nn.Module, batch: Any) -> str | None:
+def _layer_of(module: nn.Module, batch: object) -> str | None:
     """Return the linear layer that gives the logits of every call, and nothing else in the step."""
     given: list[tuple[str, Tensor]] = []
     logits: list[Tensor | None] = []

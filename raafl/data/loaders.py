@@ -155,7 +155,7 @@ def check_dataset(what: str, dataset: object) -> None:
         raise BadInput(f"{what} is {kind} without any samples: give one that has some, or look at how it is read")
 
 
-def check_transfer(module: Any) -> None:
+def check_transfer(module: LightningDataModule) -> None:
     """Refuse a data module's hooks around a batch's way to the device: clients read rows without the data module."""
     found = [name for name in BATCH_HOOKS if overrides(module, name)]
     if found:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Windows = tuple[tuple[float, float], ...]
 Presence = Literal["always", "diurnal", "markov", "leaves"]
@@ -14,7 +17,7 @@ DAY_S = 86400.0
 _STAYS = 32  # on and off again, of a markov pattern, after which it repeats
 
 
-def _generator(seed: int, *numbers: int) -> Any:
+def _generator(seed: int, *numbers: int) -> np.random.Generator:
     import numpy as np
 
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, *numbers])))
@@ -91,7 +94,7 @@ def presence(
     return tuple(windows), at
 
 
-def presence_problems(kind: str, on_s: Any, off_s: Any, has_windows: bool) -> list[str]:
+def presence_problems(kind: str, on_s: float | None, off_s: float | None, has_windows: bool) -> list[str]:
     """List the faults of a presence, one line each.
 
     Args:
@@ -113,7 +116,7 @@ def presence_problems(kind: str, on_s: Any, off_s: Any, has_windows: bool) -> li
             problems.append(f"{name} is not given; presence {kind} needs it, in seconds")
         elif value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
             problems.append(f"{name} is {value!r}; it must be a finite number of seconds above 0")
-    if kind == "diurnal" and not problems and off_s is None and on_s >= DAY_S:
+    if kind == "diurnal" and not problems and off_s is None and on_s is not None and on_s >= DAY_S:
         problems.append(f"on_s is {on_s!r}, a day or more; give less, or off_s as well")
     if kind == "leaves" and off_s is not None:
         problems.append(f"off_s is {off_s!r} but presence leaves never comes back; leave it out")

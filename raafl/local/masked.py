@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from raafl.core.masked_loss import logits_of
+from raafl.core.masked_loss import HasLogits, logits_of
 
 
 @contextmanager
@@ -35,7 +34,7 @@ def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[list[int]]:
         handle.remove()
 
 
-def _masked(output: Any, classes: Set[int], left: list[int]) -> object:
+def _masked(output: Tensor | HasLogits, classes: Set[int], left: list[int]) -> object:
     logits = logits_of(output)
     if logits is None:
         return output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,6 +18,9 @@ from raafl.submodel import FlatTensors, Spec, Submodels
 from raafl.submodel.module_state import ModuleState
 from raafl.trainer_stand_in import attach
 
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
 
 class TrainableSubmodel:
     """A small module that is reused between tasks while only its values change, with its optimizer.
@@ -29,7 +32,7 @@ class TrainableSubmodel:
         state: state of the module beside the values that it receives.
     """
 
-    def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Any) -> None:
+    def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Fabric) -> None:
         self.base = submodels.base_of(spec)
         shrunk = submodels.shrink(spec, rescale=local.rescale, device=fabric.device, base=self.base)
         self.module, self.present, self.trained = shrunk.module, shrunk.present, shrunk.trained

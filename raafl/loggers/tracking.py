@@ -273,7 +273,7 @@ def regions_table(run: RecordedRun) -> Table:
     return ["region", "merged"], [[region, counts[region]] for region in sorted(counts)]
 
 
-def _plain(value: float) -> Any:
+def _plain(value: float) -> float | None:
     if not math.isfinite(value):
         return None
     return int(value) if float(value).is_integer() else float(value)

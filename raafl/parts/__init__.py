@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raafl.parts.select.rate_select import Rated, RateSelect
@@ -22,7 +22,7 @@ _HOME = {
 __all__ = ["RateSelect", "Rated", "RollingWindows", "WindowPieces"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Import a part when its name is first used: at import time this would be circular, since core and parts need each other."""
     if name not in _HOME:
         raise AttributeError(f"module 'raafl.parts' has no attribute '{name}'")

@@ -17,6 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from torch import nn
+
 from raafl.core.algorithm import Algorithm, Local, SelectContext
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest
@@ -109,7 +111,7 @@ class Adapted(Local):
         return super().__str__() + (", A frozen" if self.lora == "ffa" else "")
 
 
-def _check_base(module: Any, pair: LoraPair, lora: str) -> None:
+def _check_base(module: nn.Module, pair: LoraPair, lora: str) -> None:
     """Raise `BadInput` unless a product can be added to the weight beside an adapter, and no other layer uses that weight."""
     base = module.get_parameter(pair.base)
     shape = [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]

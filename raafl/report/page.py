@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any
 
 from raafl.errors import BadInput, installing
 from raafl.report.figure import Cell, Chart, Table
@@ -114,7 +113,7 @@ def _clean(text: str) -> str:
     return html.unescape(escaped(text))
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Escape every text of a figure that plotly would read as markup, except our own markup."""
     if isinstance(value, Mapping):
         return {name: item if name in _OWN_MARKUP else _plain(item) for name, item in value.items()}

@@ -257,7 +257,7 @@ def to_json(value: object, indent: int | None = None) -> str:
         return json.dumps(finite(value), indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     """Return a JSON-compatible stand-in for an object."""
     if hasattr(value, "to_json"):
         return value.to_json()

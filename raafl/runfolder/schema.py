@@ -62,14 +62,14 @@ class JournalRow(TypedDict, total=False):
     id: int
     task: int
     version: int
-    spec: Any
+    spec: object
     region: int
     num_epochs: int | None
     num_steps: int | None
     seed: int
     assigned_s: float
     pace_s: float
-    extra: Any
+    extra: object
     assignment: int
     refusal: str | None
     fingerprint: str | None
@@ -89,7 +89,7 @@ class ClientRow(TypedDict, total=False):
     task: int
     assignment: int
     incarnation: int
-    spec: Any
+    spec: object
     region: int
     version: int
     merged_version: int
@@ -236,7 +236,7 @@ def _hints(kind: type) -> Mapping[str, Any]:
     return get_type_hints(kind)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     """Check whether a value from JSON matches a type, without looking inside containers."""
     if hint is Any or get_origin(hint) is Literal:
         return True

@@ -37,8 +37,8 @@ class Parting:
 
     number: int
     what: str
-    recorded: Any
-    replayed: Any
+    recorded: object
+    replayed: object
 
     def to_json(self) -> dict[str, Any]:
         """Return the parting as plain data."""

@@ -6,7 +6,7 @@ are alike: a result whose operation and arguments occurred before is created in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -56,7 +56,7 @@ class _OfItsOwn(Exception):
     """An argument or a result of which more than the form matters."""
 
 
-def result_of(func: object, args: object, kwargs: object) -> object:
+def result_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
     """Run an ATen operation, or create its result where an equal one has run and only its form matters.
 
     Args:
@@ -67,7 +67,7 @@ def result_of(func: object, args: object, kwargs: object) -> object:
     return run(func, args, kwargs, form_of(func, args, kwargs) if _is_functional(func) else None)
 
 
-def form_of(func: object, args: Any, kwargs: Any) -> Form | None:
+def form_of(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form | None:
     """Return the form of an operation on tensors without values; None where more than the form of an argument matters.
 
     Args:
@@ -89,7 +89,7 @@ def form_of(func: object, args: Any, kwargs: Any) -> Form | None:
         return None
 
 
-def run(func: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
+def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], form: Form | None) -> object:
     """Run an operation, or create its result where the form of the result is known.
 
     Args:
@@ -109,7 +109,7 @@ def run(func: Any, args: Any, kwargs: Any, form: Form | None) -> Any:
     return result
 
 
-def _made_here(packet: Any, args: Any) -> Callable[..., Any] | None:
+def _made_here(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """Return raafl's own maker of a result that the meta device refuses or leaves incomplete; None = torch makes it."""
     if packet is _RECURRENT and args[0].is_meta:
         return _recurrent
@@ -144,7 +144,7 @@ def _grouped(left: Tensor, right: Tensor, offs: Tensor | None = None, *args: obj
     return left.new_empty(shape)
 
 
-def _fresh(result: object, before: list[Tensor]) -> object:
+def _fresh(result: object, before: list[Tensor]) -> tuple[Any, ...] | None:
     """Return the form of a result whose tensors have each a storage of their own, of the size that one of the form has."""
     after: list[Tensor] = []
     again: list[Tensor] = []
@@ -163,27 +163,27 @@ def _sizes(tensors: list[Tensor]) -> Iterator[int]:
 
 
 @cache
-def _is_functional(func: Any) -> bool:
+def _is_functional(func: torch._ops.OpOverload) -> bool:
     """Check whether an operation changes none of its arguments and gives no view of them."""
     return all(one.alias_info is None for one in (*func._schema.arguments, *func._schema.returns))
 
 
-def _form(item: Any, tensors: list[Tensor]) -> Any:
+def _form(item: object, tensors: list[Tensor]) -> tuple[Any, ...]:
     """Return the form of an argument or a result, hashable where its values are, and add its tensors to ``tensors``."""
     kind = type(item)
-    if kind in _PLAIN:
+    if kind in _PLAIN and isinstance(item, Tensor):
         if not item.is_meta or item.dtype.is_complex or item.layout != torch.strided:
             raise _OfItsOwn
         tensors.append(item)
         return Tensor, item.shape, item.stride(), item.dtype
-    if issubclass(kind, list | tuple):
+    if isinstance(item, list | tuple):
         return (kind, *[_form(part, tensors) for part in item])
     if issubclass(kind, Tensor):
         raise _OfItsOwn
     return kind, item  # 1, 1.0 and True are equal, and promote to different types
 
 
-def _made(form: Any) -> Any:
+def _made(form: tuple[Any, ...]) -> object:
     kind, *rest = form
     if kind is Tensor:
         size, stride, dtype = rest

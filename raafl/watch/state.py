@@ -30,7 +30,7 @@ class _Task:
     id: int
     incarnation: int
     version: int
-    spec: Any
+    spec: object
     since_s: float
     pace_s: float
 

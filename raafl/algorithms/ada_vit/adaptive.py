@@ -131,7 +131,7 @@ class _Decide:
     policy: UsagePolicy
     features: Callable[[Tensor], Tensor]
 
-    def __call__(self, layer: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         x = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         self.policy(self.features(x))
 
@@ -143,7 +143,7 @@ class _GateUnits:
     batch_dim: int
     dim: int
 
-    def __call__(self, layer: nn.Module, args: Any) -> object:
+    def __call__(self, layer: nn.Module, args: tuple[Tensor, ...]) -> object:
         return (args[0] * self.policy.of_units(args[0], self.batch_dim, self.dim), *args[1:])
 
 
@@ -154,7 +154,7 @@ class _GateSublayer:
     gate: int
     batch_dim: int
 
-    def __call__(self, layer: nn.Module, args: Any, output: Any) -> object:
+    def __call__(self, layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         x = output[0] if isinstance(output, tuple) else output
         gated = x * self.policy.of(self.gate, x, self.batch_dim)
         return (gated, *output[1:]) if isinstance(output, tuple) else gated
@@ -202,7 +202,7 @@ class Adaptive(Local):
         for name in ("weight", "temperature", "units"):
             positive(name, getattr(self, name))
 
-    def prepare(self, module: Any) -> Any:
+    def prepare(self, module: nn.Module) -> nn.Module:
         """Add a policy to each block; without blocks, to each layer whose units exactly one other layer reads.
 
         A model with LoRA adapters is returned unchanged.

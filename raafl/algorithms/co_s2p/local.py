@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from raafl.core.local import Hook, Local, Task
 from raafl.core.types import Assignment
@@ -59,7 +60,7 @@ class MaskedAndDistilled(Local):
         if self.strength != 0:
             positive("mask_strength", self.strength)
 
-    def prepare(self, module: Any) -> Any:
+    def prepare(self, module: nn.Module) -> nn.Module:
         """Return the model with an exit after each block, if its type is known and it has no exits."""
         return with_every_exit(module)
 

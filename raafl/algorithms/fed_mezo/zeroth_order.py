@@ -132,7 +132,7 @@ def pack(scalars: Sequence[float]) -> str:
     return base64.b64encode(np.asarray(scalars, "<f4").tobytes()).decode("ascii")
 
 
-def unpack(text: Any) -> list[float] | None:
+def unpack(text: object) -> list[float] | None:
     """Decode a text made by `pack`; return None for any other text."""
     if not isinstance(text, str):
         return None

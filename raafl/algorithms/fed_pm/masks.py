@@ -92,7 +92,7 @@ class Masked(torch.autograd.Function):
         return (uniform < torch.sigmoid(score)).to(score.dtype).mul_(sigma).mul_(_signs(negative, score.dtype))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the score, ``gradient * w * p (1 - p)``, and None for the other arguments."""
         score, negative = ctx.saved_tensors
         p = torch.sigmoid(score)
@@ -224,7 +224,7 @@ class ProbabilisticMaskTraining(Local):
         positive("lr_factor", self.lr_factor, optional=True)
 
     @torch.no_grad()
-    def prepare(self, module: Any) -> Any:
+    def prepare(self, module: nn.Module) -> nn.Module:
         """Set every weight to ``+-sigma * initial``, with its own sign, and freeze all parameters that are not masked, in place.
 
         Raises:

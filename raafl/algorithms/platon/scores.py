@@ -276,8 +276,8 @@ class ScoredMean(Mean):
                     scores[group] = float(score)
 
 
-def _is_score(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= _MOST
+def _is_score(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MOST
 
 
 @dataclass(frozen=True)

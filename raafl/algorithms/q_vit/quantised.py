@@ -153,7 +153,7 @@ for _plain, _own in CLASSES.items():  # the search for axes unwraps `forward` an
     _own.forward.__wrapped__ = _plain.forward
 
 
-def _keeps_to_layers(layer: nn.Module, args: Any) -> None:
+def _keeps_to_layers(layer: nn.Module, args: object) -> None:
     """Do nothing: any hook makes torch's encoder layer call its sublayers in evaluation, instead of one fused kernel."""
 
 
@@ -185,7 +185,7 @@ class Quantised(Local):
                 raise BadInput(f"{name} is {getattr(self, name)}: give {LEAST} to {MOST}, or {NONE} for none")
         positive("weight", self.weight)
 
-    def prepare(self, module: Any) -> Any:
+    def prepare(self, module: nn.Module) -> nn.Module:
         """Convert the layers to quantised ones, in place; sets step sizes of weights, but not of inputs, which need data."""
         layers = [part for part in module.modules() if type(part) in CLASSES] if self.bits != NONE else []
         for path, part in module.named_modules():

@@ -36,7 +36,7 @@ class Call:
     parent: int
     start: int
     end: int = -1
-    output: Any = None
+    output: object = None
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Outline:
 
     path: str
     calls: dict[str, list[Any]]
-    output: Any
+    output: object
     index: int
     activation: Tensor = field(repr=False)
 
@@ -105,7 +105,7 @@ class Outline:
 class Trace(Ledger):  # type: ignore[no-untyped-call]
     """Tracer of a training step: records module calls, and for each storage its uses and the values it was computed from."""
 
-    def __init__(self, submodels: Submodels, batch: Any) -> None:
+    def __init__(self, submodels: Submodels, batch: object) -> None:
         """Prepare to trace the step of ``batch``, whose tensors are on the meta device; `run` traces it."""
         super().__init__()
         self.module: Any = copy_structure(submodels.module, {}).to("meta")
@@ -148,7 +148,13 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             value = self._values[key] = _Value(self._now)
         return value
 
-    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         """Run one operation and record its inputs and outputs."""
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._now += 1
@@ -245,14 +251,14 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         return Outline(cut.path, calls, output, index, tree_flatten(output)[0][index])
 
 
-def _activation(output: Any) -> int | None:
+def _activation(output: object) -> int | None:
     """Return the index of the only tensor in ``output`` that requires a gradient; None unless there is exactly one."""
     flat = tree_flatten(output)[0]
     places = [i for i, item in enumerate(flat) if isinstance(item, Tensor) and item.requires_grad]
     return places[0] if len(places) == 1 else None
 
 
-def _detached(output: Any) -> object:
+def _detached(output: object) -> object:
     return tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, output)
 
 
@@ -289,7 +295,7 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
     raise ValueError(f"its training step cannot be followed without values: {' '.join(str(failure).split())[:200]}")
 
 
-def shapes_of(batch: Any) -> Shapes:
+def shapes_of(batch: object) -> Shapes:
     """Return the shape of each tensor in a batch, in order."""
     return tuple(tuple(item.shape) for item in tree_flatten(batch)[0])
 

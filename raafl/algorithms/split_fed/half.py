@@ -34,7 +34,7 @@ Side = Literal["lower", "upper"]
 class Reached(BaseException):
     """Signal that the client's half has reached the cut; not an `Exception`, which the user's own code might catch."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: object) -> None:
         """Store the output of the module at the cut."""
         self.output = output
 
@@ -96,7 +96,7 @@ class Half(Submodels):
             module.__dict__["training_step"] = partial(self._step, module, module.training_step)
         return Shrunk(module, present, present.prefix(self.layout(FULL, "trained")))
 
-    def _step(self, module: nn.Module, step: Any, batch: Any, index: int) -> Any:
+    def _step(self, module: nn.Module, step: Any, batch: object, index: int) -> object:
         """Run a training step of this half on the meta device; return a tensor from which backward can start."""
         if self.side == "lower":
             return activation_in(run_to_cut(module, self.cut.path, lambda: step(batch, index))).sum()
@@ -129,7 +129,7 @@ class Half(Submodels):
 
         return self.whole.cached("outline", (self.cut.path, shapes), follow)
 
-    def received(self, shapes: Shapes, leaves: Sequence[Tensor], device: torch.device) -> Any:
+    def received(self, shapes: Shapes, leaves: Sequence[Tensor], device: torch.device) -> object:
         """Return a batch with the received tensors where the server's half needs them, and blank ones elsewhere.
 
         Args:
@@ -181,7 +181,7 @@ def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
     raise RuntimeError(f"{type(module).__name__}.training_step did not come to '{path}', where the model is cut")
 
 
-def activation_in(output: Any) -> Tensor:
+def activation_in(output: object) -> Tensor:
     """Return the tensor that requires a gradient in the output of the module at the cut."""
     activation: Tensor = next(
         item for item in tree_flatten(output)[0] if isinstance(item, Tensor) and item.requires_grad

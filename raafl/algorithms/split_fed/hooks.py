@@ -53,7 +53,7 @@ class Received:
 
     outline: Outline
     activation: Tensor
-    batch: Any
+    batch: object
 
     def loss(self, task: Task, index: int) -> Tensor:
         """Return the loss of the server's half; a backward pass ends at the activation."""
@@ -92,7 +92,7 @@ class LowerHook(Hook):
         self._half = half
         self._sent = self._gradient = torch.empty(0)
 
-    def loss(self, batch: Any, index: int) -> Tensor:
+    def loss(self, batch: object, index: int) -> Tensor:
         """Compute the activation at the cut, send it to the server, and wait for its gradient.
 
         Raises:

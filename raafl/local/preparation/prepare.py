@@ -69,7 +69,7 @@ def prepare(module: Any) -> Any:
     return module
 
 
-def _uncompile_parts(module: Any) -> None:
+def _uncompile_parts(module: nn.Module) -> None:
     for part in module.modules():
         for name, child in part._modules.items():
             part._modules[name] = uncompiled(child)

@@ -47,7 +47,7 @@ class _CrossEntropy(Function):
         return torch.stack([F.nll_loss(*own) for own in zip(logs.unbind(0), labels.unbind(0), strict=True)])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         logs, labels = ctx.saved_tensors
         each = -(g / labels.shape[1]).view(-1, 1, 1).expand(*labels.shape, 1)
         of_logs = torch.zeros_like(logs).scatter_(2, labels.unsqueeze(-1), each)

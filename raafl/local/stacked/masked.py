@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from raafl.core.masked_loss import logits_of
+from raafl.core.masked_loss import HasLogits, logits_of
 from raafl.local.stacked.stacks import outside
 
 
@@ -27,7 +26,7 @@ class _Masking:
         self._clients = clients
         yield
 
-    def __call__(self, module: nn.Module, args: object, output: Any) -> object:
+    def __call__(self, module: nn.Module, args: object, output: Tensor | HasLogits) -> object:
         logits = logits_of(output)
         if logits is None:
             return output

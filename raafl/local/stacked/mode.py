@@ -7,7 +7,7 @@ attention and recurrent layers are handled here. A batch of clients is compared 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,13 @@ class Stacked(TorchFunctionMode):
         super().__init__()
         self._num, self._states, self._known = num, states, known
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         """Compute ``func``."""
         kwargs = kwargs or {}
         if func is F.linear:
@@ -91,7 +97,7 @@ class Stacked(TorchFunctionMode):
             return by_slices(func, args, kwargs, self._num, self._states)
         return func(*args, **kwargs)
 
-    def _agreed(self, function: Any, value: Tensor) -> object:
+    def _agreed(self, function: Callable[..., Any], value: Tensor) -> object:
         """Return a tensor as Python has it, if it is the same for all clients."""
         stack = stack_of(value)
         assert stack is not None
@@ -104,7 +110,7 @@ class Stacked(TorchFunctionMode):
         return numbers[0]
 
 
-def _has_stack(args: Any, kwargs: Any) -> bool:
+def _has_stack(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     plain = [*args, *kwargs.values()]
     if any(stack_of(one) is not None for one in plain):
         return True

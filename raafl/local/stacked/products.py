@@ -63,7 +63,7 @@ class _Linear(Function):
         )  # fmt: skip
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         known, (x, weight), needs = ctx.known, ctx.saved_tensors, ctx.needs_input_grad
         of_x = product(known, "g W", torch.bmm, torch.mm, g, weight) if needs[1] else None
         of_weight = None
@@ -138,7 +138,7 @@ def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
 
 
 def _embedding(
-    num: int, ids: Any, weight: Any, padding_idx: int | None = None, max_norm: float | None = None,
+    num: int, ids: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> object:  # fmt: skip
     if max_norm is not None or scale_grad_by_freq or sparse:
@@ -164,7 +164,7 @@ class _Embedding(Function):
         return tables[clients, ids]
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (ids,), (num, length, width) = ctx.saved_tensors, ctx.shape
         rows = (ids.reshape(num, -1) + torch.arange(0, num * length, length).unsqueeze(1)).flatten()
         # -1: no row is left out; one that pads is cleared afterwards, since there is one in each client's part

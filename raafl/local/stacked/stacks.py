@@ -111,7 +111,7 @@ class _Joined(Function):
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Any:
+    def backward(ctx: object, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(apart(gradient))
 
 

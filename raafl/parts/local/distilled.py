@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raafl.core.local import Hook, Task
+from raafl.core.masked_loss import HasLogits
 from raafl.errors import BadInput
 from raafl.parts.local.swap_parameters import patched, quiet
 from raafl.submodel import EarlyLogits, Submodels, add_exits
@@ -144,7 +145,7 @@ def _logits(output: Any) -> Tensor:
     return logits
 
 
-def _with_logits(output: Any, logits: Tensor) -> object:
+def _with_logits(output: Tensor | HasLogits, logits: Tensor) -> object:
     if isinstance(output, Tensor):
         return logits
     other = copy.copy(output)

@@ -320,7 +320,7 @@ class BatchedExecutor(Executor):
             self.note(f"clients are trained one after the other: {reason}")
 
 
-def _difference(one: Update, other: Update, drawn: Any) -> str:
+def _difference(one: Update, other: Update, drawn: tuple[Any, ...]) -> str:
     """Name what differs between an update, that of a task trained with others, and what they have left of generators."""
     if one.tensors.fingerprint() != other.tensors.fingerprint():
         return "other values"

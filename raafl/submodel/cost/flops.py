@@ -24,7 +24,9 @@ _REDUCTIONS = frozenset(
 """Operations that take an addition or a comparison for each value of their first operand."""
 
 
-def product_flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
+def product_flops(
+    packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
+) -> float:
     """Return the FLOPs of a matrix product, convolution, attention, recurrent layer or transform; 0 for other operations.
 
     A multiplication with its addition counts 2; of complex numbers 8.
@@ -70,7 +72,7 @@ def convolution_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) ->
     return 2 * x.shape[0] * math.prod((x if transposed else y).shape[2:]) * weight.numel()
 
 
-def _convolution(x: Tensor, weight: Tensor, *args: Any, out_val: Any) -> int:
+def _convolution(x: Tensor, weight: Tensor, *args: Any, out_val: Tensor) -> int:
     return convolution_flops(x, weight, out_val, transposed=args[4])
 
 
@@ -128,7 +130,7 @@ def _recurrent_layer_backward(x: Tensor, of_input: Tensor, of_hidden: Tensor, *a
     return 2 * _recurrent_layer(x, of_input, of_hidden, out_val=out_val)
 
 
-def _transform(x: Tensor, dims: Any, *args: object, out_val: Tensor, **kwargs: object) -> float:
+def _transform(x: Tensor, dims: Sequence[int], *args: object, out_val: Tensor, **kwargs: object) -> float:
     """Count a fast Fourier transform, 5 n log2 n for n complex values, half of that for real ones."""
     whole = x if x.numel() >= out_val.numel() else out_val
     size = math.prod(whole.shape[dim] for dim in dims)

@@ -21,7 +21,13 @@ _LSTM = 2
 class FusedKernels(TorchFunctionMode):
     """Context in which attention stores no scores, and recurrent nets take few operations, as on a CPU."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         """Replace a function where there is a kernel for its arguments."""
         kwargs = kwargs or {}
         kernel = _KERNELS.get(func)

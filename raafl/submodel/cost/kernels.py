@@ -46,7 +46,9 @@ _TIMES = {
 the layer of `raafl.devices.probes`: plain arithmetic runs at the speed of memory, an activation at that of its exponentials."""
 
 
-def traffic(packet: Any, args: Sequence[Any], results: Sequence[Tensor], moved_bytes: int) -> tuple[int, float]:
+def traffic(
+    packet: torch._ops.OpOverloadPacket, args: Sequence[Any], results: Sequence[Tensor], moved_bytes: int
+) -> tuple[int, float]:
     """Return the effective bytes of an operation, and its FLOPs on padding.
 
     Effective bytes are proportional to the time of moving them: more for an operation that copies, as convolutions do, or that

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -62,7 +62,13 @@ class Ledger(TorchDispatchMode):
         """FLOPs by which a step is timed: of its products, or of its arithmetic where it has no products."""
         return self.flops or self.arithmetic
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         """Run one operation and enter it."""
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
@@ -113,7 +119,7 @@ class Ledger(TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-def _finds_nothing(packet: Any, args: Any) -> bool:
+def _finds_nothing(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -> bool:
     """Check whether an operation looks for what is not finite: `isnan` is ``x != x``, `isinf` is ``abs(x) == inf``."""
     if packet is _aten.ne:
         return args[0] is args[1]
@@ -140,7 +146,7 @@ class OperationCost(NamedTuple):
     arithmetic: float = 0.0
 
 
-def counted(func: object, args: Any, kwargs: object, result: object) -> OperationCost:
+def counted(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> OperationCost:
     """Return the ledger entry of an operation; None where it is not one of torch's own.
 
     Args:
@@ -158,7 +164,9 @@ def counted(func: object, args: Any, kwargs: object, result: object) -> Operatio
     return OperationCost(flops, padding_flops, num_bytes, moved_bytes, arithmetic)
 
 
-def _moved_bytes(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> int:
+def _moved_bytes(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: list[Tensor]
+) -> int:
     packet = func._overloadpacket
     if packet in _TAKES_NO_PART or torch.Tag.inplace_view in func.tags:
         return 0
@@ -176,7 +184,7 @@ def _moved_bytes(func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> int:
 
 
 @cache
-def _changed_by(func: Any) -> list[tuple[int, str]]:
+def _changed_by(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
     """Return place and name of the arguments that an operation changes."""
     arguments = enumerate(func._schema.arguments)
     return [(i, one.name) for i, one in arguments if one.alias_info is not None and one.alias_info.is_write]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from raafl.submodel.cut.copying import persistent_buffers
@@ -192,7 +193,7 @@ def _on_values(zeroed: Callable[[], Any], example_batch: object, batch_size: int
         return None
 
 
-def _followed(module: Any, example_batch: Any, batch_size: int) -> tuple[Step, int]:
+def _followed(module: nn.Module, example_batch: object, batch_size: int) -> tuple[Step, int]:
     """Draw a module's values, and follow its step on so many of the example's samples, each as often as need be."""
     seeded(5)
     draw(module, 0)
@@ -233,7 +234,7 @@ def _runs_whole(make: Make, batch: object) -> bool:
 class _Run:
     """One step of the small module, on the meta device or with values."""
 
-    def __init__(self, module: Any, batch: Any) -> None:
+    def __init__(self, module: Any, batch: object) -> None:
         from raafl.submodel.cost.fused import FusedKernels
         from raafl.submodel.cost.ledger import Ledger, storage_key
 

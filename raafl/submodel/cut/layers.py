@@ -102,7 +102,7 @@ resizes(nn.RNNCellBase)(_from(input_size=("weight_ih", 1), hidden_size=("weight_
 
 
 @resizes(nn.modules.conv._ConvNd)
-def _convolution(layer: Any) -> None:
+def _convolution(layer: nn.modules.conv._ConvNd) -> None:
     out, inner = (1, 0) if layer.transposed else (0, 1)
     if layer.groups > 1:
         channels = layer.in_channels if layer.transposed else layer.out_channels
@@ -112,7 +112,7 @@ def _convolution(layer: Any) -> None:
 
 
 @resizes(nn.modules.batchnorm._NormBase)
-def _batch_norm(layer: Any) -> None:
+def _batch_norm(layer: nn.modules.batchnorm._NormBase) -> None:
     tensor = next((t for t in (layer.weight, layer.running_mean, layer.bias) if t is not None), None)
     layer.num_features = layer.num_features if tensor is None else len(tensor)
 
@@ -126,7 +126,7 @@ def _group_norm(layer: nn.GroupNorm) -> None:
 
 
 @resizes(nn.LayerNorm, nn.RMSNorm)
-def _layer_norm(layer: Any) -> None:
+def _layer_norm(layer: nn.LayerNorm | nn.RMSNorm) -> None:
     if layer.weight is not None:
         layer.normalized_shape = tuple(layer.weight.shape)
 

@@ -107,7 +107,7 @@ def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
 
 
 @resizes(nn.MultiheadAttention)
-def _resize_multihead(layer: Any) -> None:
+def _resize_multihead(layer: nn.MultiheadAttention) -> None:
     head_dim, width = layer.head_dim, layer.out_proj.weight.shape[0]
     heads = layer.out_proj.weight.shape[1] // head_dim
     if (heads, width) == (layer.num_heads, layer.embed_dim):

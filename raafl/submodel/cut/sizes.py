@@ -157,7 +157,13 @@ class _Correct(TorchFunctionMode):
         super().__init__()
         self.table, self.places = table, frozenset(site[0][1] for site in table)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs, caller = kwargs or {}, sys._getframe(1)
         # the place rules out nearly every call of the method, so that nothing dearer may come before it
         if caller.f_lasti in self.places and func.__name__ in TAKERS and (sizes := self.table.get(site_of(caller))):
@@ -168,7 +174,7 @@ class _Correct(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _replaced(value: Any, where: Where, size: int) -> object:
+def _replaced(value: Any, where: Where, size: int) -> Any:
     """Return a tuple, list or slice with one of its parts replaced."""
     if not where:
         return size
@@ -239,7 +245,7 @@ def _row(args: Sequence[Any], first: int) -> list[tuple[Where, Any]]:
 def _shape(first: int) -> Sized:
     """Take the sizes from this argument on for the shape of the answer."""
 
-    def sized(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+    def sized(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
         row = _row(args, first)
         for dim, (where, size) in enumerate(row if len(row) == answer.dim() else ()):
             yield where, size, Part(answer, dim)
@@ -252,20 +258,20 @@ takes_sizes("zeros", "ones", "empty", "full", "rand", "randn")(_shape(0))
 
 
 @takes_sizes("unflatten")
-def _unflatten(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+def _unflatten(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
     if len(args) > 2:
         for place, size in enumerate(args[2]):
             yield (2, place), size, Part(answer, args[1] % args[0].dim() + place)
 
 
 @takes_sizes("repeat")
-def _repeat(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+def _repeat(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
     for dim, (where, number) in enumerate(_row(args, 1)):
         yield where, number, Part(answer, dim, outer=int(number))
 
 
 @takes_sizes("split", "split_with_sizes")
-def _split(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+def _split(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
     sizes = args[1] if len(args) > 1 else None
     for place, part in enumerate(answer):
         size = sizes[place] if isinstance(sizes, tuple | list) else sizes
@@ -278,7 +284,7 @@ def _chunk(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> It
 
 
 @takes_sizes("narrow")
-def _narrow(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Any) -> Iterator[Taken]:
+def _narrow(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
     if len(args) == 4 and isinstance(args[2], int):
         dim = args[1] % args[0].dim()
         yield (2,), args[2], Part(args[0], dim, stop=args[2] % args[0].shape[dim])

@@ -109,7 +109,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return add
 
 
-def rule_of(func: Any) -> Rule | None:
+def rule_of(func: torch._ops.OpOverload) -> Rule | None:
     """Return the rule of an ATen operation; None = there is none."""
     name = func._schema.name.split("::")[1]
     plain = name.rstrip("_")

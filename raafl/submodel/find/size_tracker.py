@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,7 @@ class Size(int):
     def __deepcopy__(self, memo: object) -> Size:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
 
 
@@ -98,7 +98,7 @@ for _name in (*OPERATORS, "truediv", "pow"):
     setattr(Size, f"__r{_name}__", _arithmetic(_name, swapped=True))
 
 
-def origin_of(value: Any) -> Origin:
+def origin_of(value: int) -> Origin:
     """Return the origin of a number; a plain number is its own origin."""
     return value.origin if isinstance(value, Size) else int(value)
 
@@ -176,7 +176,13 @@ class SizeTracker(TorchFunctionMode):
         if callable(getattr(module, "training_step", None)):
             module.__dict__["training_step"] = _Method(self, module, "", "training_step")
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         # weights averaged over heads are seldom used; where they are, the proof finds out
         self._labels.is_spanning = name != "multi_head_attention_forward"
@@ -204,7 +210,7 @@ class SizeTracker(TorchFunctionMode):
                     self.asked.append(SizeUse(self.running[-1], site, where, name, origin, dim))
         return answer
 
-    def _measured(self, args: Any, kwargs: Mapping[str, Any], answer: Any) -> object:
+    def _measured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> object:
         """Make the sizes of a tensor remember its dimensions."""
         if not self._knows(args[0]):
             return answer
@@ -305,7 +311,7 @@ class SizeTracker(TorchFunctionMode):
         return -1 if origin is None else int(origin)
 
 
-def _with_slices(name: str, args: Any) -> Any:
+def _with_slices(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of an index, in which one list of places next to each other is the slice that it comes to."""
     index = args[1] if name == "__getitem__" and isinstance(args[1], tuple) else ()
     lists = [i for i, one in enumerate(index) if isinstance(one, list | Tensor)]

@@ -8,7 +8,7 @@ as it only evaluates conditions: those are taken as false, as in `raafl.submodel
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,7 +111,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the tensors of the module that no operation has read."""
         return {name for name, tensor in self.named.items() if _storage(tensor) not in self._read}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func is _SCALAR and args[0].dtype == torch.bool:
             self.num_conditions += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,13 @@ class Quiet(TorchFunctionMode):
         super().__init__()
         self.noise, self.halves, self.wide = noise, halves, wide
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if "dropout" in name and args:
             return args[0]

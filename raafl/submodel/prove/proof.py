@@ -101,7 +101,7 @@ def _candidates(submodels: Submodels, module: nn.Module, batch: object) -> Itera
 class _Proof:
     """The whole model with drawn values, beside which small ones are held."""
 
-    def __init__(self, submodels: Submodels, module: nn.Module, batch: Any, dtype: torch.dtype) -> None:
+    def __init__(self, submodels: Submodels, module: nn.Module, batch: object, dtype: torch.dtype) -> None:
         self.submodels, self.dtype = submodels, dtype
         self.batch = mapped(batch, lambda x: x.to(dtype) if x.is_floating_point() else x)
         self.values = random_values(submodels, module)
@@ -232,14 +232,14 @@ class _Proof:
             return "its training step gives no finite numbers"
         return next(self._outputs(spec, small, self.first, math.inf), None)
 
-    def _made(self, spec: Spec, values: FlatTensors) -> Any:
+    def _made(self, spec: Spec, values: FlatTensors) -> nn.Module:
         present = values.clone() if spec.is_full else values
         module = self.submodels.shrink(spec, present=present).module
         module = module.double() if self.dtype == torch.float64 else module.float()  # what is complex stays so
         _settle(module)
         return module
 
-    def _step(self, module: Any, noise: float) -> _Step:
+    def _step(self, module: nn.Module, noise: float) -> _Step:
         if module is self.whole:  # the small ones are new
             self.state.restore()
         module.zero_grad(set_to_none=True)

@@ -132,7 +132,7 @@ def test_a_client_demands_encryption_of_other_machines(monkeypatch, address, wan
         seen.append(demand_encryption)
         raise PeerLost("connection-refused", "nobody")
 
-    monkeypatch.setattr(transport, "call", call)
+    monkeypatch.setattr(transport, "connect", call)
     with pytest.raises(RunFailed, match="no server at"):
         join(address, 1, SECRET, lambda _: None, needs_config=True, encrypt=wanted, alone_s=0.01)
     assert set(seen) == {demanded}
@@ -142,7 +142,7 @@ def test_a_server_that_refuses_a_client_is_there(monkeypatch):
     def call(*_, **__):
         raise Refused("wrong-secret", "not taken")
 
-    monkeypatch.setattr(transport, "call", call)
+    monkeypatch.setattr(transport, "connect", call)
     monkeypatch.setattr("raafl.runtime.client.join._FIRST_WAIT_S", 0.001)
     told = []
     with pytest.raises(RunFailed, match="does not let this client in: wrong-secret: not taken"):

@@ -21,6 +21,8 @@ def fed_avg(
     by_samples: bool = True,
     submodel: Select | None = None,
     lora: LoRAMerge | None = None,
+    prune_ranks: float | None = None,
+    prune_penalty: float = 0.0,
 ) -> Algorithm:
     """Return FedAvg, which averages the models of a round's clients.
 
@@ -32,6 +34,9 @@ def fed_avg(
             every client.
         lora: way to merge LoRA adapters (docs/lora.md); None = average A and B separately, each rank over
             clients that have it.
+        prune_ranks: share of its ranks that a client keeps where training has shrunk the others (HetLoRA's gamma; lora hetlora or
+            hetlora_paper); None = ranks stay.
+        prune_penalty: weight of the loss on the ranks that would go (HetLoRA's lambda).
     """
     algorithm = Algorithm(
         name="fed_avg",
@@ -42,4 +47,4 @@ def fed_avg(
         trigger=AllReported(),
         merge=Mean(by_samples=by_samples),
     )
-    return with_lora(algorithm, lora)
+    return with_lora(algorithm, lora, prune_ranks, prune_penalty)

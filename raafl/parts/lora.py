@@ -1,6 +1,6 @@
 """Add federated LoRA to an algorithm: one of the published ways to merge adapters, and what clients do for it.
 
-`with_lora` implements the option ``lora`` of FedAvg, FedBuff and FedAsync. Five methods merge products B A
+`with_lora` implements the option ``lora`` of FedAvg, FedBuff and FedAsync. Six methods merge products B A
 (`raafl.parts.merge.low_rank`). Two others train one factor at a time, so that the mean of the factor gives the mean of the
 products, and need no merge of their own:
 
@@ -14,33 +14,44 @@ products, and need no merge of their own:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from torch import nn
 
-from raafl.core.algorithm import Algorithm, Local, SelectContext
+from raafl.core.algorithm import Algorithm, Hook, Local, SelectContext, Task
 from raafl.core.types import ClientInfo, Work
-from raafl.errors import BadInput, nearest
+from raafl.errors import BadInput, nearest, refuse_unused
 from raafl.parts.merge.low_rank import FedEx, FlexLoRA, FLoRA, HetLoRA, LoraMemory, LowRank, RaFLoRA, pairs
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.wrapped import WrappedSelect
+from raafl.parts.rank_pruning import Penalised, PrunedRanks
 from raafl.submodel.lora import LoraPair, pairs_of
 
-LoRAMerge = Literal["hetlora", "flora", "flexlora", "raflora", "fedex", "ffa", "rolora"]
+LoRAMerge = Literal["hetlora", "hetlora_paper", "flora", "flexlora", "raflora", "fedex", "ffa", "rolora"]
 """Names of the methods that merge adapters."""
 
 MERGES: dict[str, type[LowRank]] = {
-    "hetlora": HetLoRA, "flora": FLoRA, "flexlora": FlexLoRA, "raflora": RaFLoRA, "fedex": FedEx,
+    "hetlora": HetLoRA, "hetlora_paper": HetLoRA, "flora": FLoRA, "flexlora": FlexLoRA, "raflora": RaFLoRA, "fedex": FedEx,
 }  # fmt: skip
 
 
-def with_lora(algorithm: Algorithm, lora: LoRAMerge | None) -> Algorithm:
-    """Return ``algorithm`` with adapters merged by the method ``lora``; None = average A and B separately, rank by rank.
+def with_lora(
+    algorithm: Algorithm, lora: LoRAMerge | None, prune_share: float | None = None, prune_penalty: float = 0.0
+) -> Algorithm:
+    """Return ``algorithm`` with its adapters merged by a method.
+
+    Args:
+        algorithm: whose merge is a mean.
+        lora: the method; None = average A and B separately, rank by rank.
+        prune_share: share of a client's ranks that a pruning leaves (`raafl.parts.rank_pruning`), for hetlora; None = no pruning.
+        prune_penalty: weight of the loss on the other ranks.
 
     Raises:
-        BadInput: ``lora`` is unknown, or needs a merge that is a mean.
+        BadInput: ``lora`` is unknown, or needs a merge that is a mean; or ranks are to be pruned by another method than hetlora.
     """
+    _check_pruning(lora, prune_share, prune_penalty)
     if lora is None:
         return algorithm
     if lora not in get_args(LoRAMerge):
@@ -54,10 +65,31 @@ def with_lora(algorithm: Algorithm, lora: LoRAMerge | None) -> Algorithm:
                 "B apart: leave server_optimizer out, or use ffa or rolora"
             )
         merge = MERGES[lora](merge)
+        if isinstance(merge, HetLoRA):
+            merge = replace(merge, norm_alone=lora == "hetlora_paper", prune_share=prune_share)
+        if prune_share is not None:
+            local = PrunedAdapted(
+                lora, prune_share, prune_penalty, prox=old.prox, rescale=old.rescale, masked=old.masked
+            )
+            select = PrunedRanks(select, pairs, prune_share)
         select = Starting(select) if merge.is_relative else select
     elif lora == "rolora":
         select = Alternating(select)
     return replace(algorithm, local=local, merge=merge, select=select)
+
+
+def _check_pruning(lora: str | None, share: float | None, penalty: float) -> None:
+    if share is None:
+        refuse_unused("prune_ranks is not given", prune_penalty=(penalty, 0.0))
+        return
+    if lora not in ("hetlora", "hetlora_paper"):
+        raise BadInput(
+            f"prune_ranks is {share}, but lora is {lora!r}: give lora hetlora or hetlora_paper, which prune ranks"
+        )
+    if not 0 < share < 1:
+        raise BadInput(f"prune_ranks is {share}: give the share of its ranks that a client keeps, above 0 and below 1")
+    if not 0 <= penalty < math.inf:
+        raise BadInput(f"prune_penalty is {penalty}: give a weight of 0 or more")
 
 
 @dataclass(frozen=True)
@@ -109,6 +141,23 @@ class Adapted(Local):
 
     def __str__(self) -> str:
         return super().__str__() + (", A frozen" if self.lora == "ffa" else "")
+
+
+@dataclass(frozen=True)
+class PrunedAdapted(Adapted):
+    """Local training of adapters with a loss on the ranks that a pruning would take.
+
+    Attributes:
+        share: of the ranks, which the loss leaves alone.
+        penalty: weight of the loss.
+    """
+
+    share: float = 1.0
+    penalty: float = 0.0
+
+    def hook(self, task: Task) -> Hook:
+        """Return the hook that adds the loss."""
+        return Penalised(task, self.share, self.penalty)
 
 
 def _check_base(module: nn.Module, pair: LoraPair, lora: str) -> None:

@@ -63,8 +63,7 @@ def ra_fed(
         regions: number of regions of the model (K).
         trained: number of regions trained in a round that leaves some out (S*); None = all.
         every: interval in rounds; the last round of each interval leaves regions out.
-        coverage: least number of clients that train a trained region (Gamma*); None = 1 with trained, an even spread with rest
-            or hold, else by chance.
+        coverage: least number of clients that train a trained region (Gamma*); None = as even as the other settings allow.
         rest: largest number of consecutive rounds in which a client skips a region (tau_q); None = no limit.
         full_first: train all regions on all clients in the first round, as far as their memory allows.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.

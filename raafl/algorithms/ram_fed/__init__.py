@@ -68,16 +68,14 @@ def ram_fed(
     """Return RAM-Fed: RA-Fed with a memory of each client's latest update of each region.
 
     Args:
-        mask: level of the masks, L-Arb, S-Arb or MIX-Arb, or a list of numbers of regions that clients 1, 2, ... take in turn,
-            repeating.
+        mask: level of the masks, L-Arb, S-Arb or MIX-Arb, or numbers of regions that clients 1, 2, ... take in turn.
         regions: number of regions of the model (K).
         trained: number of regions trained in a round that leaves some out (S*); None = all.
         every: interval in rounds; the last round of each interval leaves regions out.
-        coverage: least number of clients that train a trained region (Gamma*); None = 1 with trained, an even spread with rest
-            or hold, else by chance.
+        coverage: least number of clients that train a trained region (Gamma*); None = as even as the other settings allow.
         rest: largest number of consecutive rounds in which a client skips a region (tau_q); None = no limit.
         full_first: train all regions on all clients in the first round, as far as their memory allows.
-        rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
+        rescale: multiply a narrowed layer's activations by 1 / (kept share of its units) while training.
         trigger: all (the paper's rounds) or each (asynchronous).
         server_lr: factor of v, in (0, 1]; None = 1 in rounds, 1/N for trigger each.
         staleness: kind of the staleness factor s(.) for trigger each: constant, polynomial or hinge.
@@ -88,8 +86,7 @@ def ram_fed(
         memory_folder: folder of these files; None = the system's folder for temporary files.
         cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all. It changes N, see above.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the regions, such as `raafl.parts.RateSelect`; leave mask to full_first at their
-            defaults then. None = regions.
+        submodel: select part that replaces the regions, and needs none of their settings; None = regions.
         hold: keep one assignment for the whole run; with trained below regions, nobody trains the others after the first round.
     """
     server_lr = 1.0 if trigger == "all" and server_lr is None else server_lr

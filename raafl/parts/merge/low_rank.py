@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -38,8 +38,12 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update, derive_seed
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.rank_pruning import compare
 from raafl.submodel import Spec, Submodels
 from raafl.submodel.lora import LoraPair, pairs_of
+
+_TINY = 1e-30
+"""Decides only if all norms are 0, as before any training: the weights then stay the algorithm's own, or equal."""
 
 Term = tuple[Tensor, list[int], Tensor, Tensor]
 """A product that is added to M: coefficient and index of each of its ranks, B (out, ranks), A (ranks, in)."""
@@ -133,6 +137,7 @@ class LowRank(Wrapped):
                 received = start or _cut((state.values[pair.b], state.values[pair.a]), ranks)
                 b, a = received[0] + b, received[1] + a
             adapters[pair.a] = (ranks, b.clone(), a.clone(), start)
+        weight = self.update_weight(weight, adapters)
         memory.updates.append(AdapterUpdate(weight, factor, adapters))
         super().receive(state, update, spec, staleness)
 
@@ -152,6 +157,15 @@ class LowRank(Wrapped):
             with_pair = [(update, update.pairs[pair.a]) for update in updates if pair.a in update.pairs]
             if with_pair:
                 self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
+
+    def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:
+        """Return the weight of an update, the same for all layers.
+
+        Args:
+            weight: by the inner merge.
+            adapters: ranks, B, A and received factors of each layer.
+        """
+        return weight
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
         """Return the weight of an adapter.
@@ -203,20 +217,37 @@ class LowRank(Wrapped):
         """
 
 
+@dataclass(frozen=True)
 class HetLoRA(LowRank):
     """HetLoRA (Cho et al. 2024, arXiv:2401.06432): means of A and B, padded with zeros, weighted by ``||B_i A_i||_F``.
 
-    It is not exact, since it averages factors. The norm is that of one layer and multiplies the algorithm's own weight; if
-    all norms are 0 that weight counts alone. The paper's pruning of ranks on clients is not implemented. Staleness acts on A
-    and B as on any value; the weight of an update that is merged alone cancels.
+    It is not exact, since it averages factors. By default the norm is that of one layer and multiplies the algorithm's own weight;
+    if all norms are 0 that weight counts alone. Staleness acts on A and B as on any value; the weight of an update that is merged
+    alone cancels.
+
+    Attributes:
+        norm_alone: weight updates as the paper does: by the norm over all layers together, whatever the algorithm's own weight.
+        prune_share: share of a client's ranks that its pruning leaves, see `raafl.parts.rank_pruning`; None = no pruning.
     """
 
+    norm_alone: bool = False
+    prune_share: float | None = None
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Compare the tail of the client's ranks, if they are pruned, and receive the update."""
+        if self.prune_share is not None:
+            compare(state, update, pairs(state.submodels), self.prune_share)
+        super().receive(state, update, spec, staleness)
+
+    def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:
+        """Return the norm over all layers if it counts alone, else ``weight``."""
+        if not self.norm_alone:
+            return weight
+        return math.sqrt(math.fsum(_squared_norm(b, a) for _, b, a, _ in adapters.values())) + _TINY
+
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
-        """Return the update's weight times ``||B A||_F`` of this layer."""
-        # ||B A||_F^2 = sum (B^T B) * (A A^T): two products of size rank x rank in place of one of out x in
-        squared = ((b.double().T @ b.double()) * (a.double() @ a.double().T)).sum().item()
-        # the small constant decides only if all norms are 0, as before any training: the weights then stay the algorithm's own
-        return weight * (math.sqrt(max(squared, 0.0)) + 1e-30)
+        """Return the update's weight times ``||B A||_F`` of this layer; the weight alone if it is a norm already."""
+        return weight if self.norm_alone else weight * (math.sqrt(_squared_norm(b, a)) + _TINY)
 
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
@@ -328,6 +359,11 @@ def rank_energy(state: GlobalState) -> dict[str, float]:
         )
         start = stop
     return shares
+
+
+def _squared_norm(b: Tensor, a: Tensor) -> float:
+    """Return ``||B A||_F^2`` as ``sum (B^T B) * (A A^T)``: two products of size rank x rank in place of one of out x in."""
+    return max(((b.double().T @ b.double()) * (a.double() @ a.double().T)).sum().item(), 0.0)
 
 
 def _cut(factors: Sequence[Tensor], ranks: list[int]) -> tuple[Tensor, Tensor]:

@@ -148,6 +148,25 @@ def test_hetlora_weighs_padded_factors_by_the_norms_of_their_products():
         torch.testing.assert_close(coordinator.state.values[name].double(), expected[name], rtol=0, atol=1e-6)
 
 
+def test_hetlora_as_published_weighs_by_the_norm_alone():
+    coordinator, tasks = started(fed_avg(submodel=BY_RANK, lora="hetlora_paper"))
+    answers = {client: trained(coordinator, task, 10**client) for client, task in tasks.items()}
+    norms = {client: wanted.norm() for client, (_, wanted) in answers.items()}
+    expected = torch.zeros_like(coordinator.state.values[A]).double()
+    for client, (update, _) in answers.items():
+        expected[: RANKS[client]] += update.tensors[A] * norms[client] / sum(norms.values())
+        coordinator.handle(Arrived(update), 0.0)
+    torch.testing.assert_close(coordinator.state.values[A].double(), expected, rtol=0, atol=1e-6)
+
+
+def test_the_published_norm_is_that_of_all_layers_together():
+    merge = fed_avg(lora="hetlora_paper").merge
+    one, other = torch.full((1, 1), 3.0), torch.full((1, 1), 4.0)
+    layers = {"first": ([0], one, one / 3, None), "second": ([0], other, other / 4, None)}
+    assert merge.update_weight(7.0, layers) == pytest.approx(5.0)
+    assert merge.weight_of(5.0, one, one) == 5.0
+
+
 def test_hetlora_of_adapters_that_do_nothing_is_the_plain_mean():
     coordinator, tasks = started(fed_avg(lora="hetlora"), 2)
     for task, value in ((tasks[1], 1.0), (tasks[2], 4.0)):

@@ -33,7 +33,7 @@ SHORT = {"clients": 2, "eval_every": 100, "train": Training(num_epochs=None, num
 SMALLER = {"fed_buff": fed_buff(buffer_size=2)}
 
 
-@pytest.mark.parametrize("name", each_method())
+@pytest.mark.parametrize("name", each_method(parts=["local", "merge"]))
 def test_a_run_on_two_emulated_gpus_that_is_resumed_gives_the_cpus_model(tmp_path, monkeypatch, request, name):
     """The emulation computes on the CPU and seeds its generators alike, so that any difference is raafl's."""
     algorithm = SMALLER.get(name, name)

@@ -24,6 +24,7 @@ def lines(check, *argv):
     return str(error.value).splitlines()
 
 
+@pytest.mark.quick_cases(0, 1, 4, 6, 11, 12)
 @pytest.mark.parametrize(
     "argv",
     [

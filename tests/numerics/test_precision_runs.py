@@ -100,6 +100,7 @@ def test_a_half_precision_model_that_learns_nothing_keeps_every_bit(tmp_path, na
             assert torch.equal(value, after[parameter]), parameter
 
 
+@pytest.mark.quick_cases("fed_prox")
 @pytest.mark.parametrize("name", ["fed_prox", "hetero_fl"])
 def test_half_precision_clients_trained_as_one_batch_give_the_same_bits(tmp_path, name):
     alone, batched = (
@@ -108,6 +109,7 @@ def test_half_precision_clients_trained_as_one_batch_give_the_same_bits(tmp_path
     assert alone == batched
 
 
+@pytest.mark.quick_cases("fed_buff")
 @pytest.mark.parametrize("name", ["fed_avg", "fed_buff", "hetero_fl"])
 def test_fifty_clients_in_fp16_keep_every_bit_too(tmp_path, name):
     before, after = run(tmp_path, name, fp16, clients=50, max_updates=50, train=Training(num_epochs=None, num_steps=1))

@@ -15,6 +15,7 @@ the other, `over_loop` that over the same run with batch_clients 1, `in_vain` th
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing as mp
 import tempfile
 import time
@@ -248,12 +249,9 @@ def run_rows(work: Workload, methods: dict[str, Algorithm]) -> list[Row]:
             begin = time.thread_time()
             bare.run()
             take("bare", time.thread_time() - begin)
-            for name, algorithm in methods.items():
-                for way in ways:
-                    seconds, summaries[name, way] = run(
-                        work, data, algorithm, way, Path(folder) / f"{name}{way}{repeat}"
-                    )
-                    take((name, way), seconds)
+            for (name, algorithm), way in itertools.product(methods.items(), ways):
+                seconds, summaries[name, way] = run(work, data, algorithm, way, Path(folder) / f"{name}{way}{repeat}")
+                take((name, way), seconds)
     found = []
     for name in methods:
         for way in ways:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -120,13 +121,10 @@ def who_did_what(runs: dict[str, list[RecordedRun]], seconds: float) -> str:
             height = step * trace["width"]
             fill = FAINT if trace["name"] == "waiting" else trace["marker"]["color"]
             more = ' fill-opacity="0.45"' if trace["name"] == "waiting" else ""
-            for label, since, lasts in zip(trace["y"], trace["base"], trace["x"], strict=True):
-                if since < seconds:
-                    ends = min(since + lasts, seconds)
-                    width = max(x(ends) - x(since) - 1.2, 0.6)
-                    picture.rect(
-                        round(x(since), 1), lanes[label] + 10 - height / 2, round(width, 1), height, fill, more=more
-                    )
+            bars = zip(trace["y"], trace["base"], trace["x"], strict=True)
+            for label, since, lasts in (bar for bar in bars if bar[1] < seconds):
+                width = round(max(x(min(since + lasts, seconds)) - x(since) - 1.2, 0.6), 1)
+                picture.rect(round(x(since), 1), lanes[label] + 10 - height / 2, width, height, fill, more=more)
     bottom = panel * len(runs)
     for second in ticks(seconds):
         picture.line([(x(second), bottom - 8), (x(second), bottom - 2)], FAINT)
@@ -193,14 +191,8 @@ def way_of_an_update() -> str:
     _model(picture, ends[1], server, BROWN, "t + 2")
     _model(picture, ends[2] - 10, server, BLUE, "t + 3")
     picture.text(136, 24, "1  a piece is cut to the device", size=13.5, bold=True)
-    picture.text(
-        WIDTH - 14,
-        24,
-        "4  it is folded in when it arrives; what is stale counts less",
-        size=13.5,
-        bold=True,
-        anchor="end",
-    )
+    fold = "4  it is folded in when it arrives; what is stale counts less"
+    picture.text(WIDTH - 14, 24, fold, size=13.5, bold=True, anchor="end")
     _task(picture, starts[0], ends[0] + 8, fast, 5, GREEN, ("2  it is trained", "on its own data"))
     _task(picture, starts[1] + 8, ends[1] + 8, fast, 3, BROWN, ("the next piece,", "without waiting"))
     _task(picture, starts[2] + 8, WIDTH - 14, fast, 5, GREEN, ("and so on", ""))
@@ -233,26 +225,17 @@ def simulated(folder: Path, seeds: int, seconds: float) -> dict[str, list[Record
         seconds: of virtual time that each lasts.
     """
     runs: dict[str, list[RecordedRun]] = {}
-    for algorithm in ALGORITHMS:
-        for seed in range(seeds):
-            run = folder / f"{algorithm}-{seed}"
-            if not (run / "summary.json").exists():
-                options = [
-                    "--max_updates",
-                    "1000000",
-                    "--max_time",
-                    f"{seconds:g}",
-                    "--seed",
-                    str(seed),
-                    "--output",
-                    str(run),
-                ]
-                config = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--algorithm", algorithm]
-                with contextlib.redirect_stdout(io.StringIO()):
-                    code = raafl(["simulate", *config, *options, "--progress", "quiet", "--json"])
-                if code:
-                    raise SystemExit(f"{run} ended with {code}")
-            runs.setdefault(algorithm, []).append(read(run))
+    for algorithm, seed in itertools.product(ALGORITHMS, range(seeds)):
+        run = folder / f"{algorithm}-{seed}"
+        if not (run / "summary.json").exists():
+            config = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--algorithm", algorithm]
+            limits = ["--max_updates", "1000000", "--max_time", f"{seconds:g}"]
+            options = [*limits, "--seed", str(seed), "--output", str(run), "--progress", "quiet", "--json"]
+            with contextlib.redirect_stdout(io.StringIO()):
+                code = raafl(["simulate", *config, *options])
+            if code:
+                raise SystemExit(f"{run} ended with {code}")
+        runs.setdefault(algorithm, []).append(read(run))
     return runs
 
 

@@ -187,11 +187,10 @@ def _classes(question: str, packages: tuple[str, ...]) -> Iterator[type]:
         homes = [module]
         for info in pkgutil.iter_modules(getattr(module, "__path__", [])):
             homes.append(importlib.import_module(f"{package}.{info.name}"))
-        for home in homes:
-            for name, cls in vars(home).items():
-                is_part = isinstance(cls, type) and issubclass(cls, base) and cls.__module__ == home.__name__
-                if is_part and not name.startswith("_") and not inspect.isabstract(cls):
-                    yield cls
+        for home, (name, cls) in ((one, item) for one in homes for item in vars(one).items()):
+            is_part = isinstance(cls, type) and issubclass(cls, base) and cls.__module__ == home.__name__
+            if is_part and not name.startswith("_") and not inspect.isabstract(cls):
+                yield cls
 
 
 def _attributes(record: type) -> dict[str, str]:

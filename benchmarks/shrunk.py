@@ -12,6 +12,7 @@ that were put there by hand. Both have the same values and give the same loss. A
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -225,21 +226,20 @@ def stepper(module: Any, batch: Any) -> Callable[[], float]:
 
 def rows(turns: int = TURNS) -> Iterator[Row]:
     """Yield a row for each model and rate."""
-    for name, case in CASES.items():
-        for rate in RATES:
-            shrunk, by_hand, batch = pair(case, rate)
-            steps = stepper(shrunk, batch), stepper(by_hand, batch)
-            found: list[tuple[float, float]] = []
-            for turn in range(turns + 1):
-                taken: tuple[list[float], list[float]] = [], []
-                for place in range(2 * STEPS):
-                    which = (place + turn) % 2
-                    taken[which].append(steps[which]())
-                found.append((min(taken[0]), min(taken[1])))
-            found = found[1:]
-            ours, theirs = (statistics.median(one[which] for one in found) for which in (0, 1))
-            ratio = statistics.median(one / other for one, other in found)
-            yield {"model": name, "rate": rate, "ratio": ratio, "shrunk_ms": 1e3 * ours, "by_hand_ms": 1e3 * theirs}
+    for (name, case), rate in itertools.product(CASES.items(), RATES):
+        shrunk, by_hand, batch = pair(case, rate)
+        steps = stepper(shrunk, batch), stepper(by_hand, batch)
+        found: list[tuple[float, float]] = []
+        for turn in range(turns + 1):
+            taken: tuple[list[float], list[float]] = [], []
+            for place in range(2 * STEPS):
+                which = (place + turn) % 2
+                taken[which].append(steps[which]())
+            found.append((min(taken[0]), min(taken[1])))
+        found = found[1:]
+        ours, theirs = (statistics.median(one[which] for one in found) for which in (0, 1))
+        ratio = statistics.median(one / other for one, other in found)
+        yield {"model": name, "rate": rate, "ratio": ratio, "shrunk_ms": 1e3 * ours, "by_hand_ms": 1e3 * theirs}
 
 
 if __name__ == "__main__":

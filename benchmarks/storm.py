@@ -139,6 +139,15 @@ def phase(address: str, folder: Path, server: psutil.Process, seconds: float, pe
     return {"updates_per_s": num / took, "threads": threads, "descriptors": files, **told}
 
 
+def _wait_for_work(folder: Path) -> None:
+    """Wait until the honest client has sent 20 updates."""
+    deadline = time.monotonic() + 120
+    while not (folder / "events.jsonl").is_file() or arrivals(folder, 0)[0] < 20:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the honest client has not begun its work within 120 s")
+        time.sleep(0.2)
+
+
 def measure(pairs: int, seconds: float, per_s: float) -> list[dict[str, Any]]:
     """Return a row for each phase, the listener's and the server's in turn, and one that compares them.
 
@@ -161,15 +170,10 @@ def measure(pairs: int, seconds: float, per_s: float) -> list[dict[str, Any]]:
         client = subprocess.Popen(join, env=environment, stderr=subprocess.DEVNULL)
         elsewhere, sock = dummy()
         try:
-            deadline = time.monotonic() + 120
-            while not (folder / "events.jsonl").is_file() or arrivals(folder, 0)[0] < 20:
-                if time.monotonic() > deadline:
-                    raise TimeoutError("the honest client has not begun its work within 120 s")
-                time.sleep(0.2)
+            _wait_for_work(folder)
             rows = []
-            for _ in range(pairs):
-                for name, target in (("a listener", elsewhere), ("the server", address)):
-                    rows.append({"attacked": name, **phase(target, folder, psutil.Process(server.pid), seconds, per_s)})
+            for name, target in [("a listener", elsewhere), ("the server", address)] * pairs:
+                rows.append({"attacked": name, **phase(target, folder, psutil.Process(server.pid), seconds, per_s)})
             return [*rows, compared(rows)]
         finally:
             sock.close()

@@ -13,6 +13,7 @@ next, or of the slot that is used again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -105,8 +106,8 @@ def counts(pieces: Sequence[int] = (1, 4, 40)) -> list[Row]:
                 tensors = [FlatTensors.zeros(layout, device) for device in ("cuda:1", "cuda:1", "cuda:0", "cuda:0")]
                 gpus.counts.clear(), gpus.num_bytes.clear()
                 one, other = _serve_task(ends[0], *tensors[:2]), _answer_task(ends[1], *tensors[2:])
-                for step in (pool.submit(one), pool.submit(other)):
-                    step.result(_TIMEOUT_S)
+                served, answered = pool.submit(one), pool.submit(other)
+                served.result(_TIMEOUT_S), answered.result(_TIMEOUT_S)
                 found.append({
                     "transport": name, "pieces": number, "bytes": layout.num_bytes,
                     "copies_to_host": gpus.counts["to host"], "copies_to_device": gpus.counts["to device"],
@@ -155,12 +156,11 @@ def _run(
         steps = {name: trip(pair, down, up) for name, pair in pairs.items()}
         steps["raw"] = _raw_trip(raw_group, *raw, server)
         times = measured[num_bytes] = {name: [] for name in steps}
-        for repeat in range(-2, repeats):
-            for name, step in steps.items():
-                start = time.perf_counter()
-                step()
-                if repeat >= 0:  # the first two warm up
-                    times[name].append(time.perf_counter() - start)
+        for repeat, (name, step) in itertools.product(range(-2, repeats), steps.items()):
+            start = time.perf_counter()
+            step()
+            if repeat >= 0:  # the first two warm up
+                times[name].append(time.perf_counter() - start)
     for pair in pairs.values():
         pair.close()
     return measured

@@ -56,9 +56,11 @@ def import_lightning() -> ModuleType:
         try:
             _import_beside_lean_torchmetrics()
         except ImportError:
-            for name in set(sys.modules) - before:
-                if name.partition(".")[0] in ("lightning", "torchmetrics"):
-                    del sys.modules[name]
+            partial = {
+                name for name in set(sys.modules) - before if name.partition(".")[0] in ("lightning", "torchmetrics")
+            }
+            for name in partial:
+                del sys.modules[name]
     return importlib.import_module("lightning")
 
 

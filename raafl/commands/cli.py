@@ -224,7 +224,9 @@ def _key(argv: list[str]) -> int:
     if rest:
         raise BadInput(f"unknown option '{rest[0]}': raafl key takes --client, --secret_file and --output")
     if own.client is None and own.secret_file is not None:
-        raise BadInput("key takes --secret_file with --client ID, and makes a new secret without both")
+        raise BadInput(
+            "--secret_file and --client ID go together: give both for a client's key, neither for a new secret"
+        )
     text = new_secret() if own.client is None else load_secret(own.secret_file).for_client(own.client).text()
     if own.output is None:
         print(text)
@@ -235,7 +237,7 @@ def _key(argv: list[str]) -> int:
 
 def _replay(argv: list[str]) -> int:
     """Replay a run folder; exit code 0 if the same model results, else 1."""
-    from raafl.commands.replay import client_file, parser, replay
+    from raafl.commands.replay import client_file, lines_of, parser, replay
 
     options = options_of(parser(), argv)
     at_least("workers", options.workers, 1)
@@ -248,9 +250,7 @@ def _replay(argv: list[str]) -> int:
             client_data=files,
             trust_config=options.trust_config,
         )
-    print(
-        json.dumps(result) if options.json else "\n".join(sanitize_text(line, 1000) for line in _replay_lines(result))
-    )
+    print(json.dumps(result) if options.json else "\n".join(sanitize_text(line, 1000) for line in lines_of(result)))
     return 1 if result["equal"] is False else 0
 
 
@@ -284,29 +284,6 @@ def _reproduce(argv: list[str]) -> int:
         from raafl.commands.reproduce import reproduce
     print(reproduce(argv))
     return 0
-
-
-def _replay_lines(result: dict[str, Any]) -> list[str]:
-    lines = [
-        f"replayed {result['events']} events to version {result['versions']}, model digest {result['model_digest']}"
-    ]
-    lines += [f"warning: {line}; the same bits are not promised" for line in result["differences"]]
-    if result["equal"]:
-        lines.append("equal to the recorded run, to the last bit")
-    elif result["equal"] is False:
-        lines.append(f"NOT equal: the run recorded {result['recorded_digest']}")
-    if parted := result["parted_at"]:
-        lines.append(
-            f"they part at event {parted['event']}, {parted['what']}: recorded {parted['recorded']}, now {parted['replayed']}"
-        )
-    if distance := result.get("distance"):
-        lines.append(
-            f"from the checkpoint of version {distance['version']}: largest difference {distance['max']:.3g}, "
-            f"root mean square {distance['rms']:.3g}"
-        )
-    if "checkpoint" in result:
-        lines.append(f"state after event {result['events']} written to {result['checkpoint']}")
-    return lines
 
 
 @contextmanager

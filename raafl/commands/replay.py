@@ -157,3 +157,27 @@ def client_file(text: str) -> tuple[int, str]:
             f"client_data is '{text}': give ID=FILE, a client's number and a YAML file with its data section"
         )
     return int(number), file
+
+
+def lines_of(result: Mapping[str, Any]) -> list[str]:
+    """Return the lines of text that report the result of `replay`."""
+    lines = [
+        f"replayed {result['events']} events to version {result['versions']}, model digest {result['model_digest']}"
+    ]
+    lines += [f"warning: {line}; the same bits are not promised" for line in result["differences"]]
+    if result["equal"]:
+        lines.append("equal to the recorded run, to the last bit")
+    elif result["equal"] is False:
+        lines.append(f"NOT equal: the run recorded {result['recorded_digest']}")
+    if parted := result["parted_at"]:
+        lines.append(
+            f"they part at event {parted['event']}, {parted['what']}: recorded {parted['recorded']}, now {parted['replayed']}"
+        )
+    if distance := result.get("distance"):
+        lines.append(
+            f"from the checkpoint of version {distance['version']}: largest difference {distance['max']:.3g}, "
+            f"root mean square {distance['rms']:.3g}"
+        )
+    if "checkpoint" in result:
+        lines.append(f"state after event {result['events']} written to {result['checkpoint']}")
+    return lines

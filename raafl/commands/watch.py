@@ -70,7 +70,7 @@ def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:
     watched = follow(path)
     watched.look()
     if not watched.begun:
-        raise BadInput(f"'{path}' is not a run folder: there is no run in it yet, and --once does not wait")
+        raise BadInput(f"run is '{path}', a folder with no run in it yet: leave out --once to wait for one")
     if as_json:
         silent_s = watched.silent_s
         found = {"run": str(path), **plain(watched.state.snapshot(None)), "silent_s": silent_s}

@@ -286,9 +286,8 @@ def in_processes(
                 process.join()
                 yield active.pop(process), process, len(queue) + len(active)
         if interrupt.asked:
-            for process in active:
-                if process.pid is not None:
-                    os.kill(process.pid, signal.SIGINT)  # a run ends between two events, with a checkpoint
+            for pid in [process.pid for process in active if process.pid is not None]:
+                os.kill(pid, signal.SIGINT)  # a run ends between two events, with a checkpoint
             for process in active:
                 process.join()
             raise KeyboardInterrupt

@@ -285,7 +285,7 @@ class Experiment:
             )
         parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise BadInput(f"output is '{self.output}', but nothing may be written in {parent}: name another folder")
+            raise BadInput(f"output is '{self.output}', and {parent} is not writable: name another folder")
 
 
 def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:

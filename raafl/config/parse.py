@@ -372,7 +372,9 @@ def expand_algorithm(argv: Sequence[str]) -> list[str]:
     for item in items:
         option, sign, name = item.partition("=")
         if option == "--algorithm.help":
-            raise BadInput("--algorithm.help is not there: `raafl algorithms NAME` says what an algorithm takes")
+            raise BadInput(
+                "--algorithm.help is no option: run `raafl algorithms NAME` for the arguments of an algorithm"
+            )
         if option == "--algorithm":
             name = name if sign else next(items, "")
             if not name or name.startswith("--"):

@@ -1,4 +1,4 @@
-"""On which models the logits of a client's absent classes can be masked (HeteroFL's masked loss), and which layer gives them.
+"""Find the layer whose logits of a client's absent classes can be masked (HeteroFL's masked loss), or why none can be.
 
 `raafl.local.masked` masks them, `raafl.parts.merge.label_split` merges that layer's rows.
 """

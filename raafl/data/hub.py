@@ -63,14 +63,19 @@ def _json_fault(path: Path) -> str | None:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         number = 0
         for number, line in enumerate(file, start=1):
-            try:
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    return (
-                        f'line {number} is no JSON object: give one sample a line, such as {{"text": ..., "label": 0}}'
-                    )
-            except (ValueError, RecursionError) as error:
-                return f"line {number} is no JSON: {error}: correct it, or leave the line out"
+            if fault := _line_fault(line):
+                return f"line {number} {fault}"
     return None if number else "it is empty: give one sample a line"
+
+
+def _line_fault(line: str) -> str | None:
+    """Explain why a line is no sample, or return None."""
+    try:
+        if not line.strip() or isinstance(json.loads(line), dict):
+            return None
+    except (ValueError, RecursionError) as error:
+        return f"is no JSON: {error}: correct it, or leave the line out"
+    return 'is no JSON object: give one sample a line, such as {"text": ..., "label": 0}'
 
 
 def rows_of(splits: Any, path: str, split: str, *columns: str) -> Any:

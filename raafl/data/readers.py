@@ -175,15 +175,23 @@ def cached(
         return _as_tensors(build())
     files = _cache_files(home, stem, parts)
     with locked(home / f"{name}.lock"):
-        if not all(path.is_file() for path in files):
-            arrays = build()
-            try:
-                for path, array in zip(files, arrays, strict=True):
-                    with whole_file(path) as file:
-                        np.save(file, array)
-            except OSError:  # the disk is full: this process has the arrays all the same
-                return _as_tensors(arrays)
+        arrays = None if all(path.is_file() for path in files) else build()
+        if arrays is not None and not _are_saved(
+            arrays, files
+        ):  # the disk is full: this process has the arrays all the same
+            return _as_tensors(arrays)
     return _mapped(files)
+
+
+def _are_saved(arrays: Arrays, files: Sequence[Path]) -> bool:
+    """Write an array to each file; False where a file cannot be written."""
+    try:
+        for path, array in zip(files, arrays, strict=True):
+            with whole_file(path) as file:
+                np.save(file, array)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -75,13 +75,16 @@ class Shakespeare(Classes):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with readers.locked(self.file.parent / ".lock"):
                 if not self.file.is_file():
-                    with (
-                        urllib.request.urlopen(_ADDRESS, timeout=DOWNLOAD_TIMEOUT_S) as answer,
-                        readers.whole_file(self.file) as file,
-                    ):
-                        shutil.copyfileobj(answer, file)
+                    self._fetch()
         except OSError as error:
             raise self._missing(f"the download failed: {error}") from error
+
+    def _fetch(self) -> None:
+        with (
+            urllib.request.urlopen(_ADDRESS, timeout=DOWNLOAD_TIMEOUT_S) as answer,
+            readers.whole_file(self.file) as file,
+        ):
+            shutil.copyfileobj(answer, file)
 
     def setup(self, stage: str | None = None) -> None:
         """Read and cut the text.

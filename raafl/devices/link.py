@@ -50,12 +50,11 @@ class Answerer:
                 peer, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            with peer:
+            with peer, contextlib.suppress(OSError):
                 peer.settimeout(self._deadline_s)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                with contextlib.suppress(OSError):
-                    while self._answer(peer):
-                        pass
+                while self._answer(peer):
+                    pass
             left -= 1
 
     def _answer(self, peer: socket.socket) -> bool:

@@ -104,14 +104,14 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
     found = newest(path) if Path(path).is_dir() else Path(path)
     if found is None or not found.is_file():
         raise BadInput(
-            f"checkpoint: there is none at {str(path)!r}; give a version-*.ckpt file or a run folder with one"
+            f"checkpoint is {str(path)!r}, where there is none: give a version-*.ckpt file or a run folder with one"
         )
     try:
         content = torch.load(found, map_location="cpu", weights_only=True)
         section = content["raafl"]
         if (format_ := section["format"]) != _FORMAT:
             raise BadInput(
-                f"checkpoint: {found} has format {format_}, this raafl reads {_FORMAT}; use the raafl that wrote it"
+                f"checkpoint is {found} of format {format_}, this raafl reads {_FORMAT}: use the raafl that wrote it"
             )
         return SavedCheckpoint(
             found, section["version"], content["state_dict"], content.get("hyper_parameters", {}), section["state"]
@@ -123,7 +123,7 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
         if type(error).__name__ == "UnpicklingError":  # torch's own words advise to run it
             what = "it holds more than tensors and plain values"
         raise BadInput(
-            f"checkpoint: {found} is damaged or is not one of raafl's ({what}); take an earlier one"
+            f"checkpoint is {found}, which is damaged or not one of raafl's ({what}): give an earlier one"
         ) from error
 
 

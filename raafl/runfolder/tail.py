@@ -112,14 +112,20 @@ class RunTail(Generic[R]):
             try:
                 news = self._take_events(undone)
                 for name, take in ((CLIENTS, self.state.client), (METRICS, self.state.metrics)):
-                    for line in self._new(name):
-                        news = True
-                        self._row(name, line, take)
+                    news = self._take_rows(name, take) or news
                 break
             except _WrittenAnew:
                 self._begin()
                 undone = _undone(self.path / JOURNAL)
         return self._take_summary() or news
+
+    def _take_rows(self, name: str, take: Callable[[Mapping[str, str]], None]) -> bool:
+        """Add the new rows of a file to the state; return whether there were any."""
+        news = False
+        for line in self._new(name):
+            news = True
+            self._row(name, line, take)
+        return news
 
     def _new(self, name: str) -> Iterator[str]:
         while (lines := self._new_lines[name].lines()) != []:
@@ -187,9 +193,13 @@ def _undone(journal: Path) -> Undone:
     new_lines, undone = NewLines(journal), Undone()
     while lines := new_lines.lines():
         for line in lines:
-            found, kept = _KIND.search(line), None
-            if found is not None and found[1] == "resumed":
-                with suppress(ValueError, TypeError, KeyError, RecursionError):
-                    kept = int(json.loads(line)["kept"])
-            undone.add(found[1] if found else None, kept)
+            kind = _KIND.search(line)
+            undone.add(kind[1] if kind else None, _num_kept(line) if kind and kind[1] == "resumed" else None)
     return undone
+
+
+def _num_kept(line: str) -> int | None:
+    """Return the number of journal lines that a resumed run keeps; None for a damaged line."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        return int(json.loads(line)["kept"])
+    return None

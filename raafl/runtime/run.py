@@ -1,4 +1,4 @@
-"""From an experiment to a finished run folder: hands its parts to one of the two runtimes."""
+"""Run an experiment on one of the two clocks, from its parts to a finished run folder."""
 
 from __future__ import annotations
 

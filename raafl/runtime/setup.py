@@ -1,4 +1,4 @@
-"""From an experiment to the parts of a run: data, model, submodels, coordinator, trainers; each is built once."""
+"""Build the parts of a run from an experiment, each once: data, model, submodels, coordinator, trainers."""
 
 from __future__ import annotations
 

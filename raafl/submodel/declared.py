@@ -111,6 +111,14 @@ def _stack(module: nn.Module, path: str, name: str) -> Stack:
     return Stack(path, tuple(blocks._modules))
 
 
+def _is_module(module: nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
 def find_exits(module: nn.Module) -> dict[str, Exit]:
     """Return the exits by name, as declared in `submodel_exits`: a list of paths, or a mapping.
 
@@ -126,13 +134,10 @@ def find_exits(module: nn.Module) -> dict[str, Exit]:
             if not isinstance(value, Mapping):
                 exits[join(prefix, name)] = Exit(tuple(join(prefix, path) for path in value))
                 continue
-            for path in (*value, *value.values()):
-                try:
-                    module.get_submodule(join(prefix, path))
-                except AttributeError:
-                    raise SpecError(
-                        f"submodel_exits names '{path}' for '{name}', which is no module: give paths of modules"
-                    ) from None
+            if missing := [path for path in (*value, *value.values()) if not _is_module(module, join(prefix, path))]:
+                raise SpecError(
+                    f"submodel_exits names '{missing[0]}' for '{name}', which is no module: give paths of modules"
+                )
             places = tuple(join(prefix, path) for path in value)
             exits[join(prefix, name)] = Exit(tuple(join(prefix, path) for path in value.values()), places)
     return exits

@@ -239,7 +239,7 @@ class FlatTensors:
             tensor = tensors.get(entry.name)
             if tensor is None or tuple(tensor.shape) != entry.shape or tensor.dtype != entry.dtype:
                 found = "missing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-                raise BadInput(f"tensor '{entry.name}' is {found}: it must be {entry.shape} {entry.dtype}")
+                raise BadInput(f"tensor '{entry.name}' is {found}: give {entry.shape} {entry.dtype}")
             flat[entry.name].copy_(tensor.detach())
         return flat
 

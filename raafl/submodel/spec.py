@@ -143,7 +143,7 @@ class Spec:
             raise SpecError(f"spec has the field '{unknown[0]}': use kept, blocks, trained, exits or base")
         base = data.get("base")
         if base is not None and not isinstance(base, str):
-            raise SpecError(f"spec has base = {str(base)[:80]!r}: give the name of a form")
+            raise SpecError(f"spec.base is {str(base)[:80]!r}: give the name of a form")
         return cls(
             _read_pairs("kept", data.get("kept", {})),
             _read_pairs("blocks", data.get("blocks", {})),
@@ -182,7 +182,7 @@ def _is_index(value: object) -> bool:
 
 def _read_pairs(field_name: str, data: object) -> tuple[tuple[str, Kept], ...]:
     if not isinstance(data, dict):
-        raise SpecError(f"spec has {field_name} = {str(data)[:80]!r}: give an object from name to indices")
+        raise SpecError(f"spec.{field_name} is {str(data)[:80]!r}: give an object from name to indices")
     pairs: list[tuple[str, Kept]] = []
     for name, value in data.items():
         bounds = value.get("range") if isinstance(value, dict) and len(value) == 1 else None
@@ -192,7 +192,7 @@ def _read_pairs(field_name: str, data: object) -> tuple[tuple[str, Kept], ...]:
             pairs.append((str(name), tuple(value)))
         else:
             raise SpecError(
-                f"spec has {field_name}['{name}'] = {str(value)[:80]!r}: give {{'range': [start, stop]}} or a list "
+                f"spec.{field_name}['{name}'] is {str(value)[:80]!r}: give {{'range': [start, stop]}} or a list "
                 "of indices"
             )
     return tuple(pairs)
@@ -202,7 +202,7 @@ def _read_names(field_name: str, data: object) -> tuple[str, ...] | None:
     if data is None:
         return None
     if not isinstance(data, list) or not all(isinstance(name, str) for name in data):
-        raise SpecError(f"spec has {field_name} = {str(data)[:80]!r}: give a list of names")
+        raise SpecError(f"spec.{field_name} is {str(data)[:80]!r}: give a list of names")
     return tuple(data)
 
 

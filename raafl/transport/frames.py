@@ -37,21 +37,25 @@ class Frames:
     def send(self, head: bytes, tensors: FlatTensors | None) -> int:
         """Send a message whose head is encoded already (`codec.encode_head`); return its bytes on the wire."""
         before = self._stream.num_written
-        parts: list[memoryview | bytes] = [head]
-        if tensors is not None and codec.declared(tensors):
-            checksum, waiting = Checksum(), len(head)
-            with self.staging.ring("send", tensors) as staging:
-                for host in _pieces(tensors) if staging is None else staging.outgoing(_pieces(tensors)):
-                    view = codec.memory(host)
-                    checksum.update(view)
-                    parts.append(view)
-                    waiting += len(view)
-                    if waiting >= PIECE_BYTES or staging is not None:  # a slot of the staging buffer is soon used again
-                        self._stream.write(parts)
-                        parts, waiting = [], 0
-            parts.append(checksum.footer())
-        self._stream.write(parts)
+        has_payload = tensors is not None and codec.declared(tensors)
+        self._stream.write(self._send_payload(head, tensors) if has_payload else [head])  # type: ignore[arg-type]
         return self._stream.num_written - before
+
+    def _send_payload(self, head: bytes, tensors: FlatTensors) -> list[memoryview | bytes]:
+        """Send head and payload in pieces; return the rest that is still to be written, the footer last."""
+        parts: list[memoryview | bytes] = [head]
+        checksum, waiting = Checksum(), len(head)
+        with self.staging.ring("send", tensors) as staging:
+            for host in _pieces(tensors) if staging is None else staging.outgoing(_pieces(tensors)):
+                view = codec.memory(host)
+                checksum.update(view)
+                parts.append(view)
+                waiting += len(view)
+                if waiting >= PIECE_BYTES or staging is not None:  # a slot of the staging buffer is soon used again
+                    self._stream.write(parts)
+                    parts, waiting = [], 0
+        parts.append(checksum.footer())
+        return parts
 
     def receive(self, expect: Expect, finite: bool) -> Message:
         """Receive a message; raises like `Connection.recv`. After `Refused`, `in_step` says whether another can follow."""

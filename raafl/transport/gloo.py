@@ -261,9 +261,9 @@ class GlooConnection(Connection):
             while in_flight:
                 work, host, chunk = in_flight.popleft()
                 self._wait(work, self.timeout_s)
+                if staging is not None and chunk is not footer:
+                    staging.land(host, chunk)  # first, so that the copy runs beside what looks at the values
                 if chunk is not footer:
-                    if staging is not None:
-                        staging.land(host, chunk)  # first, so that the copy runs beside what looks at the values
                     checksum.update(codec.memory(host))
                     problem = problem or problem_of(host, finite)
                 post()

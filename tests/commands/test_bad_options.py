@@ -125,7 +125,7 @@ BAD = {
     "progress unknown": (["--progress", "loud"], "progress is 'loud': give auto, live, plain, verbose or quiet"),
     "output not writable": (
         ["--output", "/proc/version/run"],
-        "output is '/proc/version/run', but nothing may be written in /proc/version",
+        "output is '/proc/version/run', and /proc/version is not writable",
     ),
 }
 

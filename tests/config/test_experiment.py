@@ -185,7 +185,7 @@ def test_output_may_be_new_or_empty_and_nothing_else(tmp_path):
         ]
     below = tmp_path / "file" / "run"
     assert problems(output=str(below)) == [
-        f"output is '{below}', but nothing may be written in {tmp_path / 'file'}: name another folder"
+        f"output is '{below}', and {tmp_path / 'file'} is not writable: name another folder"
     ]
 
 

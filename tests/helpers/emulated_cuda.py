@@ -9,13 +9,10 @@ autocast is the CPU's.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,21 +23,12 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.helpers.emulated_rules import COPIES, INDEXING, where
 from tests.helpers.emulated_streams import Counts, Event, Stream, Streams
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 NUM_DEVICES, NUM_BYTES = 2, 2**30
-MIXES_SCALARS = {aten.fill_, aten.masked_fill, aten.masked_fill_}
-COPIES = {aten.copy_, aten._to_copy, aten._copy_from, aten._foreach_copy_}
-INDEXING = {
-    aten.index,
-    aten._unsafe_index,
-    aten.index_put,
-    aten.index_put_,
-    aten._index_put_impl_,
-    aten._unsafe_index_put,
-}
 WAITS = {
     aten._local_scalar_dense,
     aten.nonzero,
@@ -237,78 +225,6 @@ class Emulated(TorchDispatchMode):
         finally:
             own.set_state(torch.default_generator.get_state())
             torch.default_generator.set_state(outer)
-
-
-def where(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> torch.device:
-    """Return the device that an operation computes on by PyTorch's rules; raise the error that PyTorch would raise.
-
-    Args:
-        func: operation of ATen.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        tensors: all tensors among them.
-    """
-    devices = [tensor.device for tensor in tensors]
-    first, packet = (devices or [CPU])[0], func.overloadpacket
-    if len(set(devices)) < 2 or packet in COPIES:
-        return first
-    if packet in INDEXING:
-        of, indices, *values = args[:3]
-        if any(i is not None and i.device not in (CPU, of.device) for i in indices):
-            raise RuntimeError(
-                f"indices should be either on cpu or on the same device as the indexed tensor ({of.device})"
-            )
-        if any(value.device != of.device and value.dim() for value in values):
-            raise _mixed([of.device, values[0].device])
-        return of.device
-    if packet is aten._pack_padded_sequence:  # wants the lengths on the CPU, and leaves the sizes of batches there
-        return first
-    lists = [item for item in args if isinstance(item, list | tuple) and item and isinstance(item[0], Tensor)]
-    if len(lists) > 1 and func.__name__.startswith("_foreach"):
-        for together in zip(*lists, strict=True):
-            where(aten.add.Tensor, (), {}, list(together))
-        return first
-    common = next((device for device in devices if device.type == "cuda"), CPU)
-    written = {id(value) for value, of in zip(args, func._schema.arguments, strict=False) if of.is_write}
-    written |= {id(kwargs.get(of.name)) for of in func._schema.arguments if of.is_write}
-    pointwise = leaves_devices_to_its_iterator(func) or func.__name__.startswith("_foreach")
-    others = [t for t in tensors if t.device != common]
-    if not pointwise or any(t.dim() or t.device != CPU or id(t) in written for t in others):
-        raise _mixed(devices)
-    if len(others) > 1 and packet is not aten.where:
-        raise _mixed(devices)
-    return common
-
-
-@cache
-def leaves_devices_to_its_iterator(func: Any) -> bool:
-    """Check in torch's table of kernels whether an elementwise operation accepts a scalar on the CPU.
-
-    The others check all tensors before they begin (`device_check: ExactSame`, the default for what has a kernel for CUDA).
-    """
-    if torch.Tag.pointwise not in func.tags and func.overloadpacket not in MIXES_SCALARS:
-        return False
-    if (
-        func.overloadpacket is aten.clamp_min_
-    ):  # cosine_similarity makes the scalar where C++ sees its operands, on the CPU
-        return True
-    name, overload = func._schema.name.removeprefix("aten::"), func._schema.overload_name
-    written = f"{name}.{overload}(" if overload else f"{name}("
-    entry = next((one for one in _kernels() if one.startswith(written)), "")
-    return "device_check: NoCheck" in entry or not ("CUDA" in entry or "structured_delegate" in entry)
-
-
-@cache
-def _kernels() -> list[str]:
-    import torchgen
-
-    path = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
-    return re.split(r"^- func: ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-
-
-def _mixed(devices: list[torch.device]) -> RuntimeError:
-    names = " and ".join(map(str, dict.fromkeys(devices)))
-    return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {names}!")
 
 
 def generators(of: Emulated) -> type:

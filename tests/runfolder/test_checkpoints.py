@@ -105,21 +105,21 @@ def test_versions_are_ordered_as_numbers_and_the_new_one_is_never_removed(tmp_pa
 
 
 def test_bad_input_is_named(tmp_path):
-    with pytest.raises(BadInput, match=r"there is none at .*give a version-"):
+    with pytest.raises(BadInput, match=r"where there is none: give a version-"):
         checkpoint.load(tmp_path)
     assert checkpoint.newest(tmp_path) is None
 
     path = checkpoint.save(tmp_path, 1, {"w": torch.ones(1000)})
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(
-        BadInput, match=r"version-000001\.ckpt is damaged or is not one of raafl's .*; take an earlier one"
+        BadInput, match=r"version-000001\.ckpt, which is damaged or not one of raafl's .*: give an earlier one"
     ):
         checkpoint.load(path)
     torch.save({"state_dict": {}}, path)
     with pytest.raises(BadInput, match=r"not one of raafl's \(KeyError"):
         checkpoint.load(path)
     torch.save({"raafl": {"format": 99}}, path)
-    with pytest.raises(BadInput, match="has format 99, this raafl reads 1"):
+    with pytest.raises(BadInput, match="of format 99, this raafl reads 1"):
         checkpoint.load(path)
 
 

@@ -227,7 +227,7 @@ def test_a_resumed_run_is_shown_without_what_it_has_gone_back_behind(tmp_path):
     ("argv", "line"),
     [
         (["--once"], "RUN is missing: give the folder of a run"),
-        (["nowhere", "--once"], "'nowhere' is not a run folder: there is no run in it yet"),
+        (["nowhere", "--once"], "run is 'nowhere', a folder with no run in it yet: leave out --once"),
         (["nowhere", "--json"], "--json goes with --once"),
         (["nowhere", "--onec"], "unknown option '--onec'"),
         ([__file__], "is a file: give the folder of a run"),

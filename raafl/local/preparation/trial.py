@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -67,14 +67,7 @@ def try_training(
                 optimizer, schedules = configure(module)
                 trainer.begin(optimizer, schedules)
             before = _forms(module)
-            for given, index in _tries(batch, more):
-                with explained(module, "hooks before training_step", given):
-                    batch = transferred(module, given, torch.device(device), to_device)
-                    begin(module, batch)
-                with explained(module, "training_step", batch):
-                    answer = module.training_step(batch, index)  # type: ignore[operator]
-                if answer is not None:
-                    break
+            batch, answer = _first_answer(module, _tries(batch, more), torch.device(device))
             tried = Tried(recorder.names, _warnings(kind, trainer, recorder, schedules), optimizer)
             if answer is None and may_skip:
                 return tried
@@ -90,6 +83,20 @@ def try_training(
                 setattr(part, name, value)
             else:
                 vars(part).pop(name, None)
+
+
+def _first_answer(module: nn.Module, tries: Iterable[tuple[object, int]], device: torch.device) -> tuple[object, Any]:
+    """Run training steps until one returns something; return its batch on the device, and the answer, None if there is none."""
+    batch = answer = None
+    for given, index in tries:
+        with explained(module, "hooks before training_step", given):
+            batch = transferred(module, given, device, to_device)
+            begin(module, batch)
+        with explained(module, "training_step", batch):
+            answer = module.training_step(batch, index)  # type: ignore[operator]
+        if answer is not None:
+            break
+    return batch, answer
 
 
 def _tries(batch: object, more: Callable[[], Any] | None) -> Iterator[tuple[Any, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 from raafl.core.algorithm import Algorithm
@@ -48,9 +49,9 @@ class Pooled(Wrapped):
             if self.sends == "delta":
                 received = self.pooling.statistics_in(update.tensors)
                 current = self.pooling.statistics_in(state.submodels.plan(spec).gather(state.values))
-                for tensors, others in zip(received, current, strict=True):
-                    for tensor, other in zip(tensors, others, strict=True):
-                        tensor.sub_(other)
+                pairs = (zip(*both, strict=True) for both in zip(received, current, strict=True))
+                for tensor, other in itertools.chain.from_iterable(pairs):
+                    tensor.sub_(other)
             super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:

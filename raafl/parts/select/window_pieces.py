@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raafl.core.algorithm import SelectContext
 from raafl.errors import BadInput, fraction
-from raafl.parts.select.segments import cuts_of, stack_of
+from raafl.parts.select.segments import Segments, cuts_of, stack_of
 from raafl.parts.select.submodels import Choice, OneOf
 from raafl.parts.select.units import count
 from raafl.parts.select.windows import RollingWindows, split_rate, window_notes
@@ -59,12 +60,9 @@ class WindowPieces(OneOf):
             num_blocks = 1 if stack is None else count(len(stack), depth)
             for start in windows.starts(submodels, num_blocks, depth):
                 stop = start + num_blocks
+                present = {name: cut for name, cut in cuts.items() if cut.block is None or cut.block < stop}
                 for part in range(math.ceil(1.0 / width - 1e-9)):
-                    units = {}
-                    for name, cut in cuts.items():
-                        number = count(len(cut), width)
-                        if number < len(cut) and (cut.block is None or cut.block < stop):
-                            units[name] = cut.units([(part * number + i) % len(cut) for i in range(number)])
+                    units = _units_of(present, width, part)
                     pieces[windows.window(submodels, start, stop, units, distils=self.distils)] = None
         return tuple(pieces)
 
@@ -81,3 +79,13 @@ class WindowPieces(OneOf):
         return (
             f"windows of blocks and slices of their width, {', '.join(f'{rate:g}' for rate in self.rates)} of the model"
         )
+
+
+def _units_of(cuts: Mapping[str, Segments], width: float, part: int) -> dict[str, list[int]]:
+    """Return the units of slice ``part`` of each cut that has more than the slice."""
+    numbers = {name: count(len(cut), width) for name, cut in cuts.items()}
+    return {
+        name: cut.units([(part * numbers[name] + i) % len(cut) for i in range(numbers[name])])
+        for name, cut in cuts.items()
+        if numbers[name] < len(cut)
+    }

@@ -91,10 +91,8 @@ def _receive(pair: Connection, trainer: LocalTrainer, inbox: queue.SimpleQueue[A
                 Welcome.from_meta(message.meta).apply_to(trainer.submodels)
             elif expected:
                 item = expected.pop()
-                if isinstance(item, Assign):
-                    inbox.put((item.assignment, message.tensors, item.more))
-                else:
-                    inbox.put((item, message.tensors, False))
+                task, more = (item.assignment, item.more) if isinstance(item, Assign) else (item, False)
+                inbox.put((task, message.tensors, more))
     except Exception as error:
         last = error
     stop.set()

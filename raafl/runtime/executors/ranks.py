@@ -123,12 +123,16 @@ class RankExecutor(Executor):
                     return self._inner.result(assignment_id, context)
                 self._keep(first, self._trained_ahead(first.assignment.id, context))
             finally:
-                with self._changed:
-                    self._num_free += 1
-                    self._num_here -= 1
-                    if first is task:
-                        self._one_less_needed()
-                        del self._tasks[assignment_id]
+                self._end_here(task if first is task else None)
+
+    def _end_here(self, task: _Task | None) -> None:
+        """Count one task less at work in this process; ``task`` is the one whose result was asked for, if it was that one."""
+        with self._changed:
+            self._num_free += 1
+            self._num_here -= 1
+            if task is not None:
+                self._one_less_needed()
+                del self._tasks[task.assignment.id]
 
     def _for_here(self, task: _Task) -> list[_Task]:
         """Take what this process trains next, as a task's result is asked for; the caller has the condition."""
@@ -296,13 +300,10 @@ class RankExecutor(Executor):
             with connect() as pair:
                 self._pairs.append(pair)
                 self._greet(pair)
-                while (found := self._next()) is not None:
-                    if isinstance(found, Shared):
-                        found.measure_at(pair)
-                    else:
-                        out = found
-                        self._exchange(name, pair, out)
-                    found = None  # nothing is kept while the next is waited for
+                while (work := self._next()) is not None:
+                    out = out if isinstance(work, Shared) else work
+                    self._do(name, pair, work)
+                    work = None  # nothing is kept while the next is waited for
                 self._stop(pair)  # it may have come when the others had been told
         except Exception as error:  # whatever it is, the others can do what this one cannot
             if self._lose(out):
@@ -322,23 +323,32 @@ class RankExecutor(Executor):
         with self._stopping, suppress(PeerLost, PeerTimeout):
             pair.send(Message(Kind.STOP, meta=Reason("the run has ended").to_meta()), 1.0)
 
+    def _do(self, name: str, pair: Connection, work: list[_Task] | Shared) -> None:
+        if isinstance(work, Shared):
+            work.measure_at(pair)
+        else:
+            self._exchange(name, pair, work)
+
     def _next(self) -> list[_Task] | Shared | None:
         """Wait for an evaluation to help with, or tasks to begin; None = the run has ended."""
         with self._changed:
             self._num_free += 1
             try:
-                while not self._closed:
-                    if self._shared is not None and self._shared.has_more:
-                        return self._shared
-                    some = self._begin()
-                    for task in some:
-                        task.sending = True
-                    if some:
-                        return some
+                work = None
+                while not self._closed and not (work := self._ready()):
                     self._changed.wait()
+                return work or None
             finally:
                 self._num_free -= 1
-        return None
+
+    def _ready(self) -> list[_Task] | Shared | None:
+        """Return an evaluation with batches left, or the tasks to begin next, marked as being sent; the lock is held."""
+        if self._shared is not None and self._shared.has_more:
+            return self._shared
+        some = self._begin()
+        for task in some:
+            task.sending = True
+        return some
 
     def _exchange(self, name: str, pair: Connection, out: list[_Task]) -> None:
         """Have a rank train tasks, and keep what it answers; those that are done leave ``out``."""

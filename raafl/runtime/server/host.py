@@ -70,15 +70,19 @@ def host(
         if transport.address:
             run.progress.note(f"listening at {transport.address}")
         try:
-            if saved is not None:
-                with resume.restoring(saved):
-                    server.restore(saved.section["clock"])
+            _restore(server, saved)
             run.start()
             reason = server.run()
             return run.finish(reason, server.now, server.error), run.folder
         finally:
             server.close()
             run.close()
+
+
+def _restore(server: Server, saved: resume.SavedRun | None) -> None:
+    if saved is not None:
+        with resume.restoring(saved):
+            server.restore(saved.section["clock"])
 
 
 def _admit(run: Run, server: Server, terms: Terms | None) -> Admit:

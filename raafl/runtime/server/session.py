@@ -221,6 +221,10 @@ class Session(threading.Thread):
             nothing = FlatTensors.empty(Layout(()))
             self._inbox.put(Arrived(Update(hello.unsent, self.client, self.incarnation, nothing, 0, refusal="late")))
 
+    def _keep_alive(self, pair: Connection) -> None:
+        with self._sending:
+            pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation))
+
     def _serve(self, pair: Connection) -> None:
         idle_s = 0.0
         while True:
@@ -229,8 +233,7 @@ class Session(threading.Thread):
             except queue.Empty:
                 idle_s += _LOOK_S
                 if idle_s >= self._waits.idle_s / 3:
-                    with self._sending:
-                        pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation))
+                    self._keep_alive(pair)
                     idle_s = 0.0
                 pair.check()
                 continue

@@ -302,13 +302,12 @@ def _item(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Ite
         if i is Ellipsis:
             dim += args[0].dim() - behind
             continue
-        if isinstance(i, slice) and i.step in (None, 1):
-            for end in ("start", "stop"):
-                value = getattr(i, end)
-                if isinstance(value, int) and value:
-                    stop = min(value + (args[0].shape[dim] if value < 0 else 0), args[0].shape[dim])
-                    where = (1, place, end) if isinstance(args[1], tuple) else (1, end)
-                    yield where, value, Part(args[0], dim, stop=max(stop, 0))
+        ends = ("start", "stop") if isinstance(i, slice) and i.step in (None, 1) else ()
+        for end, value in ((end, getattr(i, end)) for end in ends):
+            if isinstance(value, int) and value:
+                stop = min(value + (args[0].shape[dim] if value < 0 else 0), args[0].shape[dim])
+                where = (1, place, end) if isinstance(args[1], tuple) else (1, end)
+                yield where, value, Part(args[0], dim, stop=max(stop, 0))
         dim += i is not None
 
 

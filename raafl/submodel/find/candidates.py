@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -129,22 +130,20 @@ class Candidates:
             for place, path in (one.items() if isinstance(one, Mapping) else ())
         ]
         for candidate in self._by_atom.values():
-            for spot in list(candidate.spots):
-                for place, path in places:
-                    own = path + spot.name.removeprefix(place)
-                    if within(spot.name, (place,)) and own in self.seen.dims:
-                        candidate.spots.append(replace(spot, name=own))
-                        self.seen.untouched.discard(own)
+            for spot, (place, path) in itertools.product(list(candidate.spots), places):
+                own = path + spot.name.removeprefix(place)
+                if within(spot.name, (place,)) and own in self.seen.dims:
+                    candidate.spots.append(replace(spot, name=own))
+                    self.seen.untouched.discard(own)
 
     def _pin_outputs(self) -> None:
         """Keep whole what a part gives that has all of an axis: the result has to have the same form."""
         for path, dims in self.seen.given:
-            for dim in dims:
-                for atom in dim.units():
-                    candidate = self._by_atom.get(atom)
-                    if candidate is not None and all(within(spot.name, (path,)) for spot in candidate.spots):
-                        reason = Reason(f"it is an output of '{path}'" if path else "it is an output of the model")
-                        atom.pin = reason  # it says more than what the loss does to it
+            for atom in (atom for dim in dims for atom in dim.units()):
+                candidate = self._by_atom.get(atom)
+                if candidate is not None and all(within(spot.name, (path,)) for spot in candidate.spots):
+                    reason = Reason(f"it is an output of '{path}'" if path else "it is an output of the model")
+                    atom.pin = reason  # it says more than what the loss does to it
 
     def _why_whole(self, candidate: Candidate, residual_width: bool) -> Reason | None:
         atom = candidate.atom

@@ -148,22 +148,24 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
 
 def pointwise(call: Call) -> list[Dims]:
     """Unite the dimensions that are broadcast together."""
-    found: list[Dims] = []
-    for out in call.outs:
-        dims: list[Dim | None] = [None] * out.dim()
-        for tensor in call.ins:
-            for back, dim in enumerate(reversed(call.dims_of(tensor)), 1):
-                if back > out.dim() or dim.size == 1 or dim.size != out.shape[-back]:
-                    continue  # a scalar, or one index for all
-                known = dims[-back]
-                if known is None:
-                    dims[-back] = dim
-                else:
-                    call.labels.unify(known, dim)
-                    if call.name == "mul" and call.ins[0].shape == call.ins[1].shape:
-                        call.labels.mark(known, "gated")
-        found.append([Dim() if dim is None else dim for dim in dims])
-    return found
+    return [_broadcast(call, out) for out in call.outs]
+
+
+def _broadcast(call: Call, out: Tensor) -> Dims:
+    """Return the dimensions of one result."""
+    dims: list[Dim | None] = [None] * out.dim()
+    is_gate = call.name == "mul" and len(call.ins) > 1 and call.ins[0].shape == call.ins[1].shape
+    for back, dim in (pair for tensor in call.ins for pair in enumerate(reversed(call.dims_of(tensor)), 1)):
+        if back > out.dim() or dim.size == 1 or dim.size != out.shape[-back]:
+            continue  # a scalar, or one index for all
+        known = dims[-back]
+        if known is None:
+            dims[-back] = dim
+            continue
+        call.labels.unify(known, dim)
+        if is_gate:
+            call.labels.mark(known, "gated")
+    return [Dim() if dim is None else dim for dim in dims]
 
 
 @rule(

@@ -204,11 +204,15 @@ class SizeTracker(TorchFunctionMode):
             for where, value, part in takes(args, kwargs, answer) if site else ():
                 dim = self._dim(part)
                 if dim is not None and isinstance(value, int | None) and not isinstance(value, bool):
-                    origin = None if value is None else origin_of(value)
-                    if value is not None and value < 0 and part.stop is not None:  # a slice that counts from the end
-                        origin = ("add", self._dims_of(part.tensor)[part.dim], origin)
-                    self.asked.append(SizeUse(self.running[-1], site, where, name, origin, dim))
+                    self.asked.append(SizeUse(self.running[-1], site, where, name, self._origin(value, part), dim))
         return answer
+
+    def _origin(self, value: int | None, part: Part) -> Any:
+        """Return where the size ``value``, which an operation was given for ``part``, was computed from; None = unknown."""
+        origin = None if value is None else origin_of(value)
+        if value is not None and value < 0 and part.stop is not None:  # a slice that counts from the end
+            return ("add", self._dims_of(part.tensor)[part.dim], origin)
+        return origin
 
     def _measured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> object:
         """Make the sizes of a tensor remember its dimensions."""
@@ -365,8 +369,8 @@ def _numbers(modules: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[Attribu
             if _counts(value):
                 yield (path, (name,)), value
             elif isinstance(value, tuple | list):
-                if type(value) in (tuple, list) and all(type(x) is int for x in value):
-                    yield from (((path, (name, i)), x) for i, x in enumerate(value) if _counts(x))
+                plain = value if type(value) in (tuple, list) and all(type(x) is int for x in value) else ()
+                yield from (((path, (name, i)), x) for i, x in enumerate(plain) if _counts(x))
             elif isinstance(value, dict) or (hasattr(value, "__dict__") and not isinstance(value, PLAIN)):
                 inside = value if isinstance(value, dict) else value.__dict__
                 yield from (

@@ -7,6 +7,7 @@ as it only evaluates conditions: those are taken as false, as in `raafl.submodel
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
@@ -175,12 +176,11 @@ def trace(module: nn.Module, batch: object) -> TraceResult:
             runs, batch = (isolated_run.call,), made_batch(module, partial(_runs, module))
             if batch is None:
                 return _unseen(module, "there is no batch to follow: give an example batch")
-        for run in runs:
-            for way in ways:
-                seen = _attempt(module, batch, run, way)
-                if seen.problem is None:
-                    return seen
-                first = seen if first is None or (way == ways[-1] and run is runs[0]) else first
+        for run, way in itertools.product(runs, ways):
+            seen = _attempt(module, batch, run, way)
+            if seen.problem is None:
+                return seen
+            first = seen if first is None or (way == ways[-1] and run is runs[0]) else first
     assert first is not None
     return first
 

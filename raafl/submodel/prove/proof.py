@@ -77,13 +77,13 @@ def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str,
     too_large = f"not proven: no step is tried of a model of more than {MOST_VALUES:,} parameters"
     found = dict.fromkeys(submodels.axes, too_large)
     with undisturbed(), torch.enable_grad():
-        for one, built, some in _candidates(submodels, module, batch):
-            for dtype in TOLERANCES:
-                proof = _Proof(one, built, some, dtype)
-                problem = proof.begin()
-                if problem is None:
-                    return proof.refuted()
-                found = dict.fromkeys(submodels.axes, f"not proven: {problem}")
+        tries = ((tried, dtype) for tried in _candidates(submodels, module, batch) for dtype in TOLERANCES)
+        for (one, built, some), dtype in tries:
+            proof = _Proof(one, built, some, dtype)
+            problem = proof.begin()
+            if problem is None:
+                return proof.refuted()
+            found = dict.fromkeys(submodels.axes, f"not proven: {problem}")
     return found
 
 

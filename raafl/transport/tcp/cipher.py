@@ -158,7 +158,9 @@ class EncryptedStream:
         try:
             cipher.decrypt_into(nonce, sealed, self._sealed_in[: _LENGTH.size], plain)
         except InvalidTag:
-            raise Refused("bad-seal", "a record is not the peer's next one") from None
+            raise Refused(
+                "bad-seal", "the tag of a record is wrong: it was changed, repeated or left out on its way"
+            ) from None
 
     def _close(self, plain: memoryview) -> None:
         """Seal and send one record."""

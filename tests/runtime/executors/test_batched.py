@@ -12,7 +12,8 @@ from raafl.runtime.executors import Inline, batched
 from raafl.runtime.executors.batched import BatchedExecutor
 from raafl.submodel import FULL, Spec
 from tests.local.bench import BATCH_SIZE, Bench, Net
-from tests.local.stacked.test_cohort import Branching, Numpy, members
+from tests.local.stacked.models import Branching, Numpy
+from tests.local.stacked.test_cohort import members
 
 
 class Late(Branching):

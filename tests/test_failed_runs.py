@@ -79,7 +79,7 @@ def test_workers_fail_at_the_same_event(tmp_path, bad_label):
     assert one.text("events.jsonl") == three.text("events.jsonl")
 
 
-@pytest.mark.long("tests/runtime/test_failed_run.py::test_a_run_that_ended_otherwise_goes_on_as_if_it_had_not")
+@pytest.mark.long("tests/runtime/test_run.py::test_a_run_that_ended_otherwise_goes_on_as_if_it_had_not")
 def test_a_mended_run_goes_on_as_if_nothing_had_failed(tmp_path, bad_label, monkeypatch):
     failed = finish(bad(tmp_path / "run", algorithm="fed_async"))
     assert failed.summary["updates_merged"] > 0

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import torch
 
 from raafl.compression.plan import CompressionPlan
-from raafl.core.client_state import ClientState
 from raafl.core.coordinator import Coordinator
 from raafl.core.memory import OneValue
 from raafl.core.payload import Way
 from raafl.core.snapshots import Snapshots
+from raafl.core.state import ClientState
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
 from raafl.errors import InvalidPayload
 from raafl.submodel import FlatTensors, Layout, Spec

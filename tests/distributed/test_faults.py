@@ -274,7 +274,7 @@ def test_updates_are_received_while_others_are_merged(tmp_path):
 # ---- nothing is left ----
 
 
-@pytest.mark.long("tests/runtime/executors/test_executors.py::test_runs_in_several_processes_leave_no_file_open")
+@pytest.mark.long("tests/runtime/executors/test_ranks.py::test_runs_in_several_processes_leave_no_file_open")
 @pytest.mark.slow("four runs on real ranks")
 def test_threads_files_and_processes_are_gone_after_each_run(tmp_path):
     def one(name, inbox_action=None):

@@ -47,10 +47,12 @@ def public_functions(node: ast.Module | ast.ClassDef) -> Iterator[tuple[Function
 def unnamed(function: Function, parameters: list[str]) -> list[str]:
     """Return the parameters that the docstring should describe and does not.
 
-    A method that overrides another describes none if its docstring says where they are described: "see `Base.method`".
+    None is missing where the docstring says where they are described: "see `Base.method`" of the method that it overrides, or
+    "arguments as for `other`".
     """
     text = ast.get_docstring(function) or ""
-    if len(parameters) <= MOST_UNNAMED or re.search(rf"\b[Ss]ee `(\w+\.)+{function.name}`", text):
+    elsewhere = re.search(rf"\b[Ss]ee `(\w+\.)+{function.name}`|\barguments as for `[\w.]+`", text)
+    if len(parameters) <= MOST_UNNAMED or elsewhere:
         return []
     section = re.split(r"^Args:$", text, maxsplit=1, flags=re.M)
     lines = re.split(r"^\w+:$", section[1], flags=re.M)[0] if len(section) > 1 else ""

@@ -1,4 +1,4 @@
-"""What is not among a test's quick cases is long, and a quick case that does not exist is an error."""
+"""Cases outside a test's quick ones are long, and a quick case that does not exist is an error."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
 
 @dataclass
 class Round(MergeMemory):
-    """How far a round's shares are dealt out.
+    """Progress of dealing out a round's shares.
 
     Attributes:
         version: of the model that the round starts from.

@@ -72,7 +72,7 @@ class AdapterUpdate:
 
 @dataclass
 class LoraMemory(MergeMemory):
-    """What merges of adapters keep.
+    """Memory of merges of adapters.
 
     Attributes:
         at_work: client -> version that it started from.

@@ -21,7 +21,7 @@ MAX_SCORE = 1e4
 
 @dataclass(slots=True)
 class Start:
-    """What a client at work started from.
+    """Start of a client's task: its submodel and values.
 
     Attributes:
         spec: of its task.

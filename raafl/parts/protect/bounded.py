@@ -76,7 +76,7 @@ class Norms:
 
 @dataclass(slots=True)
 class Accepted:
-    """How many updates of a layout were accepted, and the norms of each part of them."""
+    """Number of accepted updates of a layout, and the norms of each part of them."""
 
     num: int = 0
     of: dict[str, Norms] = field(default_factory=dict)

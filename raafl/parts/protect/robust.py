@@ -304,7 +304,7 @@ def feed(
 
 
 @dataclass
-class Located(OneValue[list[tuple[Spec, int, FlatTensors]]]):
+class PendingUpdates(OneValue[list[tuple[Spec, int, FlatTensors]]]):
     """Spec, staleness and a copy of each update since the last merge."""
 
     key = "located"
@@ -335,14 +335,14 @@ class CoordinateWise(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Store a copy of the update until the merge."""
-        state.memory.of(Located).value.append((spec, staleness, update.tensors.clone()))
+        state.memory.of(PendingUpdates).value.append((spec, staleness, update.tensors.clone()))
 
     def detach(self, state: GlobalState) -> None:
         """Do nothing: stored updates are copies already."""
 
     def apply(self, state: GlobalState) -> None:
         """Combine the stored updates, and pass the result to the inner merge in their place."""
-        stored, state.memory.of(Located).value = state.memory.of(Located).value, []
+        stored, state.memory.of(PendingUpdates).value = state.memory.of(PendingUpdates).value, []
         values = locate(state, [(spec, tensors) for spec, _, tensors in stored], self.combine, self.trim)
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 

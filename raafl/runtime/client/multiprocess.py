@@ -113,7 +113,8 @@ class ClientGroup:
             self._pairs = {number: self._meet(number) for number in numbers}
         except (PeerLost, PeerTimeout, RuntimeError) as error:
             raise RunFailed(
-                f"client {client}: its {self.size} processes have formed no group ({str(error).splitlines()[0]}): start them by one torchrun, on machines that reach each other"
+                f"client {client}: its {self.size} processes have formed no group ({str(error).splitlines()[0]}): "
+                "start them by one torchrun, on machines that reach each other"
             ) from None
 
     def _meet(self, number: int) -> GlooConnection:

@@ -1,8 +1,8 @@
 """Train tasks on other ranks, each with a processor or GPU of its own, on this machine or others.
 
-Rank 0 drives the virtual clock. One thread per other rank takes the most urgent task that nobody has begun, sends it and waits for
-its result; when rank 0 needs a result that is missing, it trains the most urgent task itself. Where processes train batches, each
-takes its share of the waiting tasks of one kind. Only values of submodels travel, as flat buffers.
+Rank 0 drives the virtual clock. One thread per other rank takes the most urgent task that nobody has begun, sends it and waits
+for its result; when rank 0 needs a missing result, it trains the most urgent task itself. Where processes train batches, each takes
+its share of the waiting tasks of one kind. Only values of submodels travel.
 """
 
 from __future__ import annotations
@@ -324,10 +324,7 @@ class RankExecutor(Executor):
             pair.send(Message(Kind.STOP, meta=Reason("the run has ended").to_meta()), 1.0)
 
     def _do(self, name: str, pair: Connection, work: list[_Task] | Shared) -> None:
-        if isinstance(work, Shared):
-            work.measure_at(pair)
-        else:
-            self._exchange(name, pair, work)
+        return work.measure_at(pair) if isinstance(work, Shared) else self._exchange(name, pair, work)
 
     def _next(self) -> list[_Task] | Shared | None:
         """Wait for an evaluation to help with, or tasks to begin; None = the run has ended."""

@@ -158,7 +158,7 @@ def test_a_part_that_raises_ends_a_simulation_as_a_task_does(tmp_path, monkeypat
     monkeypatch.setattr(Broken, "bad", bad)
     run = finish(broken(tmp_path / "run", progress="plain", checkpoint_every=1))
     reason = run.summary["finished"]
-    assert reason.startswith(f"failed: {said}") and "(tests/runtime/test_failed_run.py:" in reason
+    assert reason.startswith(f"failed: {said}") and "(tests/runtime/test_run.py:" in reason
     told = run.text("failure.txt")
     assert told.startswith(reason) and f"in {'__call__' if at == 'call' else at}" in told
     assert "cannot be worked with" not in capsys.readouterr().out

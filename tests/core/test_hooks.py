@@ -1,0 +1,37 @@
+"""Several observers are called in order; the first reason to stop counts, and metrics pass from one to the next."""
+
+from __future__ import annotations
+
+from raafl.core.hooks import HookList, RunHooks
+
+
+class Adds(RunHooks):
+    def __init__(self, name, reason=None, due=False):
+        self.name, self.reason, self.due, self.seen = name, reason, due, []
+
+    def on_measured(self, version, now, metrics):
+        return {**metrics, self.name: len(metrics)}
+
+    def on_evaluate(self, version, now, metrics):
+        self.seen.append((version, now, metrics))
+
+    def stop_asked(self):
+        return self.reason
+
+    def checkpoint_due(self):
+        return self.due
+
+
+def test_each_is_called_in_order():
+    first, second = Adds("a"), Adds("b", reason="enough", due=True)
+    both = HookList(first, second, Adds("c", reason="later"))
+    assert both.on_measured(1, 2.0, {"loss": 0.5}) == {"loss": 0.5, "a": 1, "b": 2, "c": 3}
+    both.on_evaluate(1, 2.0, {"loss": 0.5})
+    assert first.seen == second.seen == [(1, 2.0, {"loss": 0.5})]
+    assert both.stop_asked() == "enough" and both.checkpoint_due()
+
+
+def test_an_observer_that_overrides_nothing_asks_for_nothing():
+    nothing = HookList(RunHooks())
+    assert nothing.on_measured(0, 0.0, {"loss": 1.0}) == {"loss": 1.0}
+    assert nothing.stop_asked() is None and not nothing.checkpoint_due()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
+from raafl.core.memory import OneValue
 from raafl.core.state import RUINED, ClientState, copied, is_ruined, is_sound, restore
 from raafl.submodel import Layout
 from tests.helpers.coordinators import line_state
@@ -13,25 +16,42 @@ from tests.helpers.coordinators import line_state
 LAYOUT = Layout.pack([("w", (2,), torch.float32), ("n", (1,), torch.int64)])
 
 
+@dataclass
+class Sums(OneValue[Any]):
+    key: ClassVar[str] = "sums"
+    value: Any = field(default_factory=list)
+
+
+@dataclass
+class Norms(OneValue[Any]):
+    key: ClassVar[str] = "guard"
+    value: Any = field(default_factory=list)
+
+
+@dataclass
+class New(OneValue[Any]):
+    key: ClassVar[str] = "new"
+    value: Any = field(default_factory=list)
+
+
 def test_restore_brings_back_values_memory_and_tensors_of_clients():
     state = line_state(value=1.0)
-    state.memory.update(sums=[torch.ones(2)], guard={"norms": [1.0]})
+    state.memory.put(Sums([torch.ones(2)]))
+    state.memory.put(Norms([1.0]))
     state.clients.of("c", 1, LAYOUT)["w"].fill_(2.0)
     saved = copied(state, but="guard")
     with state.clients.recording(saved["clients"]):
         state.values["fc1.weight"].fill_(math.nan)
-        state.memory["sums"][0].fill_(7.0)
-        state.memory["new"] = 1
-        state.memory["guard"]["norms"].append(2.0)
+        state.memory.of(Sums).value[0].fill_(7.0)
+        state.memory.put(New())
+        state.memory.of(Norms).value.append(2.0)
         state.clients.of("c", 1, LAYOUT)["w"].fill_(9.0)
         state.clients.of("c", 2, LAYOUT)
     state.scratch["sum"] = torch.ones(2)
     assert not is_sound(state, saved, but="guard")
     restore(state, saved, but="guard")
-    assert state.values["fc1.weight"].eq(1.0).all() and state.memory["sums"][0].tolist() == [1.0, 1.0]
-    assert set(state.memory) == {"sums", "guard"} and state.memory["guard"] == {"norms": [1.0, 2.0]}, (
-        "but is not undone"
-    )
+    assert state.values["fc1.weight"].eq(1.0).all() and state.memory.of(Sums).value[0].tolist() == [1.0, 1.0]
+    assert state.memory.find(New) is None and state.memory.of(Norms).value == [1.0, 2.0], "`but` is not undone"
     assert state.clients.find("c", 1)["w"].tolist() == [2.0, 2.0] and state.clients.find("c", 2) is None
     assert state.scratch == {}
 
@@ -42,10 +62,10 @@ def test_a_merge_is_sound_if_all_is_finite_and_clients_hold_no_infinity():
     with state.clients.recording(saved["clients"]):
         state.clients.of("c", 1, LAYOUT, fill=math.nan)  # elements that it has never trained
     assert is_sound(state, saved, but="guard")
-    state.memory["moment"] = {"v": torch.tensor([math.inf])}
-    assert not is_sound(state, saved, but="guard") and is_sound(state, saved, but="moment")
+    state.memory.put(Sums([torch.tensor([math.inf])]))
+    assert not is_sound(state, saved, but="guard") and is_sound(state, saved, but="sums")
     state.clients.find("c", 1)["w"].fill_(math.inf)
-    assert not is_sound(state, saved, but="moment")
+    assert not is_sound(state, saved, but="sums")
 
 
 def test_a_model_is_ruined_beyond_a_magnitude():

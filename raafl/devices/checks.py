@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from raafl.devices.profiles import Profile
+from typing import Any
 
 _INF = math.inf
 RATES = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "memory_bytes")
@@ -49,7 +46,7 @@ def are_pairs(pairs: object) -> bool:
     return all(isinstance(w, Sequence) and len(w) == 2 and all(map(is_number, w)) for w in pairs)
 
 
-def rate_problems(profile: Profile) -> Iterator[str]:
+def rate_problems(profile: Any) -> Iterator[str]:
     """Yield what is wrong with rates, memory, latency and the price of a launch."""
     for field in RATES:
         value = getattr(profile, field)
@@ -81,7 +78,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-def window_problems(profile: Profile) -> Iterator[str]:
+def window_problems(profile: Any) -> Iterator[str]:
     """Yield what is wrong with the hours of availability."""
     windows, period = profile.availability, profile.period_s
     if period is not None and (not is_number(period) or not LEAST_PERIOD_S <= period <= MOST_S):
@@ -107,7 +104,7 @@ def window_problems(profile: Profile) -> Iterator[str]:
         yield f"availability ends at {last} but period_s is {period}; windows must lie within the period"
 
 
-def change_problems(profile: Profile) -> Iterator[str]:
+def change_problems(profile: Any) -> Iterator[str]:
     """Yield what is wrong with the changes of speed and link, and with the time after which they repeat."""
     given = [name for name in CHANGES if getattr(profile, name) is not None]
     problems = [text for name in given if (text := _pairs_problem(name, getattr(profile, name)))]
@@ -139,7 +136,7 @@ def _pairs_problem(name: str, changes: Any) -> str | None:
     return None
 
 
-def spread_problems(profile: Profile) -> Iterator[str]:
+def spread_problems(profile: Any) -> Iterator[str]:
     """Yield what is wrong with jitter and drift."""
     for field in ("speed_jitter", "link_jitter", "speed_drift", "link_drift"):
         value = getattr(profile, field)

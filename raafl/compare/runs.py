@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import multiprocessing as mp
 import os
 import re
@@ -43,6 +44,7 @@ Item = TypeVar("Item")
 
 _BAD_INPUT = 2  # the exit code of raafl for a request that cannot be carried out
 _LOOK_S = 0.5
+_log = logging.getLogger(__name__)
 _TOLD_S = 30.0
 """Seconds between two lines of progress where no run ends."""
 PRELOADED = (
@@ -286,6 +288,7 @@ def in_processes(
                 process.join()
                 yield active.pop(process), process, len(queue) + len(active)
         if interrupt.asked:
+            _log.info("interrupted: waiting for the runs under way to save their state", extra={"prefix": ""})
             for pid in [process.pid for process in active if process.pid is not None]:
                 os.kill(pid, signal.SIGINT)  # a run ends between two events, with a checkpoint
             for process in active:

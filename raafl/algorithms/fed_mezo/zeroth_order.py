@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from raafl.algorithms.fed_mezo.scalars import pack, packed_bytes, unpack
 from raafl.core.algorithm import Hook, Local, Merge, SelectContext, Task
 from raafl.core.local import SkippedBatch
 from raafl.core.memory import MergeMemory, OneValue
@@ -122,30 +120,6 @@ def _num_perturbed(submodels: Submodels, spec: Spec) -> int:
 def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
     """Return ``spec`` with the tensors that a task perturbs as its trained ones; as assigned it trains none."""
     return replace(spec, trained=None if trained is None else tuple(trained))
-
-
-# ---- scalars on the wire ----
-
-
-def pack(scalars: Sequence[float]) -> str:
-    """Encode the scalars as little-endian float32, in base64."""
-    return base64.b64encode(np.asarray(scalars, "<f4").tobytes()).decode("ascii")
-
-
-def unpack(text: object) -> list[float] | None:
-    """Decode a text made by `pack`; return None for any other text."""
-    if not isinstance(text, str):
-        return None
-    try:
-        data = base64.b64decode(text.encode("ascii"), validate=True)
-    except (UnicodeEncodeError, binascii.Error):
-        return None
-    return None if len(data) % 4 else [float(value) for value in np.frombuffer(data, "<f4")]
-
-
-def packed_bytes(num_scalars: int) -> int:
-    """Return the length of the text that `pack` makes of this many scalars."""
-    return 4 * -(-4 * num_scalars // 3)
 
 
 # ---- the client ----

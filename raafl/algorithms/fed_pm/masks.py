@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from raafl.algorithms.fed_pm.masked import Masked, signs_of
 from raafl.core.algorithm import Hook, Local, Merge, Task
 from raafl.core.memory import MergeMemory
 from raafl.core.payload import UpAs
@@ -71,36 +72,6 @@ def scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
     """
     whole, names = submodels.layout().by_name, submodels.parameter_names
     return {entry.name: scale(whole[entry.name].shape) for entry in layout.entries if entry.name in names}
-
-
-class Masked(torch.autograd.Function):
-    """Autograd function ``w * m`` with ``m ~ Bernoulli(sigmoid(score))`` and a straight-through gradient, dm/dp = 1."""
-
-    @staticmethod
-    def forward(ctx: Any, score: Tensor, uniform: Tensor, negative: Tensor, sigma: float) -> Tensor:
-        """Return the masked weights.
-
-        Args:
-            ctx: of autograd.
-            score: logit of each weight's probability.
-            uniform: random numbers in [0, 1), of the same shape.
-            negative: True where the weight is -sigma.
-            sigma: absolute value of every weight.
-        """
-        ctx.save_for_backward(score, negative)
-        ctx.sigma = sigma
-        return (uniform < torch.sigmoid(score)).to(score.dtype).mul_(sigma).mul_(_signs(negative, score.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the score, ``gradient * w * p (1 - p)``, and None for the other arguments."""
-        score, negative = ctx.saved_tensors
-        p = torch.sigmoid(score)
-        return gradient * _signs(negative, score.dtype) * ctx.sigma * p * (1 - p), None, None, None
-
-
-def _signs(negative: Tensor, dtype: torch.dtype) -> Tensor:
-    return 1 - 2 * negative.to(dtype)
 
 
 # ---- the client ----
@@ -169,7 +140,7 @@ class ScoreTraining(Hook):
         weights = {}
         for name, score in self._scores.items():
             score.copy_(self._uniform(score) < torch.sigmoid(score))
-            weights[name] = score * self._scales[name] * _signs(self._negative[name], score.dtype)
+            weights[name] = score * self._scales[name] * signs_of(self._negative[name], score.dtype)
         self._cover(weights)
         self._done = True
         return {} if finite else {DIVERGED: True}

@@ -132,7 +132,7 @@ def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Sum
             raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
     rows = JournalReader(folder)
     try:
-        num_events, summary = rows.num_events, read_summary(folder)
+        _, summary = rows.num_events, read_summary(folder)  # counting reads the whole journal, and finds damaged rows
     except ValueError as error:
         raise BadInput(f"{sanitize_text(error)}: only a journal as it was written can be replayed") from None
     num_events = 0

@@ -142,7 +142,7 @@ class RecordedRun:
         return self.runtime == "simulated"
 
     @property
-    def seed(self) -> Any:
+    def seed(self) -> object:
         """Return the run's seed, or None."""
         return self.config.get("seed", (self.summary or {}).get("seed"))
 

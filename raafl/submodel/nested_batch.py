@@ -99,7 +99,7 @@ def num_samples(batch: object) -> int:
         found.append(int(x.batch_sizes[0]))
         return x
 
-    def tensor(x: Tensor) -> Any:
+    def tensor(x: Tensor) -> Tensor:
         found.extend(x.shape[:1])
         return x
 

@@ -2,7 +2,7 @@
 
 For each group of units of each axis a client measures two numbers, smoothed importance and smoothed uncertainty. It sends them
 in `Update.extra` as ``{"importance": {axis: [...]}, "uncertainty": {axis: [...]}}``, in order, one number for each group of
-which it has a unit. `PlatonMemory` stores them, and `Work.extra` carries them back in the same form.
+which it has a unit. ``GlobalState.memory["platon"]`` stores them, and `Work.extra` carries them back in the same form.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Choose one submodel for all clients, of the units with the best ratio of importance to time (PruneFL, Jiang et al. 2022).
 
 Every ``every`` rounds the clients train the whole model, and the units of the following rounds are chosen from its change.
-The record `Choice` in `GlobalState.memory` stores the choice: the version at which it was made, and the units, best first.
+``GlobalState.memory["pruned"]`` stores the choice: the version at which it was made, and the units, best first.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Recorder:
         self,
         name: str,
         value: Any,
-        *args: Any,
+        *args: object,
         reduce_fx: str | Callable[..., Any] = "mean",
         batch_size: int | None = None,
         **kwargs: Any,

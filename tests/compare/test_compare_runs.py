@@ -149,7 +149,7 @@ def test_a_wrong_option_of_any_row_is_named_before_anything_runs(tmp_path):
     assert not list((tmp_path / "out").glob("runs/*"))
 
 
-@pytest.mark.long
+@pytest.mark.long("test_nothing_is_run_twice")
 def test_a_run_that_was_cut_off_before_its_summary_begins_anew(tmp_path, capfd):
     """Its last checkpoint says that it has finished, so it cannot be resumed."""
     file, argv = (
@@ -163,6 +163,7 @@ def test_a_run_that_was_cut_off_before_its_summary_begins_anew(tmp_path, capfd):
     assert "is finished" in (tmp_path / "out" / before["folder"]).with_suffix(".log").read_text()
 
 
+@pytest.mark.long("test_nothing_is_run_twice")
 def test_ctrl_c_loses_nothing(tmp_path):
     options = "--max_updates 400 --checkpoint_every 10 --model.hidden [16] --clients 3"
     file, out = written(tmp_path, search=None, options=options, rows={"only": None}), tmp_path / "out"

@@ -24,6 +24,7 @@ Choices that the paper leaves open:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -124,7 +125,7 @@ class _Steps(Hook):
                 self._add(torch.autograd.grad(loss, [p for _, p in self._named], allow_unused=True))
         return super().loss(batch, index)
 
-    def _add(self, gradients: Any) -> None:
+    def _add(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Add one gradient of each parameter to the sums; None counts as 0."""
         self._num_gradients += 1
         for (name, _), gradient in zip(self._named, gradients, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from raafl.devices.checks import CHANGES
@@ -19,7 +19,7 @@ Known = Mapping[str, Any]
 """Series by digest."""
 
 
-def digest(pairs: Any) -> str:
+def digest(pairs: Iterable[Sequence[float | None]]) -> str:
     """Return the digest of a series of number pairs, independent of how the numbers are typed."""
     text = json.dumps([[None if one is None else float(one) for one in pair] for pair in pairs])
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -81,6 +81,8 @@ class Search:
                 raise BadInput(f"search.rows has '{label}', which is no row: {nearest(label, labels)}")
         if not self.seeds:
             raise BadInput("search.seeds is empty: give at least one seed that is not among the comparison's")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise BadInput(f"search.seeds is {list(self.seeds)}: give each seed once")
         if shared := sorted(set(self.seeds) & set(seeds)):
             raise BadInput(
                 f"search.seeds has {shared[0]}, which is a seed of the comparison too: search on other seeds"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import hashlib
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raafl.compare.comparison import Comparison
-from raafl.compare.runs import Outcome
+from raafl.compare.runs import Outcome, made_by
 from raafl.compare.statistics import Interval, censored_median, gini, interval, paired, smoothed, time_to
 from raafl.runfolder.schema import CLIENTS, JOURNAL, METRICS, TESTED, Summary
 
@@ -43,10 +42,12 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
     known: dict[str, Any] = {
         "seed": run.seed, "command": run.command, "folder": outcome.folder.relative_to(root).as_posix(),
         "config_digest": run.digest, "code_digest": outcome.code,
-    }  # fmt: skip
+    } | made_by(outcome.folder)  # fmt: skip
     if summary is None:
         return {**known, "error": outcome.error}
     curve = curve_of(outcome.folder, comparison.metric)
+    if curve and not math.isfinite(curve[-1][1]):
+        return {**known, "error": f"{comparison.metric} is {curve[-1][1]} at the end"}
     values = [value for _, value in curve if math.isfinite(value)]
     smooth = smoothed(curve, comparison.smooth)
     known |= {
@@ -59,10 +60,10 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
         "time_to": {f"{target:g}": time_to(smooth, target, comparison.maximize) for target in comparison.targets},
         "curve": [[round(time_s, 6), value] for time_s, value in curve],
     }
-    return known | _costs(summary, outcome.folder, comparison.metric)
+    return known | _costs(summary) | {"worst_client": _worst_client(outcome.folder, comparison)}
 
 
-def _costs(summary: Summary, folder: Path, metric: str) -> dict[str, Any]:
+def _costs(summary: Summary) -> dict[str, Any]:
     merged = list(summary["participation"].values())
     peak = summary.get("peak_memory") or {}
     peak_bytes = peak.get("measured_bytes") or peak.get("predicted_bytes")
@@ -73,21 +74,20 @@ def _costs(summary: Summary, folder: Path, metric: str) -> dict[str, Any]:
         "updates": summary["updates_merged"],
         "versions": summary["versions"],
         "utilisation": summary["utilisation"],
-        "participation": statistics.fmean(merged) / max(summary["versions"], 1) if merged else None,
+        "participation": summary["participation_rate"]["mean"],
         "participation_gini": gini(merged),
-        "worst_client": _worst_client(folder, metric),
         "peak_memory_mb": None if not peak_bytes else peak_bytes / 1e6,
     }
 
 
-def _worst_client(folder: Path, metric: str) -> float | None:
-    """Return the least of the clients' own last measurements; None where clients measure nothing."""
+def _worst_client(folder: Path, comparison: Comparison) -> float | None:
+    """Return the worst of the clients' own last measurements; None where clients measure nothing."""
     last: dict[str, float] = {}
     with (folder / CLIENTS).open(newline="") as file:
         for row in csv.DictReader(file):
-            if value := row.get(TESTED + metric):
+            if value := row.get(TESTED + comparison.metric):
                 last[row["client"]] = float(value)
-    return min(last.values()) if last else None
+    return (min if comparison.maximize else max)(last.values()) if last else None
 
 
 def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> dict[str, Any]:
@@ -101,14 +101,15 @@ def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Compari
     done = [run for run in runs if "error" not in run]
     figures = {name: _plain(interval(_values(done, name))) for name in COLUMNS}
     metrics = sorted({name for run in done for name in run["metrics"]})
+    targets = [f"{target:g}" for target in comparison.targets]
     return {
         "row": label,
         "seeds": [run["seed"] for run in done],
         "failed": len(runs) - len(done),
         **{name: figure for name, figure in figures.items() if figure is not None},
         "metrics": {name: _plain(interval(_values([run["metrics"] for run in done], name))) for name in metrics},
-        "time_to": {f"{target:g}": reached([run["time_to"][f"{target:g}"] for run in done]) for target in comparison.targets},
-    }  # fmt: skip
+        "time_to": {target: reached([run.get("time_to", {}).get(target) for run in runs]) for target in targets},
+    }
 
 
 def reached(times_s: Sequence[float | None]) -> dict[str, Any]:

@@ -1,59 +1,44 @@
-"""Run the runs of a comparison in processes of their own; take those that have ended, and go on with those cut off."""
+"""Run the runs of a comparison: take those that have ended, resume those that were cut off, start the others."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
-import logging
-import multiprocessing as mp
-import os
 import re
-import runpy
 import shlex
 import shutil
-import signal
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from raafl.compare.comparison import Options
-from raafl.compare.provenance import code_digest
+from raafl.compare.processes import in_processes, start
+from raafl.compare.provenance import code_digest, provenance
 from raafl.config.bundled import with_paths
 from raafl.errors import BadInput
 from raafl.report.groups import NOT_THE_EXPERIMENT
 from raafl.runfolder.append_file import atomic_file
-from raafl.runfolder.checkpoints import newest
+from raafl.runfolder.checkpoints import load, newest
 from raafl.runfolder.events import read_summary
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.schema import Summary
-from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.units import duration
 
 if TYPE_CHECKING:
     from raafl.config.parse import Parsed
 
-Item = TypeVar("Item")
-
+_FAILED = 1  # that of a run which ended by itself, such as one that diverged
+_OF_RAAFL = ("raafl", "model_zoo")  # the digest of the code has them
 _BAD_INPUT = 2  # the exit code of raafl for a request that cannot be carried out
-_LOOK_S = 0.5
-_log = logging.getLogger(__name__)
 _TOLD_S = 30.0
 """Seconds between two lines of progress where no run ends."""
-PRELOADED = (
-    "raafl.runtime.run",
-    "raafl.data.sources",
-    "raafl.config.parse",
-    "raafl.algorithms",
-    "model_zoo.classifier",
-)
 
 
 @dataclass(frozen=True)
@@ -89,7 +74,7 @@ class Run:
     def folder(self, root: Path, code: str) -> Path:
         """Return the folder of this run as the code of digest ``code`` makes it."""
         slug = re.sub(r"\W+", "-", self.label.lower()).strip("-")[:40]
-        return root / f"{slug}-seed-{self.seed}-{self.digest[:10]}-{code[:8]}"
+        return root / f"{slug}-seed-{self.seed}-{_digest([self.label, self.digest])[:10]}-{code[:8]}"
 
     def part(self, fraction: float) -> Run:
         """Return a run of its own that ends after ``fraction`` of this one's limits; a run that has ended is not resumed."""
@@ -118,6 +103,7 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
     row = parsed(config, label, options, seeds[0])
     fields = yaml.safe_load(row.config_yaml)
     experiment = {name: value for name, value in fields.items() if name not in NOT_THE_EXPERIMENT}
+    experiment["contents"] = {str(path): _file_digest(path) for path in named_files(fields)}
     limits = (row.experiment.max_updates, seconds("max_time", row.experiment.max_time))
     return [
         Run(label, config, options, seed, _digest({**experiment, "seed": seed}), limits) for seed in seeds
@@ -145,6 +131,39 @@ def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
     return row
 
 
+def named_files(fields: Mapping[str, Any]) -> list[Path]:
+    """Return the files whose contents decide a result beside the config: a file of devices, and modules of the user's classes.
+
+    What such a module imports itself is not followed.
+    """
+    found = set()
+    if isinstance(devices := fields.get("devices"), str) and Path(devices).is_file():
+        found.add(Path(devices))
+    for name in _class_paths(fields):
+        module = name.rpartition(".")[0]
+        if (
+            module
+            and module.partition(".")[0] not in _OF_RAAFL
+            and (spec := importlib.util.find_spec(module)) is not None
+        ):
+            found |= {Path(spec.origin)} if spec.origin and Path(spec.origin).is_file() else set()
+    return sorted(found)
+
+
+def _class_paths(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if isinstance(name := value.get("class_path"), str):
+            yield name
+        value = value.values()
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        for part in value:
+            yield from _class_paths(part)
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -159,6 +178,7 @@ class Outcome:
         summary: None where it failed.
         code: digest of the code that made it.
         error: last line that a failed run printed.
+        by_itself: whether a failed run would fail again, such as one that diverged; else something ended it.
     """
 
     run: Run
@@ -166,6 +186,7 @@ class Outcome:
     summary: Summary | None
     code: str
     error: str = ""
+    by_itself: bool = False
 
 
 class Runner:
@@ -231,6 +252,7 @@ class Runner:
             argv = [*run.argv, "--output", str(folder)]
         note = {
             "label": run.label, "command": run.command, "digest": run.digest, "seed": run.seed, "code": code_digest(),
+            "provenance": provenance(),
         }  # fmt: skip
         with atomic_file(_note_path(folder)) as file:
             file.write(json.dumps(note, indent=1).encode())
@@ -242,11 +264,15 @@ class Runner:
         if outcome is not None:
             return outcome
         folder = run.folder(self._root, code_digest())
-        if process.exitcode == _BAD_INPUT and newest(folder) is not None:
-            shutil.rmtree(folder)  # it cannot be resumed: it was cut off after its last checkpoint, before its summary
+        last = newest(folder)
+        if process.exitcode == _BAD_INPUT and last is not None and load(last).raafl.get("finished") is not None:
+            shutil.rmtree(folder)  # it ended, and was cut off before its summary: it can neither be resumed nor taken
             return None
-        lines = _last_lines(folder.with_suffix(".log"))
-        return Outcome(run, folder, None, code_digest(), lines[-1] if lines else f"exit code {process.exitcode}")
+        lines, summary = _last_lines(folder.with_suffix(".log")), read_summary(folder)
+        return Outcome(
+            run, folder, None, code_digest(), lines[-1] if lines else f"exit code {process.exitcode}",
+            by_itself=process.exitcode == _FAILED and summary is not None and summary.get("finished") is not None,
+        )  # fmt: skip
 
     def _tell_sometimes(self, num: int) -> None:
         if time.monotonic() - self._told_s > _TOLD_S:
@@ -261,57 +287,10 @@ class Runner:
         self._told_s = time.monotonic()
 
 
-def in_processes(
-    queue: list[Item], jobs: int, start_one: Callable[[Item], BaseProcess], wait_on: Callable[[int], None]
-) -> Iterator[tuple[Item, BaseProcess, int]]:
-    """Start a process for each item, ``jobs`` at a time, and yield item, process and how many are left as each ends.
-
-    Args:
-        queue: is emptied; the caller may put an item back before it asks for the next one.
-        jobs: processes at a time.
-        start_one: starts an item's process.
-        wait_on: is called every half second with how many are left.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the processes have been sent SIGINT and have ended.
-    """
-    active: dict[BaseProcess, Item] = {}
-    with Interrupt() as interrupt:
-        while (queue or active) and not interrupt.asked:
-            while queue and len(active) < jobs:
-                item = queue.pop(0)
-                active[start_one(item)] = item
-            wait_on(len(queue) + len(active))
-            sentinels = {process.sentinel: process for process in active}
-            for sentinel in wait(list(sentinels), timeout=_LOOK_S):
-                process = sentinels[sentinel]  # type: ignore[index]  # a sentinel is the int that was given
-                process.join()
-                yield active.pop(process), process, len(queue) + len(active)
-        if interrupt.asked:
-            _log.info("interrupted: waiting for the runs under way to save their state", extra={"prefix": ""})
-            for pid in [process.pid for process in active if process.pid is not None]:
-                os.kill(pid, signal.SIGINT)  # a run ends between two events, with a checkpoint
-            for process in active:
-                process.join()
-            raise KeyboardInterrupt
-
-
-def start(argv: Sequence[str], log: Path) -> BaseProcess:
-    """Start a raafl command in a process of its own, forked from one that has torch imported; it prints into ``log``."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    process = context.Process(target=_command, args=(list(argv), str(log)))
-    process.start()
-    return process
-
-
-def _command(argv: list[str], log: str) -> None:
-    os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on once
-    with open(log, "ab", buffering=0) as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    sys.argv = ["raafl", *argv]
-    runpy.run_module("raafl", run_name="__main__", alter_sys=True)
+def made_by(folder: Path) -> dict[str, Any]:
+    """Return date and commit of the process that began a run; empty for one of which nothing is noted."""
+    noted = _note(folder).get("provenance") or {}
+    return {name: noted[name] for name in ("date", "commit") if name in noted}
 
 
 def _note_path(folder: Path) -> Path:

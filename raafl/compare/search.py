@@ -12,6 +12,7 @@ from raafl.compare.comparison import Comparison, Halving, Options, Search
 from raafl.compare.results import curve_of
 from raafl.compare.runs import Outcome, Run, Runner, resolve
 from raafl.compare.statistics import smoothed
+from raafl.errors import BadInput, RunFailed
 
 
 @dataclass
@@ -38,9 +39,9 @@ class Trial:
 
 
 def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
-    """Return the trials of each row, by label; raises `BadInput` where an option is wrong."""
+    """Return the trials of each row, by label; raises `BadInput` where an option is wrong or two trials are the same."""
     extra = (*search.options, "--partition.validation_share", str(search.validation_share))
-    return {
+    trials = {
         label: [
             Trial(settings, resolve(comparison.config, f"{label} (search)", (
                 *comparison.options, *options, *extra, *settings), search.seeds))
@@ -48,6 +49,16 @@ def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
         ]
         for label, options in comparison.rows.items()
     }  # fmt: skip
+    for label, some in trials.items():
+        first: dict[str, Options] = {}
+        for trial in some:
+            same = first.setdefault(trial.runs[0].digest, trial.settings)
+            if same is not trial.settings:
+                raise BadInput(
+                    f"search of row '{label}' tries the same twice, {' '.join(same)} and {' '.join(trial.settings)}: give each "
+                    "value once"
+                )
+    return trials
 
 
 def run_trials(
@@ -60,18 +71,32 @@ def run_trials(
         comparison: for the metric, and how it is smoothed.
         search: for halving.
         runner: runs them.
+
+    Raises:
+        RunFailed: a run was ended from outside, or all trials of a row failed by themselves, such as by diverging.
     """
     going = {label: list(some) for label, some in trials.items()}
     fractions = rungs(search.halving)
     for fraction in fractions:
         asked = [run.part(fraction) for some in going.values() for trial in some for run in trial.runs]
         outcomes = {outcome.run: outcome for outcome in runner.run_all(asked)}
+        for outcome in outcomes.values():
+            if outcome.summary is None and not outcome.by_itself:
+                raise RunFailed(
+                    f"a trial of {outcome.run.label}, seed {outcome.run.seed}, was cut off ({outcome.error}): give the same "
+                    "command again"
+                )
         for some in going.values():
             for trial in some:
                 trial.fraction = fraction
                 trial.scores = _scores(trial, outcomes, comparison)
         for label, some in going.items():
             some.sort(key=lambda trial: trial.rank(comparison.maximize))  # stable: of equal ones, the first in the grid
+            if math.isinf(some[0].rank(comparison.maximize)):
+                errors = [outcomes[run.part(fraction)].error for run in some[0].runs]
+                raise RunFailed(
+                    f"all trials of row '{label}' failed, the first with: {next(filter(None, errors), 'no value')}"
+                )
             if fraction < 1 and search.halving is not None:
                 going[label] = some[: max(1, math.ceil(len(some) * search.halving.keep))]
     return {label: some[0] for label, some in going.items()}

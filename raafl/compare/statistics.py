@@ -40,6 +40,8 @@ def interval(values: Sequence[float]) -> Interval | None:
         return Interval(mean, None, 1)
     from scipy.special import stdtrit  # Student's t quantile; scipy.stats takes two seconds to import
 
+    if not math.isfinite(mean):
+        return Interval(mean, None, len(values))
     half = float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, half, len(values))
 
@@ -68,7 +70,10 @@ def time_to(curve: Curve, target: float, maximize: bool = True) -> float | None:
 
 
 def censored_median(times_s: Sequence[float | None]) -> float | None:
-    """Return the median time where None, a run that never got there, counts as later than any; None where that is the median."""
+    """Return the median time where None, a run that never got there, counts as later than any; None where that is the median.
+
+    Of an even number it is the later of the two in the middle.
+    """
     if not times_s:
         return None
     median = statistics.median_high(sorted(math.inf if one is None else one for one in times_s))

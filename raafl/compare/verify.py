@@ -10,7 +10,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from raafl.compare.runs import in_processes, start
+from raafl.compare.processes import in_processes, start
 
 
 def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:

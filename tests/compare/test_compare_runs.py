@@ -21,7 +21,7 @@ from raafl.config.parse import parse
 from raafl.errors import BadInput, RunFailed
 from raafl.runtime.run import simulate
 
-pytestmark = pytest.mark.timeout(110)
+pytestmark = pytest.mark.timeout(240)
 
 SMALL = {
     "config": "quickstart",
@@ -164,17 +164,95 @@ def test_a_run_that_was_cut_off_before_its_summary_begins_anew(tmp_path, capfd):
 
 
 @pytest.mark.long("test_nothing_is_run_twice")
+def test_runs_end_with_the_process_that_started_them(tmp_path):
+    """However it ended, so that the same command cannot meet its own earlier run in the folder."""
+    options = "--max_updates 4000 --checkpoint_every 10 --model.hidden [16] --clients 3"
+    file, out = written(tmp_path, search=None, options=options, rows={"only": None}), tmp_path / "out"
+    process = subprocess.Popen([sys.executable, "-m", "raafl", "compare", file, "--output", str(out), "--no_page"])
+    try:
+        wait_for(lambda: list(out.glob("runs/*/checkpoints/*.ckpt")), process)
+        with pytest.raises(BadInput, match="another process is at work on only-seed-0"):
+            compare([file, "--output", str(out), "--no_page"])
+    finally:
+        process.kill()
+        process.wait()
+    folder = next(path for path in (out / "runs").iterdir() if path.is_dir())
+    wait_for(lambda: (folder / "summary.json").is_file())
+    assert json.loads((folder / "summary.json").read_text())["updates_merged"] < 4000
+
+
+def wait_for(condition, process=None):
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None
+        time.sleep(0.02)
+
+
+def test_a_trial_that_something_ended_decides_nothing(tmp_path, monkeypatch):
+    began = runs.Runner._start
+    killed = []
+
+    def start(self, run):
+        process = began(self, run)
+        if not killed:
+            killed.append(run)
+            process.kill()
+        return process
+
+    monkeypatch.setattr(runs.Runner, "_start", start)
+    search = {"grid": {"--model.lr": [0.05, 0.1]}, "seeds": [10]}
+    file = written(tmp_path, rows={"A": None}, search=search)
+    with pytest.raises(RunFailed, match=r"a trial of A \(search\), seed 10, was cut off .*same command again"):
+        compare([file, "--output", str(tmp_path / "out"), "--no_page"])
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_equal_trials_are_refused(tmp_path):
+    file = written(tmp_path, search={"grid": {"--model.lr": [0.1, "1e-1"]}, "seeds": [10]})
+    with pytest.raises(
+        BadInput, match=r"search of row 'Fed-RAA' tries the same twice, --model.lr 0.1 and --model.lr 1e-1"
+    ):
+        compare([file, "--output", str(tmp_path / "out")])
+
+
+def test_contents_of_named_files_are_part_of_a_runs_digest(tmp_path, monkeypatch):
+    devices, module = tmp_path / "devices.yaml", tmp_path / "own_of_compare.py"
+    devices.write_text("- {name: a, flops_per_s: 1.0e9, count: 3}\n")
+    module.write_text("import model_zoo\n\nclass Own(model_zoo.MLP):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = (
+        "--clients",
+        "3",
+        "--devices",
+        str(devices),
+        "--model",
+        "own_of_compare.Own",
+        "--model.in_features",
+        "64",
+    )
+    options += ("--model.hidden", "[16]", "--model.num_classes", "10")
+
+    def digest():
+        return runs.resolve("quickstart", "A", options, [0])[0].digest
+
+    before = digest()
+    assert digest() == before
+    devices.write_text("- {name: a, flops_per_s: 2.0e9, count: 3}\n")
+    faster = digest()
+    module.write_text(module.read_text() + "\n")
+    assert len({before, faster, digest()}) == 3
+
+
+@pytest.mark.long("test_nothing_is_run_twice")
 def test_ctrl_c_loses_nothing(tmp_path):
     options = "--max_updates 400 --checkpoint_every 10 --model.hidden [16] --clients 3"
     file, out = written(tmp_path, search=None, options=options, rows={"only": None}), tmp_path / "out"
     command = [sys.executable, "-m", "raafl", "compare", file, "--output", str(out), "--no_page"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list(out.glob("runs/*/checkpoints/*.ckpt")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    wait_for(lambda: list(out.glob("runs/*/checkpoints/*.ckpt")), process)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=100)
     assert process.returncode == 130 and "waiting for the runs under way" in told
     folder = next(path for path in (out / "runs").iterdir() if path.is_dir())
     cut_at = json.loads((folder / "summary.json").read_text())["updates_merged"]

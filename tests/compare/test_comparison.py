@@ -52,6 +52,7 @@ def test_trials_are_drawn_once_for_a_row_and_as_many_for_each(tmp_path):
         ({"baseline": "C"}, "baseline is 'C', which is no row"),
         ({"smooth": 0}, "smooth is 0"),
         ({"search": {**SEARCH, "seeds": [1]}}, "search.seeds has 1, which is a seed of the comparison"),
+        ({"search": {**SEARCH, "seeds": [10, 10]}}, r"search.seeds is \[10, 10\]: give each seed once"),
         ({"search": {**SEARCH, "rows": {"B": {"--x": [1]}}}}, "row 'B' 1 trials and row 'A' 2"),
         ({"search": {**SEARCH, "trials": 3}}, "search.trials is 3, but row 'A' has 2 settings"),
         ({"search": {**SEARCH, "grid": {"lr": [1]}}}, "give --OPTION"),

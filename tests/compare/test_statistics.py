@@ -63,3 +63,8 @@ def test_gini(counts, expected):
         pairs = [abs(a - b) for a in counts for b in counts]
         assert sum(pairs) / len(pairs) / (2 * sum(counts) / len(counts)) == pytest.approx(expected)
     assert gini(counts) == pytest.approx(expected)
+
+
+def test_a_value_that_is_not_finite_has_no_interval():
+    found = interval([math.nan, 1.0])
+    assert found is not None and math.isnan(found.mean) and found.half is None and not found.excludes_0

@@ -1,0 +1,139 @@
+"""Run raafl's commands in processes of their own, a number at a time, forked from one that has torch imported."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import multiprocessing as mp
+import os
+import runpy
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TypeVar
+
+from raafl.errors import BadInput
+from raafl.runtime.lifecycle.signals import Interrupt
+
+Item = TypeVar("Item")
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_FROM_OUTSIDE = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+PRELOADED = (
+    "raafl.runtime.run",
+    "raafl.data.sources",
+    "raafl.config.parse",
+    "raafl.algorithms",
+    "model_zoo.classifier",
+)
+
+
+def in_processes(
+    queue: list[Item], jobs: int, start_one: Callable[[Item], BaseProcess], wait_on: Callable[[int], None]
+) -> Iterator[tuple[Item, BaseProcess, int]]:
+    """Start a process for each item, ``jobs`` at a time, and yield item, process and how many are left as each ends.
+
+    Args:
+        queue: is emptied; the caller may put an item back before it asks for the next one.
+        jobs: processes at a time.
+        start_one: starts an item's process.
+        wait_on: is called every half second with how many are left.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the processes have been sent SIGINT and have ended.
+    """
+    active: dict[BaseProcess, Item] = {}
+    with Interrupt() as interrupt:
+        while queue or active:
+            while queue and len(active) < jobs:
+                item = queue.pop(0)
+                active[start_one(item)] = item
+            wait_on(len(queue) + len(active))
+            sentinels = {process.sentinel: process for process in active}
+            ended = [sentinels[sentinel] for sentinel in wait(list(sentinels), timeout=_LOOK_S)]  # type: ignore[index]
+            for process in ended:
+                process.join()
+            if interrupt.asked:
+                break
+            for process in ended:
+                yield active.pop(process), process, len(queue) + len(active)
+        if interrupt.asked:
+            _log.info("interrupted: waiting for the runs under way to save their state", extra={"prefix": ""})
+            for process in active:
+                if process.pid is not None:
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended
+                        os.kill(process.pid, signal.SIGINT)  # a run ends between two events, with a checkpoint
+            for process in active:
+                process.join()
+            raise KeyboardInterrupt
+
+
+def start(argv: Sequence[str], log: Path) -> BaseProcess:
+    """Start a raafl command in a process of its own, which prints into ``log`` and ends when this process does.
+
+    Args:
+        argv: the command and its options.
+        log: is appended to, and locked while the command runs.
+
+    Raises:
+        BadInput: another process holds the log, and so the run that it belongs to.
+    """
+    with log.open("ab") as file:
+        _lock(file.fileno(), log)
+    process = _new_process(argv, log)
+    # The server of forks inherits the mask: a signal to the whole group would end it, and with it all knowledge of the runs.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process
+
+
+def _new_process(argv: Sequence[str], log: Path) -> BaseProcess:
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context.Process(target=_command, args=(list(argv), log))
+
+
+def _lock(file: int, log: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise BadInput(
+            f"output is '{log.parent}', where another process is at work on {log.stem}: wait for its end"
+        ) from None
+
+
+def _command(argv: list[str], log: Path) -> None:
+    take_over(log)
+    sys.argv = ["raafl", *argv]
+    runpy.run_module("raafl", run_name="__main__", alter_sys=True)
+
+
+def take_over(log: Path) -> None:
+    """Make this process one of its own: it prints into ``log``, holds its lock, and is interrupted when its parent is gone."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
+    os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on once
+    with log.open("ab", buffering=0) as file:
+        _lock(file.fileno(), log)
+        for stream in (1, 2):
+            os.dup2(
+                file.fileno(), stream
+            )  # the lock is that of the open file: it is kept as long as one of them is open
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Interrupt this process once its parent is gone, however that ended, so that nobody else's run meets this one's."""
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGINT)

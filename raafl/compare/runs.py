@@ -132,13 +132,20 @@ def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
 
 
 def named_files(fields: Mapping[str, Any]) -> list[Path]:
-    """Return the files whose contents decide a result beside the config: a file of devices, and modules of the user's classes.
+    """Return the files whose contents decide a result beside the config.
 
-    What such a module imports itself is not followed.
+    They are a file of devices, what devices were recorded to do, and the modules of the user's classes. What such a module
+    imports itself is not followed.
     """
+    from raafl.devices import load_devices
+
+    devices = fields.get("devices")
     found = set()
-    if isinstance(devices := fields.get("devices"), str) and Path(devices).is_file():
+    if isinstance(devices, str) and Path(devices).is_file():
         found.add(Path(devices))
+        devices = [{"recorded": device.recorded} for device in load_devices(devices)]
+    if isinstance(devices, list):
+        found |= {Path(row["recorded"]) for row in devices if isinstance(row, dict) and row.get("recorded")}
     for name in _class_paths(fields):
         module = name.rpartition(".")[0]
         if (

@@ -218,7 +218,9 @@ def test_equal_trials_are_refused(tmp_path):
 
 def test_contents_of_named_files_are_part_of_a_runs_digest(tmp_path, monkeypatch):
     devices, module = tmp_path / "devices.yaml", tmp_path / "own_of_compare.py"
-    devices.write_text("- {name: a, flops_per_s: 1.0e9, count: 3}\n")
+    recorded = tmp_path / "recorded.csv"
+    recorded.write_text("time_s,speed\n0,1\n")
+    devices.write_text(f"- {{name: a, flops_per_s: 1.0e9, count: 3, recorded: {recorded}}}\n")
     module.write_text("import model_zoo\n\nclass Own(model_zoo.MLP):\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     options = (
@@ -238,10 +240,12 @@ def test_contents_of_named_files_are_part_of_a_runs_digest(tmp_path, monkeypatch
 
     before = digest()
     assert digest() == before
-    devices.write_text("- {name: a, flops_per_s: 2.0e9, count: 3}\n")
-    faster = digest()
+    recorded.write_text("time_s,speed\n0,0.5\n")
+    slower = digest()
+    devices.write_text(devices.read_text() + "\n")
+    other = digest()
     module.write_text(module.read_text() + "\n")
-    assert len({before, faster, digest()}) == 3
+    assert len({before, slower, other, digest()}) == 4
 
 
 @pytest.mark.long("test_nothing_is_run_twice")

@@ -11,11 +11,11 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from raafl.errors import BadInput
 from raafl.runtime.lifecycle.signals import Interrupt
@@ -62,17 +62,20 @@ def in_processes(
                 process.join()
             if interrupt.asked:
                 break
-            for process in ended:
-                yield active.pop(process), process, len(queue) + len(active)
+            yield from ((active.pop(process), process, len(queue) + len(active)) for process in ended)
         if interrupt.asked:
             _log.info("interrupted: waiting for the runs under way to save their state", extra={"prefix": ""})
-            for process in active:
-                if process.pid is not None:
-                    with contextlib.suppress(ProcessLookupError):  # it has just ended
-                        os.kill(process.pid, signal.SIGINT)  # a run ends between two events, with a checkpoint
-            for process in active:
-                process.join()
+            _end(active)
             raise KeyboardInterrupt
+
+
+def _end(processes: Collection[BaseProcess]) -> None:
+    """Ask processes to end, which a run does between two events with a checkpoint, and wait for them."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(cast(int, process.pid), signal.SIGINT)
+    for process in processes:
+        process.join()
 
 
 def start(argv: Sequence[str], log: Path) -> BaseProcess:

@@ -80,7 +80,7 @@ class Result:
 
     @property
     def clients(self) -> list[dict[str, str]]:
-        """Return the tasks as rows of clients.csv."""
+        """Return the rows of clients.csv, one for each task of a client."""
         return self._rows("clients")
 
     def _rows(self, table: str) -> list[dict[str, str]]:

@@ -242,7 +242,7 @@ class CompressedSnapshots(Snapshots):
 
     @property
     def remembers(self) -> bool:
-        """Check whether each update of a client affects its next one."""
+        """Check whether compression has state: what one update of a client lost is added to its next (error feedback)."""
         return self._plan.remembers
 
     def _both(self, assignment: Assignment) -> tuple[DownlinkCodec, UplinkCodec]:

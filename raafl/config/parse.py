@@ -248,7 +248,8 @@ def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = Fa
         for_replay: leave out fields that are of no use for going over the run again, such as loggers.
 
     Raises:
-        BadInput: as `parse`; or the config names foreign classes, is not ``trusted``, and is none that this user ran here.
+        BadInput: as `parse`; or the config names classes that are not raafl's, ``trusted`` is False, and this user has not run
+            that config on this machine.
     """
     from raafl.config.trust import is_trusted, of_folder
 

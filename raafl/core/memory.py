@@ -93,7 +93,7 @@ class Memory:
         return record
 
     def put(self, record: MergeMemory) -> None:
-        """Set the record of a part."""
+        """Store a part's record under its own key, in place of the one before."""
         self._plain.pop(record.key, None)
         self._records[record.key] = record
 

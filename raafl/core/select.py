@@ -123,7 +123,7 @@ class SelectContext:
             client: whose device it is.
             predicted: see `task_time`.
             now: when the task is assigned, in seconds of the run's clock.
-            task: the client's number of it, see `Assignment.task`.
+            task: number of tasks that the client had before, see `Assignment.task`.
         """
         return real_time(client.profile, predicted, now, task, partial(derive_seed, self.seed, "device", client.id))
 

@@ -35,7 +35,10 @@ class ClientState:
 
     @contextmanager
     def recording(self, changed: dict[tuple[str, int], FlatTensors | None]) -> Iterator[None]:
-        """Copy entries into ``changed``, by name and client, just before their first change; None = the entry did not exist."""
+        """Return a context that saves the old value of each entry in ``changed``, by name and client, before its first change.
+
+        None stands for an entry that did not exist.
+        """
         self._changed = changed
         try:
             yield

@@ -78,7 +78,7 @@ class Assignment:
     Attributes:
         id: unique in the run, counted from 1.
         client: id of the client.
-        incarnation: of the client.
+        incarnation: number of times that the client had joined before, see `ClientInfo`.
         task: number of tasks that the client had before.
         version: global version tau from which the submodel is cut.
         seed: determines data order, dropout and every other draw of the task.

@@ -47,7 +47,7 @@ def are_pairs(pairs: object) -> bool:
 
 
 def rate_problems(profile: Any) -> Iterator[str]:
-    """Yield what is wrong with rates, memory, latency and the price of a launch."""
+    """Yield what is wrong with a profile's rates, memory, latency and overhead of a kernel launch."""
     for field in RATES:
         value = getattr(profile, field)
         if not _is_rate(value):

@@ -52,7 +52,7 @@ def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None =
 
 
 def as_sent(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a profile's plain data as a client sends it: scalars, short availability, the digest of any other series."""
+    """Return a profile's plain data as a client sends it: scalars, a short availability series, digests of other series."""
     changes = {name: {"digest": digest(pairs)} for name in CHANGES if (pairs := profile.get(name)) is not None}
     return {**shortened(profile), **changes}
 

@@ -27,6 +27,6 @@ class Buffers:
         self.restore()
 
     def restore(self) -> None:
-        """Put the views back and discard replacements."""
+        """Make the buffers views of the flat storage again, and discard tensors that a step assigned in their place."""
         for part, name, view in self._views:
             part._buffers[name] = view

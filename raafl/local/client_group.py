@@ -73,7 +73,7 @@ class ClientProcesses:
 
     @contextmanager
     def summing(self, module: nn.Module) -> Iterator[None]:
-        """Return a context that sums gradients during the backward pass, for the last one before `average`."""
+        """Return a context for the last backward pass before `average`: it sums gradients over the processes as they come."""
         self._buckets = buckets = Buckets((p for p in module.parameters() if p.requires_grad), self._begin_sum)
         register: Any = Tensor.register_post_accumulate_grad_hook
         handles = [register(p, buckets.arrived) for p in buckets.parameters]
@@ -199,7 +199,7 @@ class Buckets:
         self._begun.append((flat, self._begin_sum(flat)))
 
     def average(self, size: int, used: Iterable[float]) -> None:
-        """Wait for all sums and turn them into means, for parameters of which any process has a gradient."""
+        """Wait for all sums of gradients and divide them by ``size``, for parameters of which any process has a gradient."""
         counts = dict(zip(self.parameters, used, strict=True))
         for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):
             wait()

@@ -42,7 +42,7 @@ class Point:
 
 
 def participation(groups: Sequence[Group]) -> Chart:
-    """Chart each client's participation against its speed."""
+    """Chart the number of merged updates of each client against its speed, for the runs of each group."""
     speeds = {
         "a device's speed": ("flops_per_s", "FLOP/s of the device, by its profile"),
         "time of a task": ("task_s", "median seconds of a task"),

@@ -102,7 +102,7 @@ def groups_table(groups: Sequence[Group]) -> Table | None:
 
 
 def outcomes_table(groups: Sequence[Group]) -> Table:
-    """Count the tasks of each run by outcome."""
+    """Return a table of the number of tasks with each outcome, a row for each run."""
     counts = {id(run): Counter(run.tasks.outcome) for group in groups for run in group.runs}
     outcomes = sorted({o for some in counts.values() for o in some}, key=lambda o: (o != MERGED, o))[:40]
     rows: list[list[Cell]] = [

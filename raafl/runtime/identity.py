@@ -39,7 +39,7 @@ class Identity:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
-        """Read a peer's identity from a HELLO; its values are compared, never used."""
+        """Read a peer's identity from its Hello message; its values are only compared with our own."""
         config = meta.get("config")
         return cls(meta.get("model"), meta.get("base"), config if isinstance(config, dict) else None, meta.get("raafl"))
 

@@ -33,7 +33,7 @@ class Bases:
         """Return ``name``, or None for the module's own precision; raises `SpecError` for one that the module does not have."""
         if name is not None and name not in self.names:
             known = nearest(name, self.names, "this model has one form of it: name none")
-            raise SpecError(f"spec.base is '{name}': {known}")
+            raise SpecError(f"spec.base is '{name}', which this model does not have: {known}")
         return None if self.names and name == self.names[0] else name
 
     def module(self, name: str, values: Mapping[str, Tensor] | None = None) -> Any:

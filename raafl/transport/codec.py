@@ -86,7 +86,7 @@ class Message:
     Attributes:
         kind: its purpose.
         assignment: id of the assignment it belongs to; 0 = none.
-        incarnation: of the client it belongs to.
+        incarnation: number of times that the client has joined, so that messages to an earlier connection are told apart.
         meta: a JSON object with string keys and finite numbers.
         tensors: its payload; of a received message, the object that `Expect` returned.
     """

@@ -88,7 +88,8 @@ class Progress:
     ) -> None:
         """Show `snapshot` if it is time to, or at once if `evaluated` says that an evaluation has just ended.
 
-        `snapshot` None = `source`. A function is called only if something is shown; otherwise a call costs one look at the clock.
+        Without `snapshot` the constructor's `source` is asked. A function is called only if something is shown; otherwise a call
+        costs one look at the clock.
         """
         now, snapshot = self._clock(), snapshot or self.source
         if snapshot is None or self._due_at == float("inf"):

@@ -177,7 +177,7 @@ class Steps(Hook):
         """Do nothing: `loss` has made the batch's step."""
 
     def finish(self) -> dict[str, Any]:
-        """Return the scalars g_t of all steps, packed."""
+        """Return the projected gradients g_t of all steps, packed into one tensor of bytes."""
         return {SCALARS: pack(self.scalars)}
 
     def close(self) -> None:

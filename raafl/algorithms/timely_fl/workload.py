@@ -322,7 +322,7 @@ class Interval(Trigger):
         return waiting.num_active == 0 or waiting.now_s >= self.wake_at(waiting)
 
     def wake_at(self, waiting: TriggerContext) -> float:
-        """Return the time at which T_k and the slack have passed, in seconds on the run's clock."""
+        """Return when the round ends: after its interval T_k and the slack, in seconds on the run's clock."""
         return waiting.opened_s + waiting.memory.of(TimelyMemory).T_k * (SLACK + self.slack)
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ class Recorder:
         self.weight = 1.0
 
     def attach(self, module: nn.Module) -> None:
-        """Replace ``log`` and ``log_dict`` of the module and of LightningModules inside it."""
+        """Make ``log`` and ``log_dict`` of the module, and of LightningModules inside it, record their values here."""
         attach_log(module, self.log, self.log_dict)
 
     def log(

@@ -82,7 +82,7 @@ def uncompiled(module: object) -> Any:
 
 
 def with_methods(module: nn.Module, **methods: Any) -> object:
-    """Replace methods of one module; `given_class` returns its original class."""
+    """Replace methods of this one module in place, by a subclass of its class; `given_class` returns the original class."""
     kind = type(module)
     own = {"__module__": kind.__module__, _GIVEN: given_class(module), **methods}
     module.__class__ = type(kind.__name__, (kind,), own)

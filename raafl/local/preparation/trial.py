@@ -24,12 +24,12 @@ from raafl.trainer_stand_in import TrainerStandIn, attach
 
 
 class Tried(NamedTuple):
-    """Result of a trial.
+    """Findings of one trial training step of the module.
 
     Attributes:
         logged: names that the training step logs.
         warnings: for the user, one line each.
-        optimizer: the module's.
+        optimizer: the one that `configure_optimizers` returned.
     """
 
     logged: list[str]

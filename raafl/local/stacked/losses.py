@@ -19,7 +19,9 @@ _USUAL = {
 
 
 def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Compute `F.cross_entropy` of stacks, inside vmap: by slices but for means of (batch, classes) by class number.
+    """Compute `F.cross_entropy` of all clients' stacked logits, inside vmap.
+
+    A mean over (batch, classes) logits with class indices is computed for all clients at once, anything else client by client.
 
     Args:
         num: number of clients.

@@ -88,7 +88,7 @@ class LoraMemory(MergeMemory):
     spectra: dict[str, list[float]] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, object]:
-        """Return the fields by name, also those of each update."""
+        """Return the fields by name as plain data; the stored updates are converted likewise."""
         updates = [{"weight": one.weight, "factor": one.factor, "pairs": one.pairs} for one in self.updates]
         return {**super().to_plain(), "updates": updates}
 
@@ -100,7 +100,7 @@ class LoraMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class LowRank(Wrapped):
-    """Base of these merges: wraps a mean, and replaces its result for the adapters.
+    """Base class of the merges of LoRA adapters: wraps a mean, and replaces its result for the adapters.
 
     Attributes:
         inner: the algorithm's own merge.

@@ -174,5 +174,5 @@ class WithVariates(Wrapped):
 
 
 def plan_of(state: GlobalState, spec: Spec) -> CopyPlan:
-    """Return the copy plan from all trained parameters to those of ``spec``."""
+    """Return the plan that copies the parameters of ``spec`` out of all trained parameters of ``state``."""
     return state.submodels.plan(spec, "trained", "trained")

@@ -183,7 +183,7 @@ class RankExecutor(Executor):
                 self._shared, self._measures_alone = None, shared.is_refused
 
     def report(self) -> dict[str, Any]:
-        """Report the way in which all processes together trained."""
+        """Count the tasks that all processes trained, one by one and batched."""
         here = self._inner.counted()
         with self._changed:
             kept = sum(task.result is not None for task in self._tasks.values())

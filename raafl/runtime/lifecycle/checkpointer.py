@@ -59,7 +59,7 @@ class Checkpointer(RunHooks):
         self.num_failed = 0
 
     def checkpoint_due(self) -> bool:
-        """Check whether the last checkpoint is old enough, and written."""
+        """Check whether a new checkpoint is due: the last one is fully written and older than the interval."""
         if self._every_s is None or self._clock() - self._saved_s < self._every_s:
             return False
         return self._last is None or self._last.done()

@@ -94,7 +94,7 @@ def _refuse_links(folder: Path) -> None:
             wandb_log = len(parts := path.relative_to(folder).parts) == 5 and parts[:2] + parts[3:4] == _WANDB_LOGS
             if not stays and not wandb_log:
                 raise BadInput(
-                    f"resume: '{path}' is a link, which is not written to: put what it stands for in its place"
+                    f"resume: '{path}' is a symbolic link, which raafl does not write through: put the file itself there"
                 )
 
 

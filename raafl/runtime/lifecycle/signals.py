@@ -127,7 +127,7 @@ class _Signals:
             signal.signal(number, before)
 
     def let_go(self) -> None:
-        """In a forked process: it ends with its parent, which Ctrl-C reaches too, and by SIGTERM."""
+        """Restore signals in a forked process: Ctrl-C is ignored, since its parent handles it, and SIGTERM ends the process."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._ends_process:

@@ -39,7 +39,7 @@ def host(
     Args:
         experiment: the run.
         config_yaml: its config as text, for the run folder.
-        transport: this end of it, not entered yet.
+        transport: the server's end; its context is entered here.
         inbox: through which events pass; None = a new one.
         max_failures: equal failures of clients' code that do not end the run, see `Server`; None = no number of
             them ends it.

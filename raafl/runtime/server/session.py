@@ -124,7 +124,7 @@ class Session(threading.Thread):
                 self._sending.release()
 
     def abandon(self) -> None:
-        """Close the pair under a thread that has not ended in time; its client finds the server gone."""
+        """Close the connection although its thread, which did not end in time, uses it; the client sees a lost server."""
         if self._pair is not None:
             self._pair.close()
 

@@ -60,11 +60,11 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes to adjust when axes of a model shrink.
+    """Integers in a model's own code that must shrink with its axes, such as the width in `x.view(-1, 64)`.
 
     Attributes:
-        attributes: path of the module and trail of the attribute -> size.
-        calls: path of the module and its method -> calls in it -> arguments -> sizes.
+        attributes: size by module path and attribute path, of integers that the code reads from attributes.
+        calls: sizes of the arguments of each call, by module path and method, then by the call's place in that method.
     """
 
     attributes: Mapping[tuple[str, Trail], Extent] = field(default_factory=dict)
@@ -142,7 +142,7 @@ BORDERS: set[CodeType] = {Corrected.__call__.__code__}
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return the call site within a module's method of a frame."""
+    """Return the file and line in a module's method from which the code of ``frame`` was called; None outside of any."""
     found = []
     while frame is not None and frame.f_code not in BORDERS:
         found.append((frame.f_code.co_qualname, frame.f_lasti))

@@ -72,7 +72,7 @@ class TrainerStandIn:
         self.set(**{name: name == stage for name in _STAGES}, evaluating=stage != "training")
 
     def begin(self, optimizer: object, schedules: list[Any]) -> None:
-        """Have what `configure_optimizers` has made as optimizers and ``lr_scheduler_configs``."""
+        """Expose what `configure_optimizers` returned as ``optimizers`` and ``lr_scheduler_configs``."""
         vars(self)["_optimizers"], vars(self)["_schedulers"] = [optimizer], schedules
         self._values.pop("strategy", None)
 

@@ -27,5 +27,5 @@ def size(num_bytes: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share of 0 or more in two digits at least: 0.4 %, 25 %, 100 %."""
+    """Return a share of 0 or more as a percentage, below 10 % with up to two significant digits: 0.4 %, 25 %, 100 %."""
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"

@@ -169,7 +169,7 @@ def count_of(devices: Any) -> int | None:
 
 
 def same_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise `BadInput` unless a resumed run has the settings that it is resumed with."""
+    """Raise `BadInput` where settings recorded in a run (``theirs``) differ from those it is resumed with (``ours``)."""
     other = [name for name in ours if name not in marked("may_change") and theirs.get(name) != ours[name]]
     if other:
         seeded = " (of the model the values that it began with, too: torch.manual_seed before it is made)"

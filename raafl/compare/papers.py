@@ -76,7 +76,7 @@ def catalogue() -> dict[str, Paper]:
 
 
 def paper(name: str) -> Paper:
-    """Return a paper; raises `BadInput` for an unknown one."""
+    """Return the catalogue's entry of the paper ``name``; raises `BadInput` for an unknown one."""
     papers = catalogue()
     if name not in papers:
         raise BadInput(f"paper is '{name}', which the catalogue does not have: {nearest(name, papers)}")

@@ -24,7 +24,7 @@ def shipped() -> dict[str, Path]:
 
 
 def with_paths(argv: Sequence[str]) -> list[str]:
-    """Replace the name after each `--config` by its path: NAME or configs/NAME.yaml.
+    """Replace NAME, or configs/NAME.yaml, after each `--config` by the path of the bundled config.
 
     A file of the current folder takes precedence over a bundled config.
 

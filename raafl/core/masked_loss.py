@@ -47,9 +47,10 @@ def why_unmasked(submodels: Submodels) -> str | None:
 
 
 def output_layer(submodels: Submodels) -> str | None:
-    """Return the path of the linear layer whose output the masked logits are, as they leave it; None where there is none.
+    """Return the path of the linear layer whose unchanged output is what the loss masks; None where there is none.
 
-    One training step runs on the meta device; None also where it needs values, or there is no example batch.
+    It is found by one training step on the meta device; None also where that step cannot run without values, or there is no
+    example batch.
     """
     found = _on_meta(submodels, _layer_of)
     return None if found is None else found[0]

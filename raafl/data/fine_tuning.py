@@ -198,7 +198,7 @@ class FineTuning(Classes):
         return tokenizer
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenise the examples, or map the tokens of an earlier run.
+        """Tokenise the examples, or memory-map the tokens that an earlier run wrote.
 
         Raises:
             BadInput: data, tokenizer or a column is missing.

@@ -60,7 +60,7 @@ class _Texts(Classes):
         """Return the cache folder and the name of this set in it."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenise both parts, or map the tokens of an earlier run.
+        """Tokenise both parts, or memory-map the tokens that an earlier run wrote.
 
         Raises:
             BadInput: the data, the tokenizer or a column is missing.

@@ -31,8 +31,8 @@ def median(law: Mapping[str, Any]) -> dict[str, float]:
 def draw(law: Mapping[str, Any], seed: int, number: int) -> dict[str, float]:
     """Return the fields of one random device; the same for the same seed and number.
 
-    The score is lognormal, truncated to the measured range; speed and memory follow from it; the link's speeds are lognormal and
-    correlated with it.
+    The device's benchmark score is lognormal, truncated to the measured range; speed and memory follow from it. The link's
+    speeds are lognormal and correlated with it.
 
     Args:
         law: fields of the distribution.

@@ -31,7 +31,7 @@ BeginSum = Callable[[Tensor], Callable[[], None]]
 
 
 class ClientProcesses:
-    """Processes of one client, as each sees them while it trains."""
+    """One process's view of the process group that trains for one client."""
 
     def __init__(
         self, rank: int, size: int, begin_sum: BeginSum,

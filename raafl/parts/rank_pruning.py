@@ -108,7 +108,7 @@ class PrunedRanks(WrappedSelect):
         return replace(work, spec=replace(work.spec, kept=tuple(chosen.items())))
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget the prunings of a client that is new: its data may be others."""
+        """Forget the prunings recorded for an id that a new client takes: its data may differ."""
         fleet.state.memory.of(RankMemory).pruned.pop(client.id, None)
         super().on_join(client, fleet)
 

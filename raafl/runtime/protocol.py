@@ -156,7 +156,7 @@ class Welcome:
     """A peer is admitted.
 
     Attributes:
-        kept_whole: names of the axes that the server could not prove; the peer must not cut them either.
+        kept_whole: names of the axes that the server could not verify as safe to cut; the peer must not cut them either.
         client: id of the client; None for a rank.
     """
 

@@ -114,7 +114,7 @@ class Submodels:
 
     @property
     def problem(self) -> str | None:
-        """Why axes were not found, or only those of layers that declare them; None where nothing prevented it."""
+        """Reason why no axes were found, or none but those that layers declare; None if the search succeeded."""
         found = self.discovered if self._table else None
         return None if found is None else found.problem
 

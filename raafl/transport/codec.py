@@ -158,7 +158,7 @@ class Checksum:
         self._hash = xxhash.xxh3_64()
 
     def update(self, data: memoryview) -> None:
-        """Add the next bytes."""
+        """Add the next bytes to the checksum."""
         self._hash.update(data)
 
     def footer(self) -> bytes:

@@ -268,7 +268,7 @@ class ForwardOnly(WrappedSelect):
         return replace(work, spec=replace(work.spec, trained=()), extra=extra)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the record of the client's scalars, and forward the loss to the inner select."""
+        """Delete the scalars recorded for a client that was lost, and tell the inner select that it was."""
         fleet.state.memory.of(Expected).value.pop(client.id, None)
         self.inner.on_loss(client, fleet)
 

@@ -63,7 +63,7 @@ Sent = tuple[list[int], Tensor, Tensor, Factors | None]
 
 @dataclass(slots=True)
 class AdapterUpdate:
-    """Adapters of one update, by the name of A, with its weight and factor."""
+    """LoRA adapters of one update, by the name of their matrix A, with the update's weight and the factor of B A."""
 
     weight: float
     factor: float

@@ -119,7 +119,7 @@ class OneOf(Select):
 
     @abstractmethod
     def what(self) -> str:
-        """Describe the set in a few words, for logs."""
+        """Describe the set of submodels in a few words, for logs."""
 
     def __post_init__(self) -> None:
         one_of("select", self.how, Choice)

@@ -65,7 +65,7 @@ class Executor(ABC):
 
         Args:
             assignment_id: of the task.
-            context: what may stop it, where it is trained in this process.
+            context: lets the task be stopped; used only where it is trained in this process.
 
         Raises:
             TaskFailed: the user's code failed in the task.

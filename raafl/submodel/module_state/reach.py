@@ -47,7 +47,7 @@ _LIBRARIES = (
 
 
 class ClassData:
-    """Plain values of a class that the user wrote."""
+    """Attributes of a class that the user wrote, those that are plain values such as numbers and text."""
 
     def __init__(self, kind: type) -> None:
         """Take the class."""

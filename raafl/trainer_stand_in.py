@@ -107,8 +107,8 @@ class TrainerStandIn:
 
     def _refuse(self, name: str, what: str) -> NoReturn:
         raise NotInTask(
-            f"self.trainer.{name} is not {what} in a federated task, which has no Trainer: of one it has current_epoch, "
-            "global_step, max_epochs, estimated_stepping_batches, optimizers, logger and what else docs/lightning.md lists"
+            f"self.trainer.{name} is not {what} in a federated task, which has no Trainer, only a stand-in with current_epoch, "
+            "global_step, max_epochs, estimated_stepping_batches, optimizers, logger and others: see docs/lightning.md"
         )
 
     def __deepcopy__(self, memo: object) -> TrainerStandIn:

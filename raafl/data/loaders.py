@@ -129,7 +129,7 @@ def _check_sampler(sampler: Any, length: int, name: str) -> None:
         raise BadInput(
             f"the {kind} of {name}() gives {len(sampler)} of {length} samples"
             f"{' with replacement' if getattr(sampler, 'replacement', False) else ''}, but an epoch has each sample of a client "
-            "once: leave it out, and set train.num_steps for shorter tasks"
+            "once: remove the sampler; for shorter tasks set train.num_steps"
         )
 
 

@@ -193,7 +193,7 @@ def test_a_client_gets_as_many_regions_as_its_memory_holds(tmp_path):
     [
         ({"regions": 0}, "regions is 0"),
         ({"regions": 3}, "regions is 3, but L-Arb is of 4 regions"),
-        ({"mask": [5]}, r"mask is \[5\]: give numbers of regions from 1 to 4"),
+        ({"mask": [5]}, r"mask is \[5\]: give how many regions each client trains, from 1 to 4"),
         ({"mask": []}, r"mask is \[\]"),
         ({"trained": 5}, "trained is 5: give 1 to 4"),
         ({"every": 2}, "every is 2, but no round leaves regions out"),

@@ -68,7 +68,7 @@ class Regions(Select):
                 )
         elif not self.mask or not all(1 <= take <= self.regions for take in self.mask):
             raise BadInput(
-                f"mask is {self.mask}: give numbers of regions from 1 to {self.regions}, or {', '.join(LEVELS)}"
+                f"mask is {self.mask}: give how many regions each client trains, from 1 to {self.regions}, or {', '.join(LEVELS)}"
             )
         if self.trained is not None and not 1 <= self.trained <= self.regions:
             raise BadInput(f"trained is {self.trained}: give 1 to {self.regions}, the number of regions")

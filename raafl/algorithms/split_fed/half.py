@@ -82,7 +82,7 @@ class Half(Submodels):
             SpecError: ``spec`` is not the whole model.
         """
         if self.normal(spec) != FULL:
-            raise SpecError(f"spec is {spec}: a model that is cut in two is trained whole")
+            raise SpecError(f"spec is {spec}: split_fed trains the whole model in two halves: give no smaller submodel")
         present = present or FlatTensors.empty(self.layout(FULL, "present" if base is None else "sent"), device)
         device = torch.device(device)
         theirs = {name: tensor for name, tensor in self._parameters.items() if not self.has(name)}

@@ -105,7 +105,7 @@ class Stacked(TorchFunctionMode):
             numbers = [_BRANCHES[function](part) for part in stack.detach().unbind(0)]
         if any(repr(number) != repr(numbers[0]) for number in numbers):
             raise Parted(
-                f"the training step makes a number of a tensor ({function.__name__}), and clients differ in it"
+                f"training_step makes a Python number of a tensor ({function.__name__}), which differs between clients"
             )
         return numbers[0]
 

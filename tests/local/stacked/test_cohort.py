@@ -176,7 +176,7 @@ def test_what_is_not_understood_is_refused(make):
 
 def test_clients_that_part_are_refused_and_data_that_draw_as_well():
     bench = Bench.of(Parting)
-    with pytest.raises(Parted, match="makes a number of a tensor"):
+    with pytest.raises(Parted, match="makes a Python number of a tensor"):
         CohortTrainer(bench.trainer).train(members(bench, epochs=3))
     bench = Bench.of(Mapped, data=OneByOne())
     with pytest.raises(Unstackable, match="draws random numbers past"):

@@ -80,6 +80,7 @@ def test_print_config_prints_one_that_loads(capsys, tmp_path):
     assert printed["clients"] == 3
     assert printed["model"]["init_args"]["hidden"] == [8, 4]
     given = {"cohort": None, "concurrency": None, "by_samples": True, "submodel": None, "lora": None}
+    given |= {"prune_ranks": None, "prune_penalty": 0.0}
     assert printed["algorithm"] == {"class_path": "raafl.fed_avg", "init_args": given}
 
 

@@ -73,4 +73,4 @@ def test_help_of_a_model_lists_its_arguments(capsys):
         main(["simulate", "--model.help", "model_zoo.MLP"])
     assert "--model.hidden" in capsys.readouterr().out
     assert main(["simulate", "--algorithm.help", "fed_raa"]) == 2
-    assert "`raafl algorithms NAME` says what an algorithm takes" in capsys.readouterr().err
+    assert "run `raafl algorithms NAME` for the arguments of an algorithm" in capsys.readouterr().err

@@ -239,7 +239,6 @@ def test_a_slow_evaluation_delays_no_merge_and_measures_a_snapshot(tmp_path):
     assert sum(gap > 0.6 for gap in gaps) < len(versions) / 2  # of the 0.9 of each evaluation
 
 
-@dataclass(frozen=True)
 @dataclass
 class Spans(OneValue[list[int]]):
     key = "spans"

@@ -90,7 +90,7 @@ def test_a_form_takes_its_own_bytes_and_what_travels_is_the_same(words):
             assert (cost.down_bytes, cost.up_bytes) == (own.down_bytes, own.up_bytes)
             assert num_bytes < cost.peak_bytes < num_bytes + REST
     assert submodels.normal(on("fp32")) == FULL, "the module's own form needs no name"
-    with pytest.raises(SpecError, match=r"spec\.base is 'int9': did you mean 'int8'\?"):
+    with pytest.raises(SpecError, match=r"spec\.base is 'int9', which this model does not have: did you mean 'int8'\?"):
         submodels.validate(on("int9"))
     with pytest.raises(SpecError, match="this model has one form of it: name none"):
         Submodels(nn.Linear(2, 2)).validate(on("fp32"))
@@ -220,4 +220,4 @@ def test_a_model_in_two_halves_needs_one_form():
     with pytest.raises(
         BadInput, match="the frozen base may be held as fp32, bf16, int8, but both halves of a model in two"
     ):
-        split_fed().local.place(coordinator_of().state.submodels)
+        split_fed().local.choose_cut(coordinator_of().state.submodels)

@@ -68,7 +68,7 @@ def fit(tmp_path):
 
 
 def test_a_run_lives_through_the_death_of_its_server_and_of_a_client(fit):
-    local = fit("--local", "2", "--max_updates", "120", "--json")
+    local = fit("--local", "2", "--max_updates", "60", "--json")
     local.wait_for(lambda: local.merged() >= 4, "the first checkpoints")
     before = local.ranks("serve")
     before[0].kill()
@@ -81,7 +81,7 @@ def test_a_run_lives_through_the_death_of_its_server_and_of_a_client(fit):
     code, out, err = local.end()
     assert code == 0, err
     summary = json.loads(out)
-    assert (summary["finished"], summary["updates_merged"]) == ("max_updates", 120)
+    assert (summary["finished"], summary["updates_merged"]) == ("max_updates", 60)
     assert summary == json.loads((local.folder / "summary.json").read_text())
     assert (
         "raafl: the server was killed by SIGKILL; it goes on from its last checkpoint, if there is one, in 1 s" in err

@@ -14,6 +14,7 @@ import fcntl
 import gc
 import inspect
 import json
+import logging
 import os
 import runpy
 import signal
@@ -275,7 +276,9 @@ def _run(argv: list[str]) -> int:
 
 
 def _take(fds: list[int], numbers: list[int]) -> None:
-    """Give files their numbers and close all others."""
+    """Give files their numbers and close all others, those of log handlers, too."""
+    # Pytest's handlers write into files by number: once closed, the next file that is opened, such as a run's table, has it.
+    logging.getLogger().handlers.clear()
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in fds]
     for fd, number in zip(high, numbers, strict=True):
         os.dup2(fd, number, inheritable=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from raafl.commands.compare import options_in, run, with_common
 from raafl.compare.papers import Paper, catalogue, paper
@@ -56,11 +57,4 @@ def _listed(one: Paper) -> str:
 
 
 def _as_json(one: Paper) -> dict[str, object]:
-    exhibits = [
-        {
-            "name": exhibit.name, "shows": exhibit.shows, "scales": dict(exhibit.scales), "missing": exhibit.missing,
-            "note": exhibit.note,
-        }
-        for exhibit in one.exhibits.values()
-    ]  # fmt: skip
-    return {"paper": one.name, "title": one.title, "tables": exhibits}
+    return {"paper": one.name, "title": one.title, "tables": [asdict(exhibit) for exhibit in one.exhibits.values()]}

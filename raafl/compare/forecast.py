@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from raafl.compare.comparison import Comparison
@@ -89,16 +89,16 @@ def _row(comparison: Comparison, label: str, machine: Profile) -> Forecast:
     world = World(experiment)
     found = predict(world, experiment.algorithm, machine=machine)
     if found.problem or not found.updates:
-        return Forecast(label, row.runs, row.trials, problem=found.problem or "no update in time")
+        return replace(row, problem=found.problem or "no update in time")
     updates = _updates(experiment, found)
     factor = updates / found.updates
     evaluation_s = time_on(
         machine, world.submodels(experiment.algorithm).cost(FULL, world.batch_size), 0.0, _tested(world)
     )
     evaluations = found.versions * factor / (experiment.eval_every or len(world.clients))
-    return Forecast(
-        label, row.runs, row.trials, updates, found.time_s * factor, (found.bytes_per_update or 0.0) * updates,
-        (found.here_s or 0.0) * factor + evaluations * evaluation_s.compute_s,
+    return replace(
+        row, updates=updates, time_s=found.time_s * factor, num_bytes=(found.bytes_per_update or 0.0) * updates,
+        here_s=(found.here_s or 0.0) * factor + evaluations * evaluation_s.compute_s,
     )  # fmt: skip
 
 

@@ -79,17 +79,12 @@ def _end(processes: Collection[BaseProcess]) -> None:
 
 
 def start(argv: Sequence[str], log: Path) -> BaseProcess:
-    """Start a raafl command in a process of its own, which prints into ``log`` and ends when this process does.
+    """Start a raafl command in a process of its own, which ends when this process does.
 
     Args:
         argv: the command and its options.
-        log: is appended to, and locked while the command runs.
-
-    Raises:
-        BadInput: another process holds the log, and so the run that it belongs to.
+        log: it prints into this file, and locks it while it runs.
     """
-    with log.open("ab") as file:
-        _lock(file.fileno(), log)
     process = _new_process(argv, log)
     # The server of forks inherits the mask: a signal to the whole group would end it, and with it all knowledge of the runs.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FROM_OUTSIDE)
@@ -104,6 +99,12 @@ def _new_process(argv: Sequence[str], log: Path) -> BaseProcess:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context.Process(target=_command, args=(list(argv), log))
+
+
+def check_free(log: Path) -> None:
+    """Raise `BadInput` if a command that prints into ``log`` is running, whoever started it."""
+    with log.open("ab") as file:
+        _lock(file.fileno(), log)
 
 
 def _lock(file: int, log: Path) -> None:
@@ -127,10 +128,8 @@ def take_over(log: Path) -> None:
     os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on once
     with log.open("ab", buffering=0) as file:
         _lock(file.fileno(), log)
-        for stream in (1, 2):
-            os.dup2(
-                file.fileno(), stream
-            )  # the lock is that of the open file: it is kept as long as one of them is open
+        for stream in (1, 2):  # the lock is the open file's: it is kept as long as one of these is open
+            os.dup2(file.fileno(), stream)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -40,6 +40,7 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+@cache
 def _commit() -> str | None:
     """Return the commit of the checkout that raafl is imported from, with `+` where files differ; None outside of one."""
     git = ["git", "-C", str(Path(raafl.__file__).parent)]
@@ -62,3 +63,8 @@ def code_digest() -> str:
         for path in sorted(folder.rglob("*.py")):
             digest.update(path.relative_to(folder.parent).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 digest of a file's contents, as hexadecimal digits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from raafl.compare.comparison import Comparison
+from raafl.compare.provenance import file_digest
 from raafl.compare.runs import Outcome, made_by
 from raafl.compare.statistics import Interval, censored_median, gini, interval, paired, smoothed, time_to
 from raafl.runfolder.schema import CLIENTS, JOURNAL, METRICS, TESTED, Summary
@@ -53,7 +53,7 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
     known |= {
         "finished": summary["finished"],
         "model_digest": summary["model_digest"],
-        "journal_digest": hashlib.sha256((outcome.folder / JOURNAL).read_bytes()).hexdigest(),
+        "journal_digest": file_digest(outcome.folder / JOURNAL),
         "metrics": {name: value for name, value in summary["final"].items() if math.isfinite(value)},
         "final": smooth[-1][1] if smooth else None,
         "best": (max if comparison.maximize else min)(values) if values else None,

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from raafl.compare.comparison import Options
-from raafl.compare.processes import in_processes, start
-from raafl.compare.provenance import code_digest, provenance
+from raafl.compare.processes import check_free, in_processes, start
+from raafl.compare.provenance import code_digest, file_digest, provenance
 from raafl.config.bundled import with_paths
 from raafl.errors import BadInput
 from raafl.report.groups import NOT_THE_EXPERIMENT
@@ -103,7 +103,7 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
     row = parsed(config, label, options, seeds[0])
     fields = yaml.safe_load(row.config_yaml)
     experiment = {name: value for name, value in fields.items() if name not in NOT_THE_EXPERIMENT}
-    experiment["contents"] = {str(path): _file_digest(path) for path in named_files(fields)}
+    experiment["contents"] = {str(path): file_digest(path) for path in named_files(fields)}
     limits = (row.experiment.max_updates, seconds("max_time", row.experiment.max_time))
     return [
         Run(label, config, options, seed, _digest({**experiment, "seed": seed}), limits) for seed in seeds
@@ -167,10 +167,6 @@ def _class_paths(value: object) -> Iterator[str]:
             yield from _class_paths(part)
 
 
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -230,6 +226,7 @@ class Runner:
 
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM; runs under way were asked to end, and can be gone on with.
+        BadInput: another process is at work on one of the runs.
         """
         found = {run: outcome for run in runs if (outcome := self.find(run)) is not None}
         queue = [run for run in dict.fromkeys(runs) if run not in found]
@@ -251,6 +248,8 @@ class Runner:
 
     def _start(self, run: Run) -> BaseProcess:
         folder = run.folder(self._root, code_digest())
+        log = folder.with_suffix(".log")
+        check_free(log)  # before anything is removed: it may not have its first checkpoint yet
         if newest(folder) is not None:
             argv = ["--resume", str(folder)]
         else:
@@ -263,7 +262,7 @@ class Runner:
         }  # fmt: skip
         with atomic_file(_note_path(folder)) as file:
             file.write(json.dumps(note, indent=1).encode())
-        return start(["simulate", *argv, "--progress", "quiet"], folder.with_suffix(".log"))
+        return start(["simulate", *argv, "--progress", "quiet"], log)
 
     def _outcome(self, run: Run, process: BaseProcess) -> Outcome | None:
         """Return the outcome of a run whose process has ended; None where it is to begin anew."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shlex
 import signal
@@ -206,6 +207,19 @@ def test_a_trial_that_something_ended_decides_nothing(tmp_path, monkeypatch):
     with pytest.raises(RunFailed, match=r"a trial of A \(search\), seed 10, was cut off .*same command again"):
         compare([file, "--output", str(tmp_path / "out"), "--no_page"])
     assert not (tmp_path / "out" / "result.json").exists()
+
+
+def test_a_run_of_another_process_is_not_removed_before_its_first_checkpoint(tmp_path):
+    out = tmp_path / "out"
+    run = runs.resolve("quickstart", "only", ("--max_updates", "12"), [0])[0]
+    folder = run.folder(out / "runs", runs.code_digest())
+    folder.mkdir(parents=True)
+    (folder / "events.jsonl").write_text("{}")
+    with folder.with_suffix(".log").open("ab") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        with pytest.raises(BadInput, match="another process is at work on only-seed-0"):
+            runs.Runner(out / "runs", 1, any_code=False, tell=print).run_all([run])
+    assert (folder / "events.jsonl").is_file()
 
 
 def test_equal_trials_are_refused(tmp_path):

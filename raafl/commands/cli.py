@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from raafl.config.argv import name_of, options_of, values, without
 from raafl.config.bundled import with_paths
@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
-        "watch": _watch, "report": _page, "compare": _compare, "reproduce": _reproduce,
+        "watch": _watch, "report": _page, "compare": _comparing("compare"),
+        "reproduce": _comparing("reproduce"),
         "plan": _printed("plan"), "axes": _printed("axes"), "algorithms": _algorithms,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -270,20 +271,16 @@ def _page(argv: list[str]) -> int:
     return 0
 
 
-def _compare(argv: list[str]) -> int:
-    """Run or verify a comparison."""
-    with quick_imports():
-        from raafl.commands.compare import compare
-    print(compare(argv))
-    return 0
+def _comparing(name: Literal["compare", "reproduce"]) -> Callable[[list[str]], int]:
+    """Return the command that prints the text of ``raafl.commands.NAME.NAME``."""
 
+    def run(argv: list[str]) -> int:
+        with quick_imports():
+            command = getattr(importlib.import_module(f"raafl.commands.{name}"), name)
+        print(command(argv))
+        return 0
 
-def _reproduce(argv: list[str]) -> int:
-    """Run a table of a paper, or list the tables."""
-    with quick_imports():
-        from raafl.commands.reproduce import reproduce
-    print(reproduce(argv))
-    return 0
+    return run
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import NormalDist
+from typing import Literal
 
 from raafl.devices.profiles import Pairs, Profile, TaskTime
 
@@ -38,33 +39,41 @@ def real_time(profile: Profile, predicted: TaskTime, start_s: float, task: int, 
         task: the client's number of the task, for the jitter.
         draw: makes seeds; the same for all tasks of a client.
     """
-    speed = _Rate(
-        profile.speed_changes, profile.repeat_s, profile.speed_drift, profile.drift_s, profile.speed_jitter,
-        partial(draw, "speed"), task,
-    )  # fmt: skip
-    links = _Rate(
-        profile.link_changes, profile.repeat_s, profile.link_drift, profile.drift_s, profile.link_jitter,
-        partial(draw, "link"), task,
-    )  # fmt: skip
-    if links.varies:
+    speed, links = _rate(profile, "speed", task, draw), _rate(profile, "link", task, draw)
+    if links is not None:
         down_s = links.seconds("down", start_s + predicted.latency_s, predicted.down_s - predicted.latency_s)
         predicted = replace(predicted, down_s=predicted.latency_s + down_s)
     now = start_s + predicted.down_s
-    if speed.varies:
+    if speed is not None:
         predicted = replace(predicted, compute_s=speed.seconds("compute", now, predicted.compute_s))
-    if links.varies:
+    if links is not None:
         now += predicted.compute_s + predicted.latency_s
         up_s = links.seconds("up", now, predicted.up_s - predicted.latency_s)
         predicted = replace(predicted, up_s=predicted.latency_s + up_s)
     return predicted
 
 
+def _rate(profile: Profile, name: Literal["speed", "link"], task: int, draw: Draw) -> _Rate | None:
+    """Return how a rate of a device varies; None for a steady one, which most tasks of large fleets have."""
+    changes, drift, jitter = _variation(profile, name)
+    if changes is None and not drift and not jitter:
+        return None
+    return _Rate(changes, profile.repeat_s, drift, profile.drift_s, jitter, partial(draw, name), task)
+
+
+def _variation(profile: Profile, name: Literal["speed", "link"]) -> tuple[Pairs | None, float, float]:
+    """Return the changes, the drift and the jitter of a rate."""
+    if name == "speed":
+        return profile.speed_changes, profile.speed_drift, profile.speed_jitter
+    return profile.link_changes, profile.link_drift, profile.link_jitter
+
+
 def description(profile: Profile) -> str:
     """Describe in words how a device varies; empty if it does not."""
     parts = []
-    for name, changes, jitter, drift in (
-        ("speed", profile.speed_changes, profile.speed_jitter, profile.speed_drift),
-        ("links", profile.link_changes, profile.link_jitter, profile.link_drift),
+    for name, (changes, drift, jitter) in (
+        ("speed", _variation(profile, "speed")),
+        ("links", _variation(profile, "link")),
     ):
         repeats = "" if profile.repeat_s is None else f" in {profile.repeat_s:g} s"
         said = [f"{len(changes)} change{'s' * (len(changes) > 1)}{repeats}"] if changes else []
@@ -85,11 +94,6 @@ class _Rate:
     jitter: float
     draw: Draw
     task: int
-
-    @property
-    def varies(self) -> bool:
-        """Check whether it is ever another than 1."""
-        return self.changes is not None or bool(self.drift or self.jitter)
 
     def seconds(self, phase: str, start_s: float, work_s: float) -> float:
         """Return the duration from ``start_s`` on of work that takes ``work_s`` seconds at a factor of 1.

@@ -38,7 +38,7 @@ def written(result: dict[str, Any]) -> str:
         f"`{(result['commit'] or 'unknown')[:8]}`: mean over {seeds} seeds ± half of its 95 % interval."
     )
     missing = (
-        [f"Not run: {'; '.join(result['not_run'])}; the command without `--rows` runs them."]
+        ["Not run; the command without `--rows` runs them:", "\n".join(f"- {label}" for label in result["not_run"])]
         if result.get("not_run")
         else []
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from raafl.core.algorithm import Select, SelectContext
 from raafl.core.types import ClientInfo, Work, derive_seed
@@ -14,6 +15,8 @@ from raafl.parts.select.rate_select import Rounds
 from raafl.parts.select.submodels import uncut
 from raafl.parts.select.units import shared_fragments, size_of, spec_of
 from raafl.submodel import Spec, Submodels
+
+Value = TypeVar("Value")
 
 
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
@@ -117,12 +120,12 @@ class Regions(Select):
         """
         if not isinstance(self.mask, str):
             return self.mask[(client.id - 1) % len(self.mask)]
-        levels: dict[int, tuple[int, ...]] = fleet.cache.setdefault("levels", {})
-        if round not in levels:
-            if len(levels) >= 64:  # asynchronous clients are in different rounds, so one entry does not suffice
-                levels.clear()
-            levels[round] = mask_level(self.mask, max(fleet.clients), derive_seed(fleet.seed, "levels", round))
-        return levels[round][client.id - 1]
+        level = self.mask
+
+        def draw() -> tuple[int, ...]:
+            return mask_level(level, max(fleet.clients), derive_seed(fleet.seed, "levels", round))
+
+        return _of_round(fleet, "levels", round, draw)[client.id - 1]
 
     def check(self, fleet: SelectContext) -> list[str]:
         """Return a problem for each client whose memory fits no region, or else one for settings that no schedule can meet."""
@@ -218,12 +221,7 @@ class Regions(Select):
         return bool(fleet.cache["keeps half"])
 
     def _together(self, round: int, fleet: SelectContext) -> Taken:
-        rounds: dict[int, Taken] = fleet.cache.setdefault("taken", {})
-        if round not in rounds:
-            if len(rounds) >= 64:  # asynchronous clients are in different rounds, so one entry does not suffice
-                rounds.clear()
-            rounds[round] = self._drawn(round, fleet)
-        return rounds[round]
+        return _of_round(fleet, "taken", round, lambda: self._drawn(round, fleet))
 
     def _drawn(self, round: int, fleet: SelectContext) -> Taken:
         leaves_out = (round + 1) % self.every == 0
@@ -243,3 +241,20 @@ class Regions(Select):
         words += ", one assignment for all rounds" if self.hold else ""
         words += f", tau {self.rest}" if self.rest is not None else ""
         return words + (", all of them first" if self.full_first else "")
+
+
+def _of_round(fleet: SelectContext, name: str, round: int, draw: Callable[[], Value]) -> Value:
+    """Return what is drawn once for a round, from the cache entry ``name`` after the first call.
+
+    Args:
+        fleet: context, whose cache stores recent rounds.
+        name: of the entry.
+        round: number of the round, q.
+        draw: is called for a round that is not in the cache.
+    """
+    rounds: dict[int, Value] = fleet.cache.setdefault(name, {})
+    if round not in rounds:
+        if len(rounds) >= 64:  # asynchronous clients are in different rounds, so one entry does not suffice
+            rounds.clear()
+        rounds[round] = draw()
+    return rounds[round]

@@ -97,3 +97,22 @@ def test_none_opens_with_a_question_word():
 def test_every_argument_of_three_or_more_is_described():
     wrong = lacking(*SOURCES)
     assert not wrong, "add a line to the section Args for each:\n" + "\n".join(wrong)
+
+
+def test_the_checker_sees_what_is_described():
+    module = ast.parse(
+        'def f(a, b, *c, d=1, **_e):\n    """Do.\n\n    Args:\n        a, b: both.\n            More of b: and so on.\n'
+        '        d (int): one.\n\n    Raises:\n        c: no argument.\n    """\n'
+        'class A:\n    def g(self, a, b):\n        """Do."""\n'
+        '    def h(self, a, b, c):\n        """Do; see `B.h`."""\n'
+        '    @staticmethod\n    def i(a, b, c):\n        """Do; see `B.h`."""\n'
+        "    def _j(self, a, b, c): ...\n"
+    )
+    found = {function.name: unnamed(function, names) for function, names in public_functions(module)}
+    assert found == {"f": ["c"], "g": [], "h": [], "i": ["a", "b", "c"]}
+
+
+def test_overrides_are_those_of_hooks_that_describe_their_arguments():
+    described = hooks()
+    assert ("receive", "state", "update", "spec", "staleness") in described
+    assert ("receive", "state", "update", "spec") not in described

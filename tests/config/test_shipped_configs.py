@@ -36,9 +36,18 @@ def test_config_says_how_to_run_it(config):
     assert f"--config {config}" in head[0]
 
 
+def loaded(config):
+    """The config's experiment, checked."""
+    experiment = load_experiment(ROOT / config)
+    experiment.check()
+    assert experiment.output is None, "a config names no folder, or its second run would find it full"
+    assert experiment.name == config.removeprefix("configs/").removesuffix(".yaml")
+    return experiment
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_config_loads(name):
-    load_experiment(ROOT / "configs" / f"{name}.yaml").check()
+    assert loaded(f"configs/{name}.yaml").clients >= 1
 
 
 @pytest.mark.slow("some of the models are as large as their papers'")
@@ -49,10 +58,7 @@ def test_config_builds(config, tmp_path, request, monkeypatch):
     Its axes are not proven here: tests/submodel/prove/test_proof.py proves the zoo's, and each run its own.
     """
     monkeypatch.setattr("raafl.runtime.setup.refuted", lambda *_: {})
-    experiment = load_experiment(ROOT / config)
-    experiment.check()
-    assert experiment.output is None, "a config names no folder, or its second run would find it full"
-    assert experiment.name == config.removeprefix("configs/").removesuffix(".yaml")
+    experiment = loaded(config)
     text = (ROOT / config).read_text()
     for package in re.findall(NEED_PACKAGE, text):
         pytest.importorskip(package, reason=f"pip install --no-deps {package.replace('_', '-')}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raafl.algorithms.ada_vit import ada_vit as ada_vit
+from raafl.algorithms.ca2fl import ca2fl as ca2fl
 from raafl.algorithms.co_s2p import co_s2p as co_s2p
+from raafl.algorithms.fadas import fadas as fadas
 from raafl.algorithms.fed_async import fed_async as fed_async
 from raafl.algorithms.fed_avg import fed_avg as fed_avg
 from raafl.algorithms.fed_buff import fed_buff as fed_buff

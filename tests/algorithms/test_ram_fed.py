@@ -12,7 +12,6 @@ from torch import nn
 
 from raafl.algorithms import fed_avg, ra_fed, ram_fed
 from raafl.algorithms.ra_fed.regions import Regions
-from raafl.algorithms.ram_fed.memory import Remembered
 from raafl.commands.replay import replay
 from raafl.config.parse import parse
 from raafl.core.sample import Sample
@@ -20,6 +19,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update
 from raafl.errors import BadInput
 from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.remembered import Remembered
 from raafl.parts.merge.staleness import Staleness
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy

@@ -111,6 +111,8 @@ def test_arguments_reach_their_parts():
         "fed_mezo": ({"trigger": "each"}, "trigger", "each arrival"),
         "fed_pm": ({"reset": 5}, "merge", "mode of Beta counts of masks, prior 1, reset every 5 merges"),
         "co_s2p": ({"trigger": "sync"}, "trigger", "all"),
+        "ca2fl": ({"buffer_size": 7}, "trigger", "7 in the buffer"),
+        "fadas": ({"delay": "none"}, "merge", "server amsgrad, lr 0.001"),
         "fed_async": ({"alpha": 0.25}, "merge", "mix with alpha 0.25"),
         "fed_avg": ({"cohort": 3}, "sample", "3 at random"),
         "fed_buff": ({"buffer_size": 7}, "trigger", "7 in the buffer"),

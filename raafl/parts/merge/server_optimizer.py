@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from raafl.submodel import FULL, FlatTensors, Spec
 
 ServerKind = Literal["adam", "yogi", "adagrad"]
 
+Step = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None], None]
+"""Steps a piece of theta along its mean delta with its moments, in place, where a mask holds; None = everywhere."""
+
 
 @dataclass
 class OptimizerMemory(SumMemory):
@@ -27,7 +31,7 @@ class OptimizerMemory(SumMemory):
     m: FlatTensors | None = None
     v: FlatTensors | None = None
 
-    def moments(self, state: GlobalState, tau: float) -> tuple[FlatTensors, FlatTensors]:
+    def moments(self, state: GlobalState, tau: float) -> tuple[FlatTensors, ...]:
         """Return m and v; they start at 0 and at ``tau`` squared."""
         if self.m is None or self.v is None:
             self.m, self.v = zeros_like(state.values), zeros_like(state.values)
@@ -66,6 +70,7 @@ class ServerOptimizer(Merge):
     staleness: Staleness = field(default_factory=Staleness)
     by_samples: bool = True
     sends: Literal["values", "delta"] = "delta"
+    memory: ClassVar[type[OptimizerMemory]] = OptimizerMemory
 
     def __post_init__(self) -> None:
         one_of("server optimizer", self.kind, ServerKind)
@@ -77,33 +82,40 @@ class ServerOptimizer(Merge):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the delta, times its weight and staleness factor, to the sum."""
-        memory = state.memory.of(OptimizerMemory)
+        memory = state.memory.of(self.memory)
         weight = float(update.num_samples) if self.by_samples else 1.0
         Accumulator(state, memory).add(update.tensors, spec, weight, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
         """Take one server step along the mean delta."""
-        memory = state.memory.of(OptimizerMemory)
+        memory = state.memory.of(self.memory)
         sums = Accumulator(state, memory)
         if not sums.weight:
             sums.clear()
             return
-        first, second = memory.moments(state, self.tau)
+        moments, step = memory.moments(state, self.tau), self._step_of(state)
         count = None if sums.common == FULL else sums.cover()
         for name, theta in trained_values(state).items():
             is_parameter = name in state.submodels.parameter_names
-            flats = [theta, sums.total[name], first[name], second[name]]
+            flats = [theta, sums.total[name], *(moment[name] for moment in moments)]
             if count is not None:
                 flats.append(count[name])
-            for old, total, m, v, *weight in chunks(*flats):
-                delta = total / weight[0].clamp_min(torch.finfo(theta.dtype).tiny) if weight else total / sums.weight
+            for old, total, *own in chunks(*flats):
+                weight = None if count is None else own.pop()
+                tiny = torch.finfo(theta.dtype).tiny
+                delta = total / sums.weight if weight is None else total / weight.clamp_min(tiny)
                 if is_parameter:
-                    self._step(old, delta, m, v, weight[0] > 0 if weight else None)
+                    step(old, delta, own, None if weight is None else weight > 0)
                 else:
                     old.add_(delta)
         sums.clear()
 
-    def _step(self, theta: Tensor, delta: Tensor, m: Tensor, v: Tensor, where: Tensor | None) -> None:
+    def _step_of(self, state: GlobalState) -> Step:
+        """Return the step of this merge; called once per merge."""
+        return self._step
+
+    def _step(self, theta: Tensor, delta: Tensor, moments: Sequence[Tensor], where: Tensor | None) -> None:
+        m, v = moments
         square = delta * delta
         new_m = torch.add(m * self.beta1, delta, alpha=1 - self.beta1)
         if self.kind == "adagrad":
@@ -113,11 +125,16 @@ class ServerOptimizer(Merge):
         else:
             new_v = torch.add(v * self.beta2, square, alpha=1 - self.beta2)
         new_theta = torch.addcdiv(theta, new_m, new_v.sqrt().add_(self.tau), value=self.server_lr)
-        for old, new in ((m, new_m), (v, new_v), (theta, new_theta)):
-            old.copy_(new if where is None else torch.where(where, new, old))
+        copy_where(((m, new_m), (v, new_v), (theta, new_theta)), where)
 
     def __str__(self) -> str:
         words = [f"server {self.kind}"]
         words += [] if self.by_samples else ["unweighted"]
         words += [f"deltas x {self.staleness}"] if str(self.staleness) else []
         return ", ".join([*words, f"lr {self.server_lr:g}"])
+
+
+def copy_where(pairs: Sequence[tuple[Tensor, Tensor]], where: Tensor | None) -> None:
+    """Copy the second tensor of each pair into the first, where a mask holds; None = everywhere."""
+    for old, new in pairs:
+        old.copy_(new if where is None else torch.where(where, new, old))

@@ -1,4 +1,4 @@
-"""Merge with a memory (RAM-Fed): the server stores each client's latest update of each region, and uses it until a new one."""
+"""Merge with a memory (RAM-Fed, CA2FL): the server stores each client's latest update, and uses it until a new one."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from tempfile import gettempdir
 from typing import Any, ClassVar, Literal
 
 from raafl.core.algorithm import Merge
 from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
 from raafl.core.types import Update
-from raafl.errors import BadInput, fraction, positive
+from raafl.errors import BadInput, fraction, one_of, positive, refuse_unused
 from raafl.parts.merge.mean import chunks
 from raafl.parts.merge.staleness import Staleness
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
@@ -52,7 +53,9 @@ class Remembered(Merge):
         v = 1/N sum_n u_n + 1/Gamma sum_{n in N_i} (d_n - u_n)     second term absent if Gamma = 0
         theta <- theta + a v,  a = server_lr * mean of s(staleness_n);  then u_n <- d_n for n in N_i
 
-    N is the number of clients that have sent an update so far; in rounds of all clients, that is all of them.
+    N is the number of clients that have sent an update so far; in rounds of all clients, that is all of them. With ``of_all`` it
+    is the number of all clients of the run, which is CA2FL's (Wang et al. 2024): v = h + Delta / K, with h the mean of all latest
+    updates as of the last merge, and Delta the sum of the changes of the K updates since.
 
     A region owns the weights *into* its neurons: the clients that have the second neuron of a weight cover it, and the delta
     of such a client without the first neuron is 0 (a masked neuron gives the weight no gradient). So a weight between two
@@ -69,12 +72,14 @@ class Remembered(Merge):
         staleness: staleness factor s; a late update moves the model less, but is remembered in full.
         max_age: number of merges after which a memory is set to 0; None = never.
         folder: folder of the clients' copies, in files without names; None = in memory, on the device of the model.
+        of_all: let N count all clients of the run, those that never sent an update as one of 0.
     """
 
     server_lr: float | None = 1.0
     staleness: Staleness = field(default_factory=Staleness)
     max_age: int | None = None
     folder: str | None = None
+    of_all: bool = False
     sends: Literal["values", "delta"] = "delta"
     by_client: ClassVar[bool] = True
 
@@ -134,7 +139,8 @@ class Remembered(Merge):
         With the new sum U' = U + sum (d - u): ``v = U'/N + (1/Gamma - 1/N) sum (d - u)``.
         """
         memory = self._memory(state)
-        num_clients, received = len(self._latest(state)), memory.received
+        num_clients = state.num_clients if self.of_all else len(self._latest(state))
+        received = memory.received
         rate = math.fsum(factor for _, factor in received) / len(received)
         rate *= 1.0 / num_clients if self.server_lr is None else self.server_lr
         count = _zeros(state)
@@ -195,6 +201,7 @@ class Remembered(Merge):
         words = "mean of each client's latest update, corrected by the fresh ones"
         words += ", step 1/N" if self.server_lr is None else f", step {self.server_lr:g}" if self.server_lr != 1 else ""
         words += f" x {self.staleness}" if str(self.staleness) else ""
+        words += ", clients without one as 0" if self.of_all else ""
         words += "" if self.folder is None else ", on disk"
         return words + ("" if self.max_age is None else f", forgotten after {self.max_age} merges")
 
@@ -249,3 +256,20 @@ class _Owned:
 
 def _owned(submodels: Submodels, spec: Spec) -> _Owned:
     return submodels.cached("owned", spec, lambda: _Owned(submodels, spec))
+
+
+def memory_folder_of(memory: str, folder: str | None) -> str | None:
+    """Return the folder for files of memories; None for memory in RAM.
+
+    Args:
+        memory: ram or disk.
+        folder: the folder; None = the system's for temporary files.
+
+    Raises:
+        BadInput: another memory, or a folder for none.
+    """
+    one_of("memory", memory, ("ram", "disk"))
+    if memory == "disk":
+        return folder or gettempdir()
+    refuse_unused("with memory ram there are no files", memory_folder=(folder, None))
+    return None

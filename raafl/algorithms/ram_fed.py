@@ -8,7 +8,7 @@ client's latest update of each region, u_{q,n}^i, 0 before its first, and uses i
     theta_{q+1}^i = theta_q^i - gamma v_q^i
     u_{q+1,n}^i = Delta_{q,n}^i  if n in N_q^i,  else u_{q,n}^i                                     (eq. 4)
 
-The memory is of each client *and* each region: N copies of the model on the server, see `memory.Remembered`.
+The memory is of each client *and* each region: N copies of the model on the server, see `raafl.parts.merge.remembered`.
 
 Choices that the paper leaves open:
 - They are as in RA-Fed, except for weights between two regions: the region of its output neuron owns a weight. A client with
@@ -29,15 +29,13 @@ Choices that the paper leaves open:
 
 from __future__ import annotations
 
-from tempfile import gettempdir
 from typing import Literal
 
 from raafl.algorithms.ra_fed import regions_of
 from raafl.algorithms.ra_fed.regions import Regions
-from raafl.algorithms.ram_fed.memory import Remembered
 from raafl.core.algorithm import Algorithm, Local, Select
 from raafl.core.sample import Sample
-from raafl.errors import one_of, refuse_unused
+from raafl.parts.merge.remembered import Remembered, memory_folder_of
 from raafl.parts.merge.staleness import Kind, Staleness
 from raafl.parts.select.coverage import Level
 from raafl.parts.trigger import all_or_each
@@ -90,7 +88,7 @@ def ram_fed(
         hold: keep one assignment for the whole run; with trained below regions, nobody trains the others after the first round.
     """
     server_lr = 1.0 if trigger == "all" and server_lr is None else server_lr
-    folder = _folder(memory, memory_folder)
+    folder = memory_folder_of(memory, memory_folder)
     rounds: Literal["client", "server"] = "server" if trigger == "all" else "client"
     wanted = Regions(mask, regions, trained, every, coverage, rest, full_first, rounds, hold)
     return Algorithm(
@@ -102,12 +100,3 @@ def ram_fed(
         trigger=all_or_each(trigger, staleness),
         merge=Remembered(server_lr, Staleness(staleness, staleness_a, staleness_b), max_age, folder),
     )
-
-
-def _folder(memory: str, folder: str | None) -> str | None:
-    """Return the folder for files of memories; None for memory in RAM."""
-    one_of("memory", memory, ("ram", "disk"))
-    if memory == "disk":
-        return folder or gettempdir()
-    refuse_unused("with memory ram there are no files", memory_folder=(folder, None))
-    return None

@@ -20,7 +20,7 @@ LONGEST = 200
 
 
 class BadInput(ValueError):
-    """Input found wrong before training starts; the message is one line for the user.
+    """Raised for wrong input before training starts; the message is one line for the user.
 
     Attributes:
         field: of the config that it is about, where its place there helps.
@@ -30,15 +30,15 @@ class BadInput(ValueError):
 
 
 class RunFailed(RuntimeError):
-    """A run that had begun cannot go on; the message is one line for the user."""
+    """Raised if a run cannot continue; the message is one line for the user."""
 
 
 class Replaced(RunFailed):
-    """Another client with the same id has taken the place of this one; to start it again would throw that one out."""
+    """Raised in a client whose place was taken by another one with the same id; it must not be restarted."""
 
 
 class CodeFailed(RunFailed):
-    """The user's code has raised an error in the middle of a run; the message is one line."""
+    """Raised if the user's code fails in the middle of a run; the message is one line."""
 
     def __init__(self, text: str, traceback: str) -> None:
         super().__init__(text)
@@ -46,7 +46,7 @@ class CodeFailed(RunFailed):
 
 
 class TaskFailed(CodeFailed):
-    """It was in a client's task.
+    """Raised if the user's code fails in a client's task.
 
     Attributes:
         client: whose.
@@ -60,16 +60,16 @@ class TaskFailed(CodeFailed):
 
     @property
     def kind(self) -> tuple[int, str, str]:
-        """Whose it is, of what kind, and where: what failures that are alike share, whatever they say of their batches."""
+        """Key that equal failures share, whatever their batch: whose code, kind of error, and place."""
         return self.client, self.error.partition(":")[0], self.error.rpartition("(")[2]
 
 
 class GpuLost(TaskFailed):
-    """An error of the GPU itself, after which it takes no more work from the client's process; others may go on."""
+    """Raised after an error of the GPU itself, which this process can no longer use; other processes may continue."""
 
 
 class InvalidPayload(ValueError):
-    """Received data that cannot be used; the sender is told, and may continue."""
+    """Raised for received data that cannot be used; the sender is told, and may continue."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -77,7 +77,7 @@ class InvalidPayload(ValueError):
 
 
 def format_error(error: BaseException) -> str:
-    """Return an error's kind, its message on one line, and where the user's code stood."""
+    """Return an error's kind, its message in one line, and the line of the user's code that raised it."""
     message = one_line(error.msg if isinstance(error, SyntaxError) else str(error))
     return f"{type(error).__name__}{': ' if message else ''}{message}{user_frame(error)}"
 
@@ -88,14 +88,14 @@ def cause(error: BaseException) -> str:
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:
-    """Return a text on one line, without what is not printable, cut to so many letters."""
+    """Return a text as one line of printable characters, at most ``longest`` of them."""
     text = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * longest])
     text = " ".join(text.split())
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def user_frame(error: BaseException) -> str:
-    """Return file and line of the innermost code that is the user's rather than a library's, as `` (FILE:LINE)``."""
+    """Return the innermost file and line of the user's code, not a library's, as `` (FILE:LINE)``."""
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename is not None:  # that file has not begun to run
         places.append((error.filename, error.lineno))
@@ -109,18 +109,18 @@ def user_frame(error: BaseException) -> str:
 
 
 def no_utf8(error: UnicodeDecodeError) -> str:
-    """Say what to do with a file that is no text in UTF-8; its name goes before it."""
+    """Return the end of a message about a file that is not UTF-8 text, with the remedy."""
     at = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
     return f"is not text in UTF-8 ({at}): save it as UTF-8, from a spreadsheet as CSV UTF-8"
 
 
 def installing(extra: str) -> str:
-    """Say how to install what an extra of raafl brings; raafl is on no package index, so from its checkout."""
+    """Return the command that installs an extra of raafl from its checkout."""
     return f"pip install '.[{extra}]' in the checkout of raafl"
 
 
 def briefly(value: object) -> str:
-    """Return words for a value that somebody has given, on one line: its class where it is one or where its text is long."""
+    """Describe a value for a message, in one line; long values by their class."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value)
@@ -148,7 +148,7 @@ def nearest(name: str, known: Iterable[str], none: str = "known: ", home: str = 
 
 
 def one_of(field: str, value: object, known: Any) -> None:
-    """Raise `BadInput` unless a value is one of those known.
+    """Raise `BadInput` unless a value is among the known names.
 
     Args:
         field: its name, for the message.
@@ -202,7 +202,7 @@ def resolves(text: str) -> None:
 
 
 def refuse_unused(reason: str, **given: tuple[object, object]) -> None:
-    """Raise `BadInput` for each argument that is not its default, given as value and default, since ``reason`` rules it out."""
+    """Raise `BadInput` for each argument whose value is not its default, since ``reason`` makes it useless."""
     unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
     if unused:
         raise BadInput(f"{', '.join(unused)}, but {reason}: leave out the one or the other")

@@ -32,7 +32,7 @@ def overrides(module: object, name: str) -> bool:
 
 
 def begin(module: Any, batch: Any) -> None:
-    """Call what a module overrides of the hooks before the first training step; ``batch`` is on its device."""
+    """Call the hooks before the first training step that a module overrides; ``batch`` is on its device."""
     for name in TASK_HOOKS[:3]:
         if overrides(module, name):
             getattr(module, name)()
@@ -41,7 +41,7 @@ def begin(module: Any, batch: Any) -> None:
 
 
 def transferred(module: Any, batch: Any, device: Any, move: Callable[[Any, Any], Any]) -> object:
-    """Return a batch on a device as Lightning brings it there.
+    """Move a batch to a device with the module's hooks, as Lightning does.
 
     Args:
         module: whose hooks are called, where it overrides them.

@@ -16,10 +16,10 @@ _MAX_VALUES, _MAX_DEPTH = 100_000, 24  # of a foreign table
 
 
 def sanitize_text(text: object, most: int = MOST) -> str:
-    """Return ``text`` on one line, of at most ``most`` characters, none of which steers a terminal or turns text around.
+    """Return ``text`` as one line of at most ``most`` characters that are safe to print on a terminal.
 
-    Line breaks, control and escape characters, bidi and other invisible controls, and halves of surrogate pairs appear as
-    backslash escapes; a text that is cut ends in an ellipsis. What was cleaned before comes out as it is.
+    Line breaks, control and escape characters, bidirectional and other invisible controls, and lone surrogates become
+    backslash escapes; a shortened text ends in an ellipsis. Sanitising twice changes nothing.
     """
     whole = str(text)
     if len(whole) <= most and whole.isprintable():
@@ -31,7 +31,7 @@ def sanitize_text(text: object, most: int = MOST) -> str:
 
 
 def sanitize_tree(value: object, most: int = 1000) -> Any:
-    """Return plain data, nested as it may be, with each of its texts, names of fields among them, made `sanitize_text`."""
+    """Return nested plain data with every text in it, keys included, passed through `sanitize_text`."""
     if isinstance(value, str):
         return sanitize_text(value, most)
     if isinstance(value, dict):
@@ -40,10 +40,10 @@ def sanitize_tree(value: object, most: int = 1000) -> Any:
 
 
 def load_untrusted_yaml(text: str) -> dict[str, Any]:
-    """Return the table that a YAML text holds, aliases followed, if it is one of plain values and of bounded size.
+    """Parse YAML from an untrusted source to a mapping of plain values, of bounded size with aliases expanded.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is anything else, or too large.
     """
     import yaml
 
@@ -79,7 +79,7 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
 
 
 def inside(value: object) -> list[Any]:
-    """List the values in a table or a list, names of fields among them; none of anything else."""
+    """List the values in a mapping (keys included) or a list; empty for anything else."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     return value if isinstance(value, list) else []

@@ -16,7 +16,7 @@ from raafl.optimizers import configure
 
 
 class NotInTask(AttributeError):
-    """The module asks its trainer for what a federated task does not have; `hasattr` is False."""
+    """Raised if a module reads an attribute of its trainer that a federated task does not have; `hasattr` is False."""
 
 
 OF_A_TASK = frozenset((
@@ -48,7 +48,7 @@ _STAGES = ("training", "validating", "testing")
 
 
 class TrainerStandIn:
-    """Stands in for a Trainer.
+    """Replacement for the Lightning Trainer of a module in a federated task.
 
     Attributes:
         asked: names of attributes that the module has read.
@@ -64,11 +64,11 @@ class TrainerStandIn:
         vars(self)["_metrics"] = dict
 
     def set(self, **values: object) -> None:
-        """Change what some attributes are."""
+        """Set attributes that the module may read."""
         self._values.update(values)
 
     def stage(self, stage: str) -> None:
-        """Have the flags training, validating and testing say which is under way."""
+        """Set the flags ``training``, ``validating`` and ``testing`` for a stage."""
         self.set(**{name: name == stage for name in _STAGES}, evaluating=stage != "training")
 
     def begin(self, optimizer: object, schedules: list[Any]) -> None:
@@ -77,7 +77,7 @@ class TrainerStandIn:
         self._values.pop("strategy", None)
 
     def measure(self, metrics: Callable[[], dict[str, Any]]) -> None:
-        """Have what ``metrics`` returns as the metrics logged so far."""
+        """Use the result of ``metrics`` as the metrics logged so far."""
         vars(self)["_metrics"] = metrics
 
     @property
@@ -155,14 +155,14 @@ _MADE: dict[str, Callable[[TrainerStandIn], Any]] = {
 
 
 def stage(module: object, stage: str) -> None:
-    """Have a module's stand-in, where it has one, say which stage is under way: training, validating or testing."""
+    """Set the stage (training, validating or testing) of a module's trainer stand-in, if it has one."""
     trainer = vars(module).get("_trainer")
     if isinstance(trainer, TrainerStandIn):
         trainer.stage(stage)
 
 
 def attach(module: nn.Module) -> TrainerStandIn:
-    """Give a module and the LightningModules within it a stand-in, and return it."""
+    """Attach a trainer stand-in to a module and the LightningModules inside it, and return it."""
     trainer = TrainerStandIn(module)
     for part in module.modules():
         if "_trainer" in vars(part):

@@ -9,7 +9,7 @@ _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def duration(seconds: float) -> str:
-    """Return a duration of 0 or more in a few characters: 0.42 s, 12.3 s, 2.0 min, 3.5 h, 1.2 d."""
+    """Format a duration in seconds: 0.42 s, 12.3 s, 2.0 min, 3.5 h, 1.2 d."""
     for unit, name in _TIMES:
         if seconds >= unit:
             return f"{seconds / unit:.1f} {name}"
@@ -17,7 +17,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Return bytes in three digits: 512 B, 30 kB, 1.5 MB; infinite is no limit."""
+    """Format a number of bytes with three digits: 512 B, 30 kB, 1.5 MB; infinity as "no limit"."""
     if math.isinf(num_bytes):
         return "no limit"
     for unit, name in _SIZES:
@@ -27,5 +27,5 @@ def size(num_bytes: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share of 0 or more as a percentage, below 10 % with up to two significant digits: 0.4 %, 25 %, 100 %."""
+    """Format a share as a percentage: 0.4 %, 25 %, 100 %; below 10 % with up to two significant digits."""
     return f"{100 * share:.0f} %" if share >= 0.0995 else f"{100 * share:.2g} %"

@@ -51,7 +51,7 @@ class Callback:
         return None
 
     def on_end(self, run: RunView, summary: Mapping[str, Any]) -> None:
-        """Called when the run has ended for the reason in ``summary["finished"]``; not if an error leaves no summary."""
+        """Called when the run has ended, for the reason in ``summary["finished"]``; not if there is no summary."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to checkpoint: numbers, texts, tensors, and lists and dicts of them."""

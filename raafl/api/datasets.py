@@ -168,6 +168,6 @@ def num_classes(data: LightningDataModule) -> int:
 
 
 def train_loader(data: LightningDataModule) -> DataLoader[Any]:
-    """Return the training loader of a set-up data module, also if it is alone in a list."""
+    """Return the training loader of a set-up data module, which may be in a list of one."""
     loader: Any = data.train_dataloader()
     return loader[0] if isinstance(loader, (list, tuple)) else loader  # type: ignore[no-any-return]

@@ -142,7 +142,7 @@ class Federation:
         return f"Federation({', '.join(parts)})"
 
     def stop(self, reason: str = "asked to") -> None:
-        """End the run under way; its summary says ``stopped: REASON``. Callable from any thread.
+        """End the current run; its summary says ``stopped: REASON``. Callable from any thread.
 
         Raises:
             BadInput: no run is under way.
@@ -254,8 +254,8 @@ class Federation:
     ) -> dict[str, Any]:
         """Re-execute the journal of a run that was started in Python; see docs/replay-and-resume.md.
 
-        Settings are those in the run's folder; of this federation only an algorithm and a partition are taken that no
-        config can say.
+        Settings come from the run's folder; this federation provides only an algorithm and a partition that were
+        Python objects.
 
         Args:
             folder: the run's.
@@ -266,7 +266,7 @@ class Federation:
             how: loss, optimizer, metrics, batch_size and collate_fn, as they were.
 
         Returns:
-            What came of it, ``equal`` and ``parted_at`` first of all; see `raafl.commands.replay.replay`.
+            The result, with ``equal`` and ``parted_at``; see `raafl.commands.replay.replay`.
         """
         from raafl.commands.replay import replay
 

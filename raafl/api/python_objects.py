@@ -23,7 +23,7 @@ _here: dict[str, Any] = {}
 
 @contextmanager
 def objects(**given: object) -> Iterator[None]:
-    """Resolve the stand-ins to these objects inside the context.
+    """Return a context in which the stand-ins of a config resolve to these Python objects.
 
     Args:
         given: ``module`` and ``data``, which are factories; ``unwrap``, which undoes the first's wrapper; ``algorithm`` and

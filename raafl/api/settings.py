@@ -125,7 +125,7 @@ def _made(group: str, cls: Any, value: Mapping[str, Any]) -> Any:
 
 
 def algorithm_of(algorithm: Any) -> Algorithm:
-    """Return an algorithm, or the one of a name with all defaults.
+    """Return the given algorithm; of a name, that algorithm with all defaults.
 
     Raises:
         BadInput: it is neither an algorithm nor the name of one.

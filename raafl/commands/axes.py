@@ -29,7 +29,7 @@ _ALONE = ("--algorithm", "fed_raa", "--clients", "1")
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the options that are no fields of a config."""
+    """Return the parser of the command's own options, beside the config's fields."""
     found = ArgumentParser(prog="raafl axes", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--rate", type=float, nargs="+")
     return found

@@ -20,9 +20,9 @@ def compare(argv: Sequence[str]) -> str:
     """Run the comparison that ``argv`` names and return its table, or with `--verify` replay a share of its runs.
 
     Raises:
-        BadInput: an option, the file, or a row's options are wrong; nothing has been run then.
+        BadInput: an option, the file, or a row's options are wrong; before anything is run.
         RunFailed: some runs failed, or a replay is not equal.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command goes on.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command continues.
     """
     options = options_in(parser(), argv)
     return run(read(options.file, options.variant), options)

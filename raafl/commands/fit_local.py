@@ -100,12 +100,12 @@ class ServerProcess:
         self._num_aside = 0
 
     def folder(self) -> Path | None:
-        """Return the run folder once there is one; else None."""
+        """Return the run folder; None before the server has made it."""
         path = self._note.read_text(encoding="utf-8") if self._note.is_file() else ""
         return Path(path.strip()) if path.strip() else None
 
     def command(self) -> list[str]:
-        """Return the command that starts the server: for a new run, or to resume the one there is."""
+        """Return the command that starts the server: for a new run, or to resume the run that it had begun."""
         folder = self.folder()
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
             options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
@@ -148,7 +148,7 @@ def child_environment(environment: Mapping[str, str], secret: str) -> dict[str, 
 
 
 def read(argv: Sequence[str]) -> LocalOptions:
-    """Read the request in ``argv``.
+    """Parse the options of `raafl fit --local`.
 
     Raises:
         BadInput: see `fit_local`.

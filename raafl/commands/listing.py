@@ -11,7 +11,7 @@ from typing import Any
 
 
 def table(rows: list[dict[str, str]], width: int) -> str:
-    """Return the algorithms as a table of so many columns of text."""
+    """Return the algorithms as a table, ``width`` characters wide."""
     from rich.console import Console
     from rich.table import Table
 
@@ -27,7 +27,7 @@ def table(rows: list[dict[str, str]], width: int) -> str:
 
 
 def whole(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
-    """Return an algorithm's five answers and its factory's arguments, as text.
+    """Describe an algorithm's five parts and its factory's arguments, as text.
 
     Args:
         factory: of the algorithm.

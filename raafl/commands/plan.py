@@ -87,7 +87,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the options that are no fields of a config."""
+    """Return the parser of the command's own options, beside the config's fields."""
     found = ArgumentParser(prog="raafl plan", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--algorithms")
     found.add_argument("--updates", type=int)

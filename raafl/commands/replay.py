@@ -50,7 +50,7 @@ def replay(
     client_data: Mapping[int, Path] | None = None,
     trust_config: bool = False,
 ) -> dict[str, Any]:
-    """Re-execute a run's journal and return what came of it.
+    """Re-execute a run's journal and compare the resulting model with the recorded one.
 
     Args:
         folder: the run's.
@@ -160,7 +160,7 @@ def client_file(text: str) -> tuple[int, str]:
 
 
 def lines_of(result: Mapping[str, Any]) -> list[str]:
-    """Return the lines of text that report the result of `replay`."""
+    """Format the result of `replay` as lines of text."""
     lines = [
         f"replayed {result['events']} events to version {result['versions']}, model digest {result['model_digest']}"
     ]

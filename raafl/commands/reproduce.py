@@ -12,7 +12,7 @@ from raafl.compare.papers import Paper, catalogue, paper
 
 
 def reproduce(argv: Sequence[str]) -> str:
-    """Run what ``argv`` names and return its table; without a table's name, return the list of what there is.
+    """Run a table of a paper and return the result; without a table's name, list the papers' tables.
 
     Args:
         argv: the command's arguments.
@@ -20,7 +20,7 @@ def reproduce(argv: Sequence[str]) -> str:
     Raises:
         BadInput: a paper, table, scale or option is unknown, or the table cannot be reproduced; says why.
         RunFailed: some runs failed, or a replay is not equal.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command goes on.
+        KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command continues.
     """
     options = options_in(parser(), argv)
     if options.table is None:

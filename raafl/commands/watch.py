@@ -26,7 +26,7 @@ SILENT_S = 120.0
 
 
 def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show the run in ``argv`` until it ends; with `--once` its present state.
+    """Show a run until it ends; with `--once`, its current state.
 
     Args:
         argv: the options.

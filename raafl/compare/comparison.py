@@ -40,7 +40,7 @@ class Halving:
 
 @dataclass(frozen=True)
 class Search:
-    """Equal trials for every row: the same number of settings, on seeds and data apart from those that are reported.
+    """Search for each row's best settings: equally many trials for each, on other seeds and data than those reported.
 
     Attributes:
         grid: values of each option that is tried, by option; a row may have a grid of its own in `rows`.
@@ -63,7 +63,7 @@ class Search:
     halving: Halving | None = None
 
     def settings(self, label: str) -> list[Options]:
-        """Return the settings that a row tries, as options, in the order of its grid."""
+        """Return the settings to try for a row, as options, in the order of its grid."""
         grid = self.rows.get(label, self.grid)
         settings = [
             tuple(word for option, value in zip(grid, values, strict=True) for word in (option, str(value)))
@@ -75,7 +75,7 @@ class Search:
         return [settings[i] for i in sorted(chosen)]
 
     def check(self, labels: Sequence[str], seeds: Sequence[int]) -> None:
-        """Raise `BadInput` where rows would not be searched alike, or trials would see what is reported."""
+        """Raise `BadInput` if rows would get unequal searches, or trials would use reported seeds."""
         for label in self.rows:
             if label not in labels:
                 raise BadInput(f"search.rows has '{label}', which is no row: {nearest(label, labels)}")
@@ -116,7 +116,7 @@ def _size(label: str, grid: Mapping[str, Sequence[Any]]) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison file, checked.
+    """A checked comparison file: rows of options that are run over several seeds.
 
     Attributes:
         name: for its folder; the file's unless given.
@@ -178,7 +178,7 @@ class Comparison:
 
     @property
     def reference(self) -> str:
-        """Label of the row that the others are compared with."""
+        """Label of the row with which the others are compared."""
         return self.baseline if self.baseline is not None else next(iter(self.rows))
 
 

@@ -60,7 +60,7 @@ def forecast(comparison: Comparison) -> list[Forecast]:
 
 
 def shown(rows: Sequence[Forecast]) -> Cells:
-    """Return the forecasts as a table, the head first, and their sum last."""
+    """Return the forecasts as rows of text: a header, one row each, and the sum."""
     table = [["row", "runs", "trials", "updates", "virtual time", "sent", "a run here", "all here"]]
     for row in rows:
         counts = [row.row, str(row.runs), f"{row.trials:g}"]

@@ -21,7 +21,7 @@ class Exhibit:
     """A table or figure of a paper.
 
     Attributes:
-        name: by which a command names it.
+        name: its name on the command line.
         shows: what it shows, with the paper's number.
         scales: comparison file of each scale, with `#VARIANT` where it is a variant of the file.
         missing: why it cannot be reproduced; "" where it can.
@@ -46,7 +46,7 @@ class Exhibit:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """A paper, and what of it is in the catalogue, by name."""
+    """A paper, with its tables and figures by name."""
 
     name: str
     title: str

@@ -38,7 +38,7 @@ PRELOADED = (
 def in_processes(
     queue: list[Item], jobs: int, start_one: Callable[[Item], BaseProcess], wait_on: Callable[[int], None]
 ) -> Iterator[tuple[Item, BaseProcess, int]]:
-    """Start a process for each item, ``jobs`` at a time, and yield item, process and how many are left as each ends.
+    """Run a process for each item, ``jobs`` at a time; yield item, process and number left as each one ends.
 
     Args:
         queue: is emptied; the caller may put an item back before it asks for the next one.
@@ -79,7 +79,7 @@ def _end(processes: Collection[BaseProcess]) -> None:
 
 
 def start(argv: Sequence[str], log: Path) -> BaseProcess:
-    """Start a raafl command in a process of its own, which ends when this process does.
+    """Start a raafl command in a new process, which ends when this process does.
 
     Args:
         argv: the command and its options.
@@ -123,7 +123,7 @@ def _command(argv: list[str], log: Path) -> None:
 
 
 def take_over(log: Path) -> None:
-    """Make this process one of its own: it prints into ``log``, holds its lock, and is interrupted when its parent is gone."""
+    """Set up a started process: it prints into ``log``, holds its lock, and is interrupted when its parent ends."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
     os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on once
     with log.open("ab", buffering=0) as file:

@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "lightning", "numpy")
 
 
 def provenance() -> dict[str, Any]:
-    """Return when, where and with what a result was made."""
+    """Return the date, hardware, versions and commit with which a result is made."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -32,7 +32,7 @@ def provenance() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the model of this machine's processor, or its kind where no model is known."""
+    """Return the model name of this machine's processor, or its architecture if the name is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -56,7 +56,7 @@ def _commit() -> str | None:
 
 @cache
 def code_digest() -> str:
-    """Return a digest of the sources of raafl and, where it is there, of the model zoo."""
+    """Return a digest of the source files of raafl and, if present, of the model zoo."""
     package = Path(raafl.__file__).parent
     digest = hashlib.sha256()
     for folder in (package, package.parent / "model_zoo"):

@@ -27,13 +27,13 @@ def result(
     comparison: Comparison, outcomes: Sequence[Outcome], trials: Mapping[str, Sequence[Trial]], best: Mapping[str, Trial],
     root: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return all that a comparison found, as JSON: every seed's values, every trial's scores, commands, versions.
+    """Return the result of a comparison as JSON: every seed's values, every trial's scores, commands, versions.
 
     Args:
         comparison: the file.
         outcomes: of the runs that are reported.
         trials: of the search, by label; empty where nothing was searched.
-        best: the one of them that each row was run with.
+        best: the best trial of each row, with whose settings it was run.
         root: the comparison's folder, that run folders are named from.
     """
     runs: dict[str, list[dict[str, Any]]] = {label: [] for label in comparison.rows}
@@ -137,7 +137,7 @@ def _search_tables(found: Mapping[str, Any]) -> str:
 
 
 def check_drawing() -> None:
-    """Raise `BadInput` unless what draws the page and the figure is installed."""
+    """Raise `BadInput` unless plotly and matplotlib are installed."""
     plotly_js()
     check_figure(Path("curves.svg"))
 

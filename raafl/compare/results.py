@@ -34,7 +34,7 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
     """Return the figures of one run as JSON, or the error of one that failed.
 
     Args:
-        outcome: the run's end.
+        outcome: of the run.
         comparison: names the metrics, targets and budgets.
         root: folder of the comparison.
     """
@@ -91,7 +91,7 @@ def _worst_client(folder: Path, comparison: Comparison) -> float | None:
 
 
 def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> dict[str, Any]:
-    """Return a row: of each figure its mean with interval over the seeds that have it, of each target when it is reached.
+    """Return a row: mean and interval over seeds of each figure, and the median time to each target.
 
     Args:
         label: of the row.
@@ -113,7 +113,7 @@ def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Compari
 
 
 def reached(times_s: Sequence[float | None]) -> dict[str, Any]:
-    """Return the median time to a target over the seeds, those that never got there counted as later, and how many did."""
+    """Return the median time to a target over the seeds, and how many reached it; others count as later than any."""
     return {
         "median_s": censored_median(times_s),
         "reached": sum(one is not None for one in times_s),

@@ -63,21 +63,21 @@ class Run:
 
     @property
     def argv(self) -> list[str]:
-        """The options of `raafl simulate` that make this run."""
+        """Options of `raafl simulate` for this run."""
         return ["--config", self.config, *self.options, "--seed", str(self.seed)]
 
     @property
     def command(self) -> str:
-        """The command line that makes this run."""
+        """Command line of this run."""
         return "raafl simulate " + shlex.join(self.argv)
 
     def folder(self, root: Path, code: str) -> Path:
-        """Return the folder of this run as the code of digest ``code`` makes it."""
+        """Return the folder of this run for a version of the code, given by its digest."""
         slug = re.sub(r"\W+", "-", self.label.lower()).strip("-")[:40]
         return root / f"{slug}-seed-{self.seed}-{_digest([self.label, self.digest])[:10]}-{code[:8]}"
 
     def part(self, fraction: float) -> Run:
-        """Return a run of its own that ends after ``fraction`` of this one's limits; a run that has ended is not resumed."""
+        """Return a separate, shorter run: it ends after ``fraction`` of this run's limits."""
         if fraction == 1:
             return self
         updates, time_s = self.limits
@@ -132,10 +132,9 @@ def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
 
 
 def named_files(fields: Mapping[str, Any]) -> list[Path]:
-    """Return the files whose contents decide a result beside the config.
+    """Return the files on whose contents a result depends, beside the config.
 
-    They are a file of devices, what devices were recorded to do, and the modules of the user's classes. What such a module
-    imports itself is not followed.
+    They are the device file, recordings of devices, and the modules of the user's classes, without their own imports.
     """
     from raafl.devices import load_devices
 
@@ -173,7 +172,7 @@ def _digest(value: object) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run.
+    """Outcome of a run: its summary, or why it failed.
 
     Attributes:
         run: the run.
@@ -193,7 +192,7 @@ class Outcome:
 
 
 class Runner:
-    """Processes that run what is asked of them, a number at a time.
+    """Runs simulations in processes of their own, ``jobs`` at a time.
 
     Args:
         root: folder of the run folders.
@@ -209,7 +208,7 @@ class Runner:
         root.mkdir(parents=True, exist_ok=True)
 
     def find(self, run: Run) -> Outcome | None:
-        """Return the outcome of a run that has ended in its folder; None where there is none."""
+        """Return the outcome of a run that has finished in its folder; None if it has not."""
         names = [run.folder(self._root, code_digest())]
         if self._any_code:
             pattern = re.sub(r"[0-9a-f]{8}$", "*", names[0].name)
@@ -222,10 +221,10 @@ class Runner:
         return None
 
     def run_all(self, runs: Sequence[Run]) -> list[Outcome]:
-        """Run what has not ended yet, and return an outcome for each run, in order.
+        """Run those that have not finished yet, and return the outcome of each run, in order.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C or SIGTERM; runs under way were asked to end, and can be gone on with.
+            KeyboardInterrupt: Ctrl-C or SIGTERM; current runs were interrupted, and the next call continues them.
         BadInput: another process is at work on one of the runs.
         """
         found = {run: outcome for run in runs if (outcome := self.find(run)) is not None}
@@ -294,7 +293,7 @@ class Runner:
 
 
 def made_by(folder: Path) -> dict[str, Any]:
-    """Return date and commit of the process that began a run; empty for one of which nothing is noted."""
+    """Return date and commit of the process that began a run; empty if they were not recorded."""
     noted = _note(folder).get("provenance") or {}
     return {name: noted[name] for name in ("date", "commit") if name in noted}
 

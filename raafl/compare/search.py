@@ -17,7 +17,7 @@ from raafl.errors import BadInput, RunFailed
 
 @dataclass
 class Trial:
-    """One setting that a row was tried with.
+    """One trial of a row's search: a setting, its runs and its scores.
 
     Attributes:
         settings: as options.
@@ -32,7 +32,7 @@ class Trial:
     fraction: float = 0.0
 
     def rank(self, maximize: bool) -> float:
-        """Return the key that sorts trials, the best first; a trial with a failed run comes last."""
+        """Return a sort key: the best trial comes first, one with a failed run last."""
         if len(self.scores) < len(self.runs) or not all(map(math.isfinite, self.scores.values())):
             return math.inf
         return -statistics.fmean(self.scores.values()) if maximize else statistics.fmean(self.scores.values())
@@ -103,7 +103,7 @@ def run_trials(
 
 
 def rungs(halving: Halving | None) -> list[float]:
-    """Return the parts of the budget after which trials are compared."""
+    """Return the fractions of the budget after which trials are compared."""
     num = 1 if halving is None else halving.rungs
     return [2.0 ** (rung - num + 1) for rung in range(num)]
 

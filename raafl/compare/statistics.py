@@ -13,7 +13,7 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over seeds with its 95 % interval.
+    """Mean over seeds, with its 95 % confidence interval.
 
     Attributes:
         mean: of the values.
@@ -27,7 +27,7 @@ class Interval:
 
     @property
     def excludes_0(self) -> bool:
-        """Whether all values of the interval have one sign; never for a single value."""
+        """Whether the interval lies on one side of 0; never for a single value."""
         return self.half is not None and abs(self.mean) > self.half
 
 
@@ -52,7 +52,7 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval |
 
 
 def smoothed(curve: Curve, num: int) -> list[tuple[float, float]]:
-    """Return the mean of each ``num`` evaluations in a row, at the time of the last; of all where there are fewer."""
+    """Return the moving average over ``num`` evaluations, each at the time of its last one."""
     num = min(num, len(curve))
     windows = (curve[end - num : end] for end in range(num, len(curve) + 1)) if num else ()
     return [(window[-1][0], statistics.fmean(value for _, value in window)) for window in windows]
@@ -70,7 +70,7 @@ def time_to(curve: Curve, target: float, maximize: bool = True) -> float | None:
 
 
 def censored_median(times_s: Sequence[float | None]) -> float | None:
-    """Return the median time where None, a run that never got there, counts as later than any; None where that is the median.
+    """Return the median of times; None (target never reached) counts as later than any, and may be the median.
 
     Of an even number it is the later of the two in the middle.
     """
@@ -81,7 +81,7 @@ def censored_median(times_s: Sequence[float | None]) -> float | None:
 
 
 def gini(counts: Sequence[float]) -> float:
-    """Return the Gini coefficient: 0 where all have the same, (n - 1) / n where one has all; 0 where there is nothing."""
+    """Return the Gini coefficient: 0 if all counts are equal (or there are none), (n - 1) / n if one client has all."""
     ordered, total = sorted(counts), sum(counts)
     if not total:
         return 0.0

@@ -17,7 +17,7 @@ _FIGURES = (
 
 
 def cells(result: Mapping[str, Any]) -> Cells:
-    """Return the table of a comparison as text, the head first: mean ± half of the 95 % interval over seeds.
+    """Return the table of a comparison as rows of text: mean ± half of the 95 % interval over seeds.
 
     Args:
         result: as `raafl.compare.report.result` makes it.
@@ -42,14 +42,14 @@ def cells(result: Mapping[str, Any]) -> Cells:
 
 
 def with_interval(figure: Mapping[str, Any] | None) -> str:
-    """Return a mean with half its interval: `0.912 ± 0.004`; the mean alone of a single seed."""
+    """Format a mean with half its interval: `0.912 ± 0.004`; of a single seed, the mean alone."""
     if figure is None:
         return "-"
     return short(figure["mean"]) if figure["half"] is None else f"{short(figure['mean'])} ± {short(figure['half'])}"
 
 
 def difference(figure: Mapping[str, Any] | None) -> str:
-    """Return a paired difference; one whose interval has 0 in it is said to show nothing."""
+    """Format a paired difference; if its interval contains 0, it says that no difference is shown."""
     if figure is None:
         return ""
     sign = "+" if figure["mean"] >= 0 else "-"
@@ -60,13 +60,13 @@ def difference(figure: Mapping[str, Any] | None) -> str:
 
 
 def time_cell(cell: Mapping[str, Any]) -> str:
-    """Return a median time to a target and how many seeds got there: `12.5 (4/5)`, `never (1/5)` where most did not."""
+    """Format a median time to a target and how many seeds reached it: `12.5 (4/5)`, or `never (1/5)` if most did not."""
     time_s = "never" if cell["median_s"] is None else short(cell["median_s"])
     return f"{time_s} ({cell['reached']}/{cell['seeds']})"
 
 
 def short(value: float) -> str:
-    """Return a number to four significant digits, large ones whole."""
+    """Format a number with four significant digits; large numbers without decimals."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
@@ -105,7 +105,7 @@ def _escaped(cell: str) -> str:
 
 
 def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) -> list[str]:
-    """Return a sentence for each row: does its paired interval show a difference from the reference?
+    """Return a sentence for each row on whether its paired interval shows a difference from the reference.
 
     Args:
         rows: of the result.

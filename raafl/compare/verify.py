@@ -14,7 +14,7 @@ from raafl.compare.processes import in_processes, start
 
 
 def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
-    """Draw the runs to replay: that share of them, rounded up, at random.
+    """Draw a random share of the runs, rounded up, to be replayed.
 
     Args:
         result: a result.
@@ -26,7 +26,7 @@ def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[
 
 
 def verify(runs: Sequence[Mapping[str, Any]], root: Path, jobs: int = 1) -> Iterator[dict[str, Any]]:
-    """Replay runs in processes of their own, and yield `row`, `seed`, `equal`, and where it is not equal, `why`.
+    """Replay runs in processes of their own; yield `row`, `seed`, `equal`, and `why` where they are unequal.
 
     Args:
         runs: as the result lists them.

@@ -235,7 +235,7 @@ def _by_dtype(entries: Sequence[TensorEntry]) -> dict[torch.dtype, list[TensorEn
 
 @dataclass(frozen=True)
 class Bits(Compressor):
-    """Tensors of zeros and ones, eight elements to the byte, the first in the lowest bit; exact. Bits left over are 0."""
+    """Exact compressor of tensors of zeros and ones: eight elements per byte, the first in the lowest bit."""
 
     differences: ClassVar[bool] = False
 

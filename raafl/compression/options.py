@@ -16,8 +16,8 @@ class Compress:
     """Compression of tensors on the wire; off by default.
 
     Attributes:
-        down: of what clients are sent: none, bf16, int8 or top_k (changes since what the client was last sent).
-        up: of what they send back, as differences from what they were sent: none, bf16, int8 or top_k.
+        down: of tensors sent to clients: none, bf16, int8 or top_k (of changes since the client's last task).
+        up: of tensors sent back, as differences from those received: none, bf16, int8 or top_k.
         top_k: share of the elements that top_k sends, above 0, at most 1.
     """
 

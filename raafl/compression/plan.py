@@ -82,7 +82,7 @@ class CompressionPlan:
 
     @property
     def remembers(self) -> bool:
-        """Check whether anything depends on what a client was sent, or has sent, before."""
+        """Check whether a transfer depends on the client's earlier transfers, as with top_k or error feedback."""
         return any(one is not None and one.feeds_back for one in (self.down, self.up))
 
     def compressor(self, way: Way) -> Compressor | None:

@@ -30,7 +30,7 @@ COPY, RESIDUAL = "compressed copy", "compressed residual"
 
 @dataclass
 class Lives(OneValue[dict[int, list[int]]]):
-    """In a simulation, of each client: its incarnation, and the bytes that went down for its last task."""
+    """Incarnation of each simulated client, and the bytes sent to it for its last task."""
 
     key = "compressed lives"
     value: dict[int, list[int]] = field(default_factory=dict)
@@ -221,13 +221,13 @@ class UplinkCodec(_End):
         return out
 
     def nothing(self, spec: Spec, device: torch.device) -> FlatTensors:
-        """Return zeros in place of a refused update."""
+        """Return an all-zero update, used in place of a refused one."""
         out = self._scratch("update", self._plan.payload.layout(spec, "trained"), device)
         return out.zero_()
 
 
 class CompressedSnapshots(Snapshots):
-    """Snapshots as clients receive them and updates as the server receives them, in one process: for simulations and replays.
+    """Snapshots and updates as they arrive after compression, computed in one process: for simulations and replays.
 
     Updates are packed and unpacked when taken from the executor, in the order of the events, whoever trained them and when. Of
     tasks with an exchange only the client's part is packed.

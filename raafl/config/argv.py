@@ -22,7 +22,7 @@ def options_of(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
 
 
 def own_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Parse the options that ``parser`` knows (made with ``exit_on_error=False``); return them and the rest, which is the config's.
+    """Parse the options that ``parser`` knows; return them and the remaining arguments.
 
     Raises:
         BadInput: an option is wrong, or a required one is missing.
@@ -44,7 +44,7 @@ def name_of(item: str) -> str:
 
 
 def values(argv: Sequence[str], option: str) -> list[str]:
-    """Collect all values of an option in ``argv``; an option at the very end has the empty value."""
+    """Collect all values of an option in ``argv``; without a value at the end, ""."""
     return [
         item.partition("=")[2] if "=" in item else following
         for item, following in zip(argv, [*argv, ""][1:], strict=True)
@@ -71,7 +71,7 @@ def names_section(argv: Sequence[str], section: str) -> bool:
 
 
 def without(argv: Sequence[str], *options: str) -> list[str]:
-    """Return ``argv`` without some options and their values."""
+    """Return ``argv`` without the given options and their values."""
     kept: list[str] = []
     items = iter(argv)
     for item in items:

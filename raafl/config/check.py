@@ -88,7 +88,7 @@ class Check(ABC):
         """
 
     def takes(self, factory: Any) -> Mapping[str, Any]:
-        """Return the type of each annotated argument of ``factory``."""
+        """Return the declared type of each argument of ``factory``."""
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
         return {name: hints[name] for name in inspect.signature(factory).parameters if name in hints}
 

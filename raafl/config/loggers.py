@@ -156,7 +156,7 @@ def maker(
         spec: class and arguments.
         folder: of the run.
         warn: is called with warnings.
-        note: is called with where it logs, if that is not obvious.
+        note: is called with the place where it logs, if that is not obvious.
         before: arguments that identify the run of an earlier attempt, to continue it.
         version: model version after which it continues.
     """

@@ -110,7 +110,7 @@ def relative(path: str) -> str:
 
 
 class Explained(Check):
-    """Collector of what is wrong with the sources of a config, in order of precedence."""
+    """Collector of all problems in the sources of a config (files, options), in order of precedence."""
 
     def __init__(self, parser: ArgumentParser) -> None:
         super().__init__()

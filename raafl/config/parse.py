@@ -151,11 +151,11 @@ def _formatter() -> type[Any]:
 
 
 def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) -> Parsed:
-    """Read the request in ``argv``.
+    """Parse a command line into an experiment.
 
     Args:
         command: whose options they are.
-        argv: the options. Of a run that is resumed without a config of one's own, its folder's is taken.
+        argv: the options. A run that is resumed without `--config` takes that of its folder.
         config_yaml: a config that was checked by `raafl.config.trust`, before all that ``argv`` says.
 
     Raises:
@@ -239,7 +239,7 @@ def _failed(error: Exception, namespace: Namespace) -> str:
 
 
 def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = False) -> Experiment:
-    """Load the experiment of a run folder, which another person may have made.
+    """Load the experiment of a run folder, which may come from another person.
 
     Args:
         folder: of the run.

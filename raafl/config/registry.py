@@ -31,13 +31,13 @@ class Entry:
     name: str
 
     def find(self) -> object:
-        """Find the object."""
+        """Import the object and return it."""
         return getattr(importlib.import_module(self.home), self.name)
 
 
 @cache
 def registry() -> Mapping[str, Mapping[str, Entry]]:
-    """Build the tables: for model, data, partition, algorithm and select, each path by which an object may be named."""
+    """Return, for model, data, partition, algorithm and select, the objects that a config may name, by path."""
     methods = {name: factory.__module__ for name, factory in ALGORITHMS.items()}
     zoo = importlib.import_module("model_zoo")
     return {
@@ -51,13 +51,13 @@ def registry() -> Mapping[str, Mapping[str, Entry]]:
 
 @cache
 def stand_ins() -> Mapping[str, Mapping[str, Entry]]:
-    """Build the same for what a run that was started in Python names in place of the objects that it was given."""
+    """Return the stand-ins that the config of a run started in Python names in place of objects, by path."""
     home = "raafl.api.python_objects"
     return {kind: {f"{home}.{name}": Entry(home, name)} for kind, name in _STAND_INS.items()}
 
 
 def paths() -> list[str]:
-    """List every path in the tables, and those by which jsonargparse finds the types of plain fields."""
+    """List all paths that a config may name, and those at which jsonargparse finds types of plain fields."""
     named = {path for tables in (registry(), stand_ins()) for table in tables.values() for path in table}
     return sorted(named | {"raafl.devices.Device", "raafl.devices.profiles.Device", "model_zoo.lora.LoRA"})
 

@@ -14,7 +14,7 @@ _SERVERS_OWN = (*CHANGES, "repeat_s", "recorded")
 
 
 def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
-    """Return a digest of each section of a config that both sides must have alike; of data of one's own, ``own``."""
+    """Return a digest of each section of a config that must be equal on both sides; "own" for a client's own data."""
     import yaml
 
     config = yaml.safe_load(config_yaml) or {}
@@ -24,9 +24,9 @@ def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
 
 
 def for_clients(config_yaml: str) -> str:
-    """Select the sections of the server's config that a client without one is given.
+    """Select the sections of the server's config that are sent to clients without a config.
 
-    Device files go as what they hold. What a device was recorded to do stays here: the server alone emulates it.
+    Device files are sent as their contents. Recordings of devices are not sent, since the server alone emulates them.
     """
     import yaml
 

@@ -76,11 +76,11 @@ _LOGGERS_TAKE: Final = ("name", "project", "offline", "prefix", "experiment_name
 
 
 class UntrustedValue(ValueError):
-    """Something in a config that is neither a name of raafl's nor a plain value where it stands."""
+    """Raised for a value in an untrusted config that is neither a registered name nor plain data of the field's type."""
 
 
 def from_server(text: str) -> str:
-    """Check a config that came over the wire; give back, as YAML, those of its sections that a client uses.
+    """Check a config received from a server; return, as YAML, the sections that a client uses.
 
     Raises:
         RunFailed: it is more than names and plain values; such a config has to be given on the client's own side.
@@ -126,7 +126,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
 
 
 def is_trusted(folder: Path, *, asked: bool) -> bool:
-    """Check whether a run folder's config may name any class: on request, or as one that this user ran here, to the letter."""
+    """Check whether a run folder's config may name any class: on request, or if this user ran that config here."""
     if asked:
         return True
     try:
@@ -136,7 +136,7 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Note that this user runs a config here, where it names more than raafl's own: `is_trusted` then takes it."""
+    """Record that this user runs a config here, if it names classes beside raafl's own, for `is_trusted`."""
     try:
         _check_names(_tree(config_yaml))
     except UntrustedValue:
@@ -152,7 +152,7 @@ def _check_names(tree: Mapping[str, Any]) -> None:
 
 @contextmanager
 def imports_only(paths: Sequence[str]) -> Iterator[None]:
-    """Within this context jsonargparse imports nothing that a value names but these paths: a second fence behind the first."""
+    """Return a context in which jsonargparse imports only these paths, as a second check behind the first."""
     import jsonargparse
     from jsonargparse import _common  # what its interface tightens it does not loosen again
 
@@ -207,7 +207,7 @@ class _Check(Check):
         self.arguments(spec.get("init_args"), factory, where, known[path].name)
 
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
-        """Raise for a value that is none of a type."""
+        """Raise for a value of another type."""
         _refuse(where, value, "which is no plain value of the type that belongs there")
 
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
@@ -215,11 +215,11 @@ class _Check(Check):
         _refuse(f"{where}.{sanitize_text(name, 60)}", value, f"which {owner} does not take")
 
     def key(self, key: object) -> bool:
-        """Tell whether a table may have this key: a word that no parser takes for the beginning of an object."""
+        """Check whether a mapping may have this key: not one that a parser reads as an object, such as class_path."""
         return isinstance(key, str) and _is(_WORD, key) and key != "class_path"
 
     def scalar(self, value: object, hint: object, rule: str) -> bool:
-        """Tell whether a value is one of a plain type."""
+        """Check whether a value has this plain type."""
         if hint in (None, type(None)):
             return value is None
         if hint is bool:
@@ -234,7 +234,7 @@ class _Check(Check):
         return False
 
     def free(self, value: object, rule: str) -> bool:
-        """Tell whether what has no declared type is plain: fields of an architecture, or settings that are only shown."""
+        """Check whether a value without a declared type is plain data, such as a field of an architecture."""
         if rule.endswith(".architecture"):
             return isinstance(value, dict) and self._architecture(value)
         return self._local and all(_is_plain(one) for one in _leaves(value))
@@ -264,7 +264,7 @@ class _Check(Check):
         return known and _is(_WORD, value) and not value.startswith("timm")
 
     def loggers(self, value: object, where: str) -> None:
-        """Check the loggers that a config asks for: by their short names, with arguments that name no place to write to."""
+        """Check the requested loggers: short names only, and no argument that names a place to write to."""
         for entry in value if isinstance(value, list) else [] if value is None else [value]:
             spec = {"class_path": entry} if isinstance(entry, str) else entry
             known = {*SHORT_NAMES, *SHORT_NAMES.values()}

@@ -70,7 +70,7 @@ class Admission:
 
     @property
     def num_good(self) -> int:
-        """Clients that are there and whose last updates were not all refused."""
+        """Number of present clients, without those whose recent updates were all refused."""
         return len(self.roster.clients) - sum(
             map(self.backoff.is_bad, self.backoff.refused.keys() & self.roster.clients)
         )

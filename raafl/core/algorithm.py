@@ -73,7 +73,7 @@ class TriggerContext:
 
 
 class Trigger(Part, ABC):
-    """Base of the part that answers: when are waiting updates merged?
+    """Base of the part that decides when waiting updates are merged.
 
     Attributes:
         restart: when a client that reported may work again: at its own "arrival", or after the "merge".
@@ -85,7 +85,7 @@ class Trigger(Part, ABC):
 
     @property
     def refuses_late(self) -> bool:
-        """Whether a round closes without the tasks that are still out, whose updates are then refused."""
+        """Whether a merge ends the round: updates that arrive from its unfinished tasks later are refused."""
         return False
 
     @abstractmethod
@@ -97,22 +97,23 @@ class Trigger(Part, ABC):
         return None
 
     def needed(self, num_more: int, num_waiting: int) -> int | None:
-        """Return the number of arrivals until ``num_more`` more updates are merged, given ``num_waiting``; None = unknown."""
+        """Return the number of updates that must still arrive until ``num_more`` more are merged; None = unknown."""
         return None
 
     def staleness(self, num_at_work: int) -> float:
-        """Return the mean staleness of updates when ``num_at_work`` clients always work; 0 where staleness is bounded."""
+        """Predict the mean staleness if ``num_at_work`` clients always train; 0 if the trigger bounds it."""
         return 0.0
 
 
 class Merge(Part, ABC):
-    """Base of the part that answers: how are waiting updates merged?
+    """Base of the part that decides how waiting updates are merged.
 
     Its state lies in `GlobalState.memory` and `GlobalState.clients`, so that checkpoints and replays have it.
 
     Attributes:
         sends: whether an update holds trained "values", or their "delta" from the received ones.
-        by_client: whether the merge depends on which client an update is from; then no joint update may replace several.
+        by_client: whether the merge depends on which client sent an update; then updates may not be summed before the
+            merge.
     """
 
     sends: Literal["values", "delta"] = "values"
@@ -132,7 +133,7 @@ class Merge(Part, ABC):
         return type(self).personalize is not Merge.personalize
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Overwrite what one client receives for a task, in place.
+        """Overwrite the values and bundles that one client is about to receive, in place.
 
         Args:
             state: the global model; values stored for the client are in ``state.clients``.
@@ -144,11 +145,11 @@ class Merge(Part, ABC):
         return
 
     def too_stale(self, staleness: float) -> str | None:
-        """Explain why the merge cannot learn from updates of this mean staleness, or return None."""
+        """Return in words why training fails at this mean staleness, or None where it works."""
         return None
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the REASON of refused:REASON for an update that is well-formed but unusable, or None; called before `receive`.
+        """Return why a well-formed update is refused (REASON in refused:REASON), or None; called before `receive`.
 
         Args:
             state: the global model; read only.
@@ -175,7 +176,7 @@ class Merge(Part, ABC):
 
     @abstractmethod
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Take in one update.
+        """Accept one update, to be merged by the next `apply`.
 
         Its tensors may be overwritten once this returns, unless `detach` was called. `reject_reason` has checked the client's
         plain data. If this raises all the same, the update is refused and its client dismissed: so read first, and change the
@@ -189,7 +190,7 @@ class Merge(Part, ABC):
         """
 
     def detach(self, state: GlobalState) -> None:
-        """Copy what still refers to an update's own tensors; called when no merge follows at once."""
+        """Copy stored references to updates' tensors, whose storage is reused; called when no merge follows at once."""
         return
 
     @abstractmethod
@@ -197,7 +198,7 @@ class Merge(Part, ABC):
         """Merge everything received since the last call into ``state.values``, in place."""
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Account for merges that a crash has undone although clients saw their results.
+        """Correct the memory for merges that are lost after a crash although clients received their results.
 
         Args:
             state: the global model as restored.

@@ -67,7 +67,7 @@ class ServerLink(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Exchange(ABC):
-    """Two sides of a task and their communication; one object for all tasks that share the same parts of the model.
+    """Training of one task by client and server together; one object serves all tasks with the same division.
 
     Attributes:
         client: tensors that the client receives, trains and sends back.
@@ -79,7 +79,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def questions(self, assignment: Assignment, link: ServerLink) -> Any:
-        """Wait for a task's first question, and return an iterable of all questions that stands in for a client's data.
+        """Wait for a task's first question; return an iterable of all its questions, used in place of a client's data.
 
         The returned object has the attributes of `raafl.data.federated.ClientData` that a task uses: ``num_samples``, ``test``
         (None), ``num_batches()`` of an epoch, and ``batches()``, which yields for each question what `Hook.loss` receives and sends

@@ -16,7 +16,7 @@ class RunHooks:
     Methods run on the runtime's own thread and must not wait.
 
     Attributes:
-        failure: reason with which this observer ends the run as failed; None = it does not.
+        failure: set to a reason, it ends the run as failed; None = the run goes on.
         error: the exception behind a failure, of this observer or of the run.
     """
 
@@ -24,7 +24,7 @@ class RunHooks:
     error: Exception | None = None
 
     def begin(self, run: Any, saved: object = None) -> None:
-        """Prepare for a run, before anything is measured or written.
+        """Prepare for a run; called before its first evaluation and before anything is written.
 
         Args:
             run: a `raafl.runtime.run.Run`, a layer above this one.
@@ -65,7 +65,7 @@ class RunHooks:
         """
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Look at the coordinator after it has handled an event.
+        """Observe the coordinator after it has handled an event.
 
         Args:
             event: that was handled.
@@ -78,7 +78,7 @@ class RunHooks:
         return None
 
     def checkpoint_due(self) -> bool:
-        """Check whether to write a checkpoint now, whatever the coordinator says; asked after each event."""
+        """Check whether this observer wants a checkpoint now, beside the regular ones; asked after each event."""
         return False
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:

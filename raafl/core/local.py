@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SkippedBatch(Exception):
-    """`training_step` returned None: the batch has no loss and makes no step."""
+    """Raised where `training_step` returns None: the batch has no loss, so no optimiser step is made."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Hook(Part):
 
 @dataclass(frozen=True)
 class Local(Part):
-    """Base of the part that answers: what does a client do with its submodel?
+    """Base of the part that decides how a client trains its submodel.
 
     A method with more than these settings is a subclass that returns a `hook` of its own.
 
@@ -154,7 +154,7 @@ class Local(Part):
 
     @property
     def steps_are_plain(self) -> bool:
-        """Whether its hook is `Hook` itself, so that only the proximal term, clipping and the optimiser read gradients."""
+        """Whether the hook is `Hook` itself: nothing but the proximal term, clipping and the optimiser reads gradients."""
         return type(self).hook is Local.hook and self.hook.__func__ is Local.hook  # type: ignore[attr-defined]
 
     def prepare(self, module: torch.nn.Module) -> Any:
@@ -166,7 +166,7 @@ class Local(Part):
         return module
 
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Exchange | None:
-        """Return the exchange between client and server in the middle of a task; None = one request, one answer.
+        """Return the exchange between client and server in the middle of a task; None = there is none.
 
         Args:
             submodels: of the model.
@@ -178,7 +178,7 @@ class Local(Part):
         return None
 
     def payload(self, submodels: Submodels) -> Payload:
-        """Return the layouts of everything that travels with a task."""
+        """Return the layouts of all tensors that are sent either way for a task."""
         return Payload(submodels, self.down, self.up, self.up_as, partial(self.layout_of, submodels))
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
@@ -199,7 +199,7 @@ class Local(Part):
         return Hook(task)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Predict the cost of a task of ``spec`` that a client trains this way.
+        """Predict the cost of training the submodel ``spec`` with this part.
 
         Args:
             submodels: of the model.
@@ -228,7 +228,7 @@ class Local(Part):
         return True
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Return why its steps cannot run with these settings of ``fabric``, one line each."""
+        """Return the reasons why this part cannot train with these settings of ``fabric``, one line each."""
         if self.uses_gradients and precision == "16-mixed":
             return [
                 "fabric.precision is 16-mixed, and this algorithm works with gradients, which are scaled: use bf16-mixed"

@@ -21,19 +21,19 @@ CLASSES = "classes"
 
 
 class HasLogits(Protocol):
-    """Output of a model that has its logits in an attribute, as those of `transformers` have."""
+    """A model's output with an attribute ``logits``, as in `transformers`."""
 
     logits: Tensor | None
 
 
 def logits_of(output: object) -> Tensor | None:
-    """Return the logits (batch, num_classes) that a forward pass gave, as a tensor or an attribute; None where there are none."""
+    """Return the logits (batch, num_classes): the forward pass's output or its attribute; None without either."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and logits.ndim == 2 and logits.is_floating_point() else None
 
 
 def why_unmasked(submodels: Submodels) -> str | None:
-    """Return in words why nothing would be masked on any client, or None.
+    """Return in words why masking the loss would have no effect on any client, or None.
 
     One training step runs on the meta device; None also where it needs values, or there is no example batch.
     """
@@ -47,7 +47,7 @@ def why_unmasked(submodels: Submodels) -> str | None:
 
 
 def output_layer(submodels: Submodels) -> str | None:
-    """Return the path of the linear layer whose unchanged output is what the loss masks; None where there is none.
+    """Return the path of the linear layer whose output, unchanged, is the logits; None where there is no such layer.
 
     It is found by one training step on the meta device; None also where that step cannot run without values, or there is no
     example batch.

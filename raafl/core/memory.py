@@ -53,7 +53,7 @@ class OneValue(MergeMemory, Generic[Value]):
 
 
 class Memory:
-    """Records of all parts of an algorithm; a restored one is made when its part first asks for it."""
+    """Records of all parts of an algorithm; a restored record is built when its part first asks for it."""
 
     def __init__(self) -> None:
         self._records: dict[str, MergeMemory] = {}

@@ -36,11 +36,11 @@ MAX_CACHED = 256
 
 
 class Payload:
-    """Layouts of what travels each way: "sent" is down, "trained" is up.
+    """Layouts of the tensors that travel each way: "sent" to the client, "trained" back to the server.
 
     Attributes:
         submodels: of the model, or of the part of it that travels.
-        up_as: compressor that values always use on the way up, whatever ``compress.up`` is; None = ``compress.up`` counts.
+        up_as: compressor of the values on the way up, which overrides ``compress.up``; None = ``compress.up``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Payload:
         return frozenset(self.submodels.parameter_names) | more
 
     def layout(self, spec: Spec | None = None, way: Way = "sent") -> Layout:
-        """Return the layout of everything that travels one ``way`` for a task; values first.
+        """Return the layout of all tensors that travel one ``way`` for a task; the submodel's values come first.
 
         Args:
             spec: of the task; None = the whole model with whole bundles.
@@ -91,7 +91,7 @@ class Payload:
         return self.submodels.layout(spec or FULL, "trained") if own is None else own
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the copy plan from the whole model's payload to that of ``spec``, one ``way``."""
+        """Return the plan that copies from the whole model's payload into that of ``spec``, for one ``way``."""
         if not self._bundles[way]:
             return self.submodels.plan(spec, way, way)
         return self._plan(self.submodels.normal(spec), way)
@@ -104,7 +104,7 @@ class Payload:
         return CopyPlan(spec, self.layout(way=way), self.layout(spec, way), selections)
 
     def split(self, flat: FlatTensors, spec: Spec, way: Way) -> tuple[FlatTensors, Bundles]:
-        """Split one way's flat storage into values and bundles, which are views of it.
+        """Split the flat storage of one way's payload into the submodel's values and the bundles, as views.
 
         Args:
             flat: storage of the whole payload.
@@ -120,12 +120,12 @@ class Payload:
 
     @property
     def has_bundles(self) -> bool:
-        """Whether anything travels beside the values."""
+        """Whether bundles travel beside the submodel's values."""
         return any(self._bundles.values())
 
 
 class TransferCost(Protocol):
-    """Cost of a transfer, as parts that choose submodels need it."""
+    """Interface that predicts the bytes of a task's transfers, for parts that choose submodels."""
 
     def cost(self, cost: Cost, spec: Spec) -> Cost:
         """Return the cost of a task of ``spec`` with compression, given the ``cost`` of the plain submodel."""

@@ -50,7 +50,7 @@ class RefusalBackoff:
         return self.until[client]
 
     def condemn(self, client: int, now: float) -> float:
-        """Suspend a client at once, as if its last updates had all been refused; return the end of the suspension."""
+        """Suspend a client without waiting for further refusals; return the end of the suspension."""
         self.refused[client] = max(self.refused[client], self.most)
         until = self.refuse(client, now)
         assert until is not None
@@ -66,11 +66,11 @@ class RefusalBackoff:
         return now < self.until.get(client, now)
 
     def is_bad(self, client: int) -> bool:
-        """Check whether the client's last updates were all refused, as many as suspend it."""
+        """Check whether the client has ``most`` or more refusals in a row."""
         return self.refused[client] >= self.most
 
     def is_hopeless(self, client: int) -> bool:
-        """Check whether the client was suspended `HOPELESS` times without an accepted update in between."""
+        """Check whether the client was suspended `HOPELESS` times in a row, with no accepted update in between."""
         return self.times[client] >= HOPELESS
 
     def forgive(self) -> None:

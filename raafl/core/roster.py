@@ -16,7 +16,7 @@ class Roster:
     Attributes:
         clients: id -> every client that joined and is neither lost nor suspended.
         suspended: id -> suspended clients that are still connected.
-        said_bytes: client -> memory that it declared, where a task showed that it has less.
+        said_bytes: client -> memory in bytes that it declared, for clients that turned out to have less.
         active: assignment id -> assignments that are out.
         late: ids of active assignments whose round closed without them; their updates are refused.
         idle: clients that can be drawn.
@@ -43,17 +43,17 @@ class Roster:
 
     @property
     def num_out(self) -> int:
-        """Tasks that may still report: active ones, and clients drawn to start."""
+        """Number of updates that may still arrive: active tasks, and clients drawn to start."""
         return self.num_at_work + len(self.drawn)
 
     @property
     def num_at_work(self) -> int:
-        """Active tasks without late ones, so that a client that never answers does not block a place."""
+        """Number of active tasks without late ones, so that a client that never answers blocks no place."""
         return len(self.active) - len(self.late)
 
     @property
     def middle(self) -> int:
-        """Lower median of the clients' numbers of training samples."""
+        """Lower median of the numbers of training samples of all clients."""
         if self._middle is None:
             self._middle = statistics.median_low(client.num_samples for client in self.clients.values())
         return self._middle
@@ -64,7 +64,7 @@ class Roster:
 
     @property
     def out(self) -> list[ClientInfo]:
-        """Clients at work, followed by those drawn to start."""
+        """Ids of the clients at work, followed by those drawn to start."""
         at_work = [client for client, number in self.busy.items() if number not in self.late]
         return [self.clients[client] for client in (*at_work, *self.drawn)]
 
@@ -96,7 +96,7 @@ class Roster:
         return assignment
 
     def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> bool:
-        """Let ``sample`` choose among idle clients; return whether it chose any.
+        """Let the part ``sample`` draw from the idle clients; return whether it drew any.
 
         Args:
             sample: the algorithm's part.
@@ -108,7 +108,7 @@ class Roster:
         return bool(chosen)
 
     def next_to_start(self, concurrency: int | None) -> ClientInfo | None:
-        """Remove and return the next drawn client if ``concurrency`` allows one more at work, else None."""
+        """Remove and return the next drawn client, or None if ``concurrency`` clients are at work already."""
         if not self.drawn or (concurrency is not None and self.num_at_work >= concurrency):
             return None
         return self.clients[self.drawn.popitem(last=False)[0]]

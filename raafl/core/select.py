@@ -25,7 +25,7 @@ from raafl.submodel.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class OwnTests:
-    """Number of samples on which each client evaluates its trained submodel.
+    """Number of test samples of each client, on which it evaluates its trained submodel.
 
     Attributes:
         sizes: client -> samples in the test part of its share of the run's data; a client that is not named has none.
@@ -78,7 +78,7 @@ class SelectContext:
     drop_last: bool = False
 
     def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
-        """Return a context in which exactly ``clients`` have joined, with an empty cache."""
+        """Return a copy of this context with these ``clients`` and an empty cache."""
         return replace(self, clients={client.id: client for client in clients}, cache={})
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
@@ -117,7 +117,7 @@ class SelectContext:
         return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
 
     def real_time(self, client: ClientInfo, predicted: TaskTime, now: float, task: int) -> TaskTime:
-        """Return the real duration of a task, on a device that may vary; see `raafl.devices.variation`.
+        """Return the actual duration of a task on a device whose speed may vary; see `raafl.devices.variation`.
 
         Args:
             client: whose device it is.
@@ -136,11 +136,11 @@ class SelectContext:
         return self.own_tests.of(client) if self.local.evaluates_on_client(extra or {}) else 0.0
 
     def cost_s(self, client: ClientInfo, work: Work) -> float:
-        """Predict the seconds of ``work`` on ``client`` in total, the papers' c(n, j)."""
+        """Predict the total seconds of ``work`` on ``client``, c(n, j) in the papers."""
         return self.task_time(client, work).total_s
 
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
-        """Call ``ask`` for every client and collect the messages of the `BadInput` that it raises."""
+        """Call ``ask(client)`` for every client; return the messages of the `BadInput` that it raises."""
         found = []
         for client in self.clients.values():
             try:
@@ -156,7 +156,7 @@ class SelectContext:
 
 
 class Select(Part, ABC):
-    """Base of the part that answers: which submodel, and how much work, does this client get?"""
+    """Base of the part that decides which submodel a client gets, and how long it trains it."""
 
     @abstractmethod
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
@@ -171,11 +171,11 @@ class Select(Part, ABC):
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Remove from the cache what depends on the set of clients; by default everything."""
+        """Remove cached results that depend on the set of clients; by default all of them."""
         fleet.cache.clear()
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Prepare for a round whose clients were just drawn; each of them is asked for its work afterwards.
+        """Prepare for a round whose clients were just drawn; their work is chosen afterwards, one by one.
 
         Args:
             out: clients of the round: those drawn, and those of earlier rounds that are still at work.

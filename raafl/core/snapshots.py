@@ -8,7 +8,7 @@ from raafl.submodel import FlatTensors, Layout, Spec
 
 
 class Snapshots:
-    """Values as they were when tasks were assigned: one copy for all tasks of the same version and spec.
+    """Copies of global values at the time of assignment: one copy for all tasks of the same version and spec.
 
     Merges with `Merge.personalize` get a copy for each task. Released storage is reused, since allocating costs more than copying.
     """
@@ -21,7 +21,7 @@ class Snapshots:
         self._free: dict[Layout, list[FlatTensors]] = {}
 
     def cut(self, assignment: Assignment) -> FlatTensors:
-        """Return the values to send for ``assignment``; they stay unchanged until `give_back`, whatever happens to the state."""
+        """Return a copy of the values to send for ``assignment``, which stays unchanged until `give_back`."""
         if self._merge.personalizes:
             return self._own(assignment)
         if assignment.version != self._version:
@@ -57,7 +57,7 @@ class Snapshots:
             self._state.submodels.plan(spec, "sent").gather(self._state.values, out)
 
     def adopt(self, snapshot: FlatTensors) -> FlatTensors:
-        """Register a restored snapshot that no task uses yet."""
+        """Add a snapshot restored from a checkpoint, which no task uses yet."""
         self._users[id(snapshot)] = 0
         return snapshot
 

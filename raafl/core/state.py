@@ -118,7 +118,7 @@ class GlobalState:
 
 
 def copied(state: GlobalState, but: str) -> dict[str, Any]:
-    """Copy everything that a merge may change, except the entry ``but`` of the merge's memory.
+    """Copy all state that a merge may change, except the entry ``but`` of the merge's memory.
 
     Per-client tensors are copied on first change, by `ClientState.recording`, into the entry "clients".
     """
@@ -163,7 +163,7 @@ def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
 
 
 def is_ruined(state: GlobalState) -> bool:
-    """Check whether the global parameters are not finite, or so large that honest training may overflow."""
+    """Check whether global parameters are infinite, NaN, or so large that ordinary training may overflow."""
     for entry in state.submodels.layout(part="trained").entries:
         if entry.name in state.submodels.parameter_names and is_merged(entry.dtype):
             most = min(RUINED, torch.finfo(entry.dtype).max / 10)

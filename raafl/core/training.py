@@ -14,7 +14,7 @@ _WARMUP_FROM = 0.1
 
 
 class Amount(Protocol):
-    """Length of a task: the fields of `raafl.core.types.Work` that set it."""
+    """Interface of a task's length: the fields ``num_epochs`` and ``num_steps`` of `raafl.core.types.Work`."""
 
     @property
     def num_epochs(self) -> int | None:
@@ -27,7 +27,7 @@ class Amount(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Local work of every client, unless its assignment says otherwise.
+    """Settings of local training for every client, unless its assignment overrides them.
 
     Attributes:
         num_epochs: local epochs E over the client's data.

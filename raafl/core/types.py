@@ -30,7 +30,7 @@ NUM_TESTED = "test/num_samples"
 
 
 class Warn(str):
-    """A note that the run may not do what the user meant: shown as a warning, kept in the summary, an error with ``strict``."""
+    """A warning about a setting that is probably a mistake: logged, written to the summary, an error with ``strict``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +154,11 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Event: a client is gone, and with it the task it was working on.
+    """Event: a client disconnected; the task that it was working on is lost.
 
     Attributes:
         failure: error of the user's code on the client, if that is why; None otherwise.
-        counts: whether the client let a task's deadline pass, which counts like a refused update.
+        counts: whether the client missed a task's deadline, which counts like a refused update.
     """
 
     client: int
@@ -237,7 +237,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Action: disconnect a client that no submodel fits, or whose data raised ``error``; it is no longer present."""
+    """Action: disconnect a client for which no submodel is small enough, or whose data raised ``error``."""
 
     client: int
     incarnation: int
@@ -247,7 +247,7 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Action: assign nothing to a client until then, since its updates were refused too often; it may stay connected."""
+    """Action: assign nothing to a client until a given time, since too many updates were refused; it stays connected."""
 
     client: int
     until: float
@@ -256,7 +256,7 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Action: save the state, then send `Stop` with this reason, since the run cannot continue."""
+    """Action: the run cannot continue; save the state, then send `Stop` with this reason."""
 
     reason: str
 
@@ -306,6 +306,6 @@ class Limits:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends on every part, such as (run seed, client, task number)."""
+    """Return a 63-bit seed that is a hash of all arguments, such as (run seed, client, task number)."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -27,7 +27,7 @@ FORMS: Final[Mapping[Task, tuple[tuple[str, ...], ...]]] = {
 
 
 def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) -> Callable[..., Tokens]:
-    """Return the function that tokenises and labels one row of the data.
+    """Return a function that turns one row of the data into tokens and labels.
 
     Args:
         tokenizer: of transformers.

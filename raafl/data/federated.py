@@ -200,7 +200,7 @@ class _Parts:
 
 
 class FederatedData:
-    """A data module's training set shared out among clients 1..N, and its test set.
+    """A data module's training set, divided among clients 1..N, and its test set.
 
     Calls `prepare_data` and `setup("fit")`, takes the data set, batch size and collate function of
     `train_dataloader()` and partitions the data set. Its `drop_last` and the weights of a `WeightedRandomSampler` hold for each
@@ -213,7 +213,7 @@ class FederatedData:
         seed: of the partition.
 
     Attributes:
-        notes: what a user should know of what it measures on.
+        notes: warnings about the data that metrics are measured on.
 
     Raises:
         BadInput: the training loader is not of that kind, or the partition cannot be made.
@@ -273,7 +273,7 @@ class FederatedData:
         return self._parts.of(client)
 
     def labels(self) -> npt.NDArray[Any]:
-        """Return the class of each row of the training set."""
+        """Return the class of each sample of the training set."""
         return labels_of(self._dataset)
 
     def _check_weights(self) -> None:
@@ -289,7 +289,7 @@ class FederatedData:
                 )
 
     def client(self, client: int) -> ClientData:
-        """Return the data of client 1..N, built on first use and cached (the `_MOST_KEPT` most recently used)."""
+        """Return the data of one client, built on first use; the `_MOST_KEPT` most recently used stay cached."""
         if client not in self._clients:
             self._clients[client] = self.make_client(client)
             if len(self._clients) > _MOST_KEPT:
@@ -298,7 +298,7 @@ class FederatedData:
         return self._clients[client]
 
     def make_client(self, client: int, *, copied: bool = False) -> ClientData:
-        """Build the data of client 1..N; ``copied`` copies its samples, for a process that needs no other client's."""
+        """Build the data of one client; ``copied`` copies its samples, for a process that trains no other client."""
         rows = self.indices(client)
         mine = self._own(rows, copied, None if self._weights is None else self._weights[rows])
         if self.test_sizes[client - 1]:
@@ -317,7 +317,7 @@ class FederatedData:
         return self._fetch(rows)
 
     def test_batches(self, batch_size: int | None = None, *, first: int = 0) -> Iterator[Sized]:
-        """Yield the test set (without one, the validation set, or some of the training set) in order, in batches.
+        """Yield the test set in order, in batches; without one, the validation set or a part of the training set.
 
         Each comes with its number of samples; the last may be smaller.
 

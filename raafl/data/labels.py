@@ -16,7 +16,7 @@ _KEYS = ("label", "labels", "target", "targets", "y")
 
 
 def labels_of(dataset: Any) -> npt.NDArray[Any]:
-    """The class of each sample, `(len(dataset),)` whole numbers, in the order of the data set.
+    """Return the class of each sample, `(len(dataset),)` whole numbers, in the order of the data set.
 
     Taken without touching the samples from the last tensor of a `TensorDataset`, from an attribute `labels` or
     `targets`, or from the label column of a Hugging Face data set, also under `Subset`s; else by one pass over all
@@ -34,7 +34,7 @@ def labels_of(dataset: Any) -> npt.NDArray[Any]:
 
 
 def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
-    """The classes of collated samples: the last element of each batch, or its entry "label", "labels" and so on.
+    """Collect the classes in batches: the last element of each batch, or its entry "label", "labels" and so on.
 
     None where that is not one whole number for each sample.
     """
@@ -52,7 +52,7 @@ def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
 
 
 class Columns(Mapping[str, Sequence[Any]]):
-    """The named columns of a data set: those of a Hugging Face data set, or attributes with one entry for each sample.
+    """Named columns of a data set: those of a Hugging Face data set, or attributes with one entry for each sample.
 
     Args:
         dataset: a map-style data set, perhaps under `Subset`s.

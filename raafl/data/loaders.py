@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn any exception inside the context into a `BadInput` of the field ``data`` that names ``what`` is being read."""
+    """Turn any exception inside the context into a `BadInput` of the field ``data``; ``what`` says what was being read."""
     try:
         yield
     except BadInput:
@@ -156,7 +156,7 @@ def check_dataset(what: str, dataset: object) -> None:
 
 
 def check_transfer(module: LightningDataModule) -> None:
-    """Refuse a data module's hooks around a batch's way to the device: clients read rows without the data module."""
+    """Refuse a data module that overrides hooks for moving batches to a device: clients read rows without calling them."""
     found = [name for name in BATCH_HOOKS if overrides(module, name)]
     if found:
         raise BadInput(
@@ -166,14 +166,14 @@ def check_transfer(module: LightningDataModule) -> None:
 
 
 def overrides(module: LightningDataModule, name: str) -> bool:
-    """Whether the module has this hook of its own; Lightning's, in DataHooks, only raises."""
+    """Check whether the module overrides this hook; the default in Lightning's DataHooks only raises."""
     hook = getattr(module, name, None)
     return hook is not None and not getattr(hook, "__qualname__", "").startswith("DataHooks.")
 
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """Batches of a data set from front to back, taken from `tensors` where these hold all of it."""
+    """Batches of a data set in its own order, sliced from `tensors` where these hold the whole set."""
 
     fetch: Fetch
     num_samples: int
@@ -181,7 +181,7 @@ class InOrder:
     tensors: list[torch.Tensor] | None
 
     def batches(self, batch_size: int, first: int) -> Iterator[tuple[Any, int]]:
-        """Yield the batches from number ``first`` on, each with its number of samples."""
+        """Yield each batch with its number of samples, beginning with batch ``first``."""
         batches = torch.split(torch.arange(self.num_samples), batch_size)[first:]
         if self.tensors is not None:
             columns = (torch.split(tensor, batch_size)[first:] for tensor in self.tensors)

@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Partition(ABC):
-    """A way to share samples out among clients.
+    """Base of the rules that divide the training set among clients.
 
     Args:
         test_share: share of its samples that each client keeps from training and measures its own submodel on, at least 0
@@ -48,7 +48,7 @@ class Partition(ABC):
     """Whether `split` looks at the labels' values; if not, their number is enough."""
 
     def held_out(self, part: torch.Tensor, client: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Divide a client's samples at random into those it trains on and those it tests on, both ascending.
+        """Divide a client's samples at random into a training part and a test part, both ascending.
 
         The test part has `test_share` of them, halves rounded up, and leaves one at least to train on; of few samples it
         may be empty. The draw depends on seed, client and number of samples alone.
@@ -79,7 +79,7 @@ class Partition(ABC):
         seed: int,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[torch.Tensor]:
-        """Share the samples out.
+        """Divide the samples among the clients.
 
         Args:
             labels: `(num_samples,)` whole numbers, the class of each sample.
@@ -121,7 +121,7 @@ class Partition(ABC):
 
 @dataclass(frozen=True)
 class Iid(Partition):
-    """Every client draws from the same distribution: a random deal, sizes differing by one at most."""
+    """Random division into parts of equal size, give or take one sample: every client has the same distribution."""
 
     needs_labels: ClassVar[bool] = False
 
@@ -134,7 +134,7 @@ class Iid(Partition):
 
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """Label skew: each class is cut among the clients in proportions drawn from a symmetric Dirichlet.
+    """Label skew: each class is divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
 
     Hsu, Qi and Brown 2019 (arXiv:1909.06335) introduced the Dirichlet to set label skew by one number; drawing one
     vector of client proportions per class follows Li et al. 2022 (arXiv:2102.02079, section 4.1). Large `alpha`
@@ -162,7 +162,7 @@ class Dirichlet(Partition):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
-        """Cut each class in the proportions drawn for it; see `Partition.assign`."""
+        """Divide each class in the proportions drawn for it; see `Partition.assign`."""
         classes = [np.flatnonzero(labels == value) for value in np.unique(labels)]
         for _ in range(_MAX_TRIES):
             cuts_cn: list[Ints] = []
@@ -248,7 +248,7 @@ class ClassesPerClient(Partition):
 
 @dataclass(frozen=True)
 class QuantitySkew(Partition):
-    """Unequal sizes, equal distributions: sizes in proportions drawn from a symmetric Dirichlet.
+    """Clients of unequal size and equal distribution: sizes follow proportions drawn from a symmetric Dirichlet.
 
     "Quantity skew" of Li et al. 2022 (arXiv:2102.02079, section 4.3). Each client first gets `min_samples`; what is
     left is shared out in the drawn proportions.

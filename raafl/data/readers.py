@@ -30,12 +30,12 @@ _MNIST_STEMS = {"train": "train", "test": "t10k"}
 
 
 def data_root(root: str | Path | None) -> Path:
-    """The folder that holds data sets: `root`, else the environment variable RAAFL_DATA, else ~/.cache/raafl."""
+    """Return the folder of all data sets: `root`, else the environment variable RAAFL_DATA, else ~/.cache/raafl."""
     return Path(root or os.environ.get("RAAFL_DATA") or _USER_CACHE).expanduser()
 
 
 def read_digits() -> Tensors:
-    """scikit-learn's bundled digits: `(1797, 1, 8, 8)` float32 in [0, 1] and `(1797,)` int64.
+    """Read scikit-learn's bundled digits: images `(1797, 1, 8, 8)` float32 in [0, 1], labels `(1797,)` int64.
 
     The file is read where scikit-learn keeps it, without importing scikit-learn (which takes a second in each rank).
     """
@@ -49,7 +49,7 @@ def read_digits() -> Tensors:
 
 
 def read_idx(path: Path) -> torch.Tensor:
-    """A file of unsigned bytes in the idx format; a plain file is mapped, so that ranks share its pages.
+    """Read unsigned bytes from an idx file; one that is not gzipped is memory-mapped, so that ranks share its pages.
 
     Raises:
         BadInput: the file is damaged or holds something else.
@@ -147,7 +147,7 @@ def cached(
     build: Callable[[], Arrays],
     parts: Sequence[str] = ("images", "labels"),
 ) -> Tensors:
-    """Return the arrays that `build` makes of the sources, one per name in `parts`; built once per machine, then mapped.
+    """Return the arrays that `build` makes of the source files; built once per machine, then memory-mapped.
 
     The files lie in `folder/.raafl`, or in the user's cache where that cannot be written, under a name that changes
     with the sources (paths, sizes, times of change). Ranks that start together wait for the first one. Where nothing
@@ -196,7 +196,7 @@ def _are_saved(arrays: Arrays, files: Sequence[Path]) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file: one process of this machine at a time is inside."""
+    """Return a context that only one process of this machine at a time can be in, by a lock file."""
     try:
         file = path.open("a")
     except OSError:  # another user's lock: the worst is work done twice
@@ -265,7 +265,7 @@ def _is_writable(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under its name only once it is completely written."""
+    """Open a file for writing; it gets its final name only when it is complete."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -40,12 +40,12 @@ def byte_tokenizer() -> object:  # a transformers.PreTrainedTokenizerFast
 
 
 def examples(name: str) -> list[dict[str, Any]]:
-    """Make the examples that ``made:NAME`` stands for: of ``made:sums`` chats, and prompts with completions.
+    """Generate the examples of ``made:NAME``: for ``made:sums``, chats and prompts with completions.
 
     Each asks for the sum of two numbers below 32.
 
     Raises:
-        BadInput: nothing is made under that name.
+        BadInput: there is no such NAME.
     """
     if name != SUMS:
         raise BadInput(f"data: path is '{name}': {SUMS} is made here, else give a file, a folder, or a name on the hub")

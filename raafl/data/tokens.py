@@ -107,7 +107,7 @@ class Tokenizer:
             raise BadInput(f"vocab_size is {self.vocab_size}: give 3 or more (0 is padding, 1 an unknown word)")
 
     def facts(self) -> list[Path | str]:
-        """List the inputs of the tokens, for the cache key: the tokenizer's files or its name."""
+        """List what the tokens depend on, for the cache key: the tokenizer's files or its name."""
         if self.name == WORDS:
             return [f"{WORDS} {self.vocab_size}"]
         where = Path(located(self.name))

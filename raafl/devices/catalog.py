@@ -15,7 +15,7 @@ _FILE = Path(__file__).with_name("shipped.yaml")
 
 @lru_cache(maxsize=1)
 def catalogue() -> Mapping[str, Any]:
-    """Return the data file: ``devices`` and ``generators`` by name, and how ``shares`` of a peak were found."""
+    """Load the bundled data file: ``devices`` and ``generators`` by name, and the source of each ``shares`` figure."""
     import yaml
 
     data: Mapping[str, Any] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
@@ -23,7 +23,7 @@ def catalogue() -> Mapping[str, Any]:
 
 
 def figures(name: str) -> dict[str, float]:
-    """Return the fields of the shipped profile of that name; of a kind that is drawn, of its median; empty if there is none."""
+    """Return the fields of a bundled profile, or of a generator's median device; empty if there is no such name."""
     found = catalogue()
     if name in found["devices"]:
         return {field: float(found["devices"][name][field]["value"]) for field in FIGURES}
@@ -35,17 +35,17 @@ def figures(name: str) -> dict[str, float]:
 
 
 def is_drawn(name: str) -> bool:
-    """Check whether each client of that name is drawn anew."""
+    """Check whether this name is a generator, which draws another device for each client."""
     return name in catalogue()["generators"]
 
 
 def names() -> list[str]:
-    """Return all names that a config may use, those that are drawn last."""
+    """Return all device names that a config may use: fixed profiles, then generators."""
     return [*catalogue()["devices"], *catalogue()["generators"]]
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return a row for each figure that is shipped: device, field, value and source."""
+    """Return a row for each bundled figure: device, field, value and source."""
     found = []
     for name, device in catalogue()["devices"].items():
         for field in (*FIGURES, "bandwidth"):

@@ -30,7 +30,7 @@ def number(field: str, value: Any) -> float:
 
 
 def is_number(value: object) -> bool:
-    """Check whether ``value`` is a number, not a truth value and not NaN; an integer that no float can hold is none."""
+    """Check whether ``value`` is a number that a float can hold; booleans and NaN are not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -155,7 +155,7 @@ def spread_problems(profile: Any) -> Iterator[str]:
 
 
 def joined(windows: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Return the windows with those that touch made one."""
+    """Merge windows that touch or overlap."""
     found: list[tuple[float, float]] = []
     for start, stop in windows:
         if found and found[-1][1] == start:

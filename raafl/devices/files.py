@@ -52,7 +52,7 @@ def _cells(text: str, path: Path) -> list[Any]:
 
 
 def no_file(text: str) -> str:
-    """Explain that a text names no file, and what it may have been meant as."""
+    """Explain in words that a text names no file, and suggest what the user may have meant."""
     if text == "auto" or text.isdecimal():
         return (
             f"devices is {text}: it says what the clients can do, by names, fields or a file, as in [{{name: a100}}]; leave it "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of a process among a run's processes on one machine."""
+    """Number of a process among the run's processes on its machine, from which its GPU follows."""
 
     local_rank: int = 0
     num_ranks: int = 1

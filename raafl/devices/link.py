@@ -30,7 +30,7 @@ class Link:
 
 
 class Answerer:
-    """Server side of the measurement; answers one peer after another."""
+    """Server side of the link measurement; answers one peer after another."""
 
     def __init__(self, address: str, deadline_s: float = DEADLINE_S) -> None:
         """Bind the address; port 0 picks a free port. Raises `BadInput` if it cannot be bound."""

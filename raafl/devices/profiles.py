@@ -226,11 +226,11 @@ class Device(Profile):
 
     @property
     def profile(self) -> Profile:
-        """Return the profile without count and presence; for a random kind, the first client's."""
+        """Return this device's profile; for a generator, that of its first client."""
         return self._drawn(0)
 
     def profiles(self) -> list[Profile]:
-        """Return the profile of each of its clients."""
+        """Return a profile for each of the ``count`` clients."""
         if self.presence == "always" and not catalog.is_drawn(self.name) and self.recorded is None:
             return [self.profile] * self.count
         return [self._drawn(number) for number in range(self.count)]

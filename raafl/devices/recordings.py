@@ -75,7 +75,7 @@ class Recording:
 
 
 def problems(device: Any) -> list[str]:
-    """List the faults of a device's field ``recorded``: its file, and fields that say the same."""
+    """List the faults of a device's field ``recorded``: an unreadable file, or fields that the recording also sets."""
     if device.recorded is None:
         return []
     shown = f"recorded is {device.recorded!r}"

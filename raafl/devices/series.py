@@ -26,7 +26,7 @@ def digest(pairs: Iterable[Sequence[float | None]]) -> str:
 
 
 def long_series(profile: Mapping[str, Any], longer_than: int = MOST_PAIRS) -> dict[str, Any]:
-    """Return the series of a profile's plain data that have more than so many pairs, by digest."""
+    """Return a profile's series that have more than ``longer_than`` pairs, by digest."""
     found = (profile.get(name) for name in FIELDS)
     return {digest(pairs): pairs for pairs in found if pairs is not None and len(pairs) > longer_than}
 
@@ -58,7 +58,7 @@ def as_sent(profile: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_known(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete a client's plain data with series from the server's ``own`` plain data of that client.
+    """Replace the digests in a client's profile by the series of the server's ``own`` profile of that client.
 
     A client that names no changes has those of the server, whose emulation they are for.
 
@@ -92,7 +92,7 @@ def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
 
 
 def problem_of_sent(profile: Mapping[str, Any]) -> str | None:
-    """Return the fault of a series in a profile that a client sent, or None."""
+    """Return in words what is wrong with a series in a client's profile, or None."""
     for name in FIELDS:
         value = profile.get(name)
         if isinstance(value, Mapping):

@@ -28,7 +28,7 @@ _NORMAL = NormalDist()
 
 
 def real_time(profile: Profile, predicted: TaskTime, start_s: float, task: int, draw: Draw) -> TaskTime:
-    """Return the real duration of a task: the prediction, corrected for what the device does at that time.
+    """Return the actual duration of a task: its prediction, changed by the device's variation at that time.
 
     The factor of the links acts on the bytes each way, at the time of each transfer, not on the latency.
 

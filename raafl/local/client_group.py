@@ -67,7 +67,7 @@ class ClientProcesses:
         return seed if self.rank == 0 else derive_seed(seed, f"process {self.rank}")
 
     def weighed(self, loss: Tensor) -> Tensor:
-        """Return the loss times the weight that makes the mean over processes that of the batch."""
+        """Return the loss, weighted so that the mean over processes equals the batch's mean."""
         weight = 1.0 if self._share is None else self._share.weight
         return loss if weight == 1.0 else loss * weight
 
@@ -211,7 +211,7 @@ class Buckets:
 
 
 class Share(ClientData):
-    """One process's rows of each batch of a client: row r, r + W, r + 2 W, ... for process r of W.
+    """One process's part of a client's data: rows r, r + W, r + 2 W, ... of each batch, for process r of W.
 
     A process that has no row of a small batch gets one row with weight 0.
 
@@ -228,7 +228,7 @@ class Share(ClientData):
         self.weight = 1.0
 
     def classes(self) -> frozenset[int] | None:
-        """Classes of all of the client's samples."""
+        """Classes of the client's samples, those of the other processes included."""
         return self._whole.classes()
 
     def _fetched(self, batches: Iterable[Tensor]) -> Iterator[Sized]:

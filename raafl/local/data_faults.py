@@ -35,7 +35,7 @@ def _fault_in(data: FederatedData, client: int | None) -> str | None:
 
 
 def first_not_finite(batches: Iterable[Sized]) -> int | None:
-    """Return the index of the first sample with NaN or infinity, or of its batch where samples cannot be told apart."""
+    """Name the first sample with NaN or infinity by its index; its batch, if samples of a batch cannot be separated."""
     before = 0
     for batch, num_samples in batches:
         places = [_row(x, num_samples) for x in batch_tensors(batch) if x.is_floating_point() or x.is_complex()]

@@ -110,7 +110,7 @@ def of_server(error: Exception, client: int | None = None) -> CodeFailed:
 
 
 def in_full(error: BaseException) -> str:
-    """Return an error's traceback, cut at the front if it is long."""
+    """Return an error's traceback as text; of a long one, the end."""
     return error.traceback if isinstance(error, CodeFailed) else "".join(traceback.format_exception(error))[-_LONG:]
 
 

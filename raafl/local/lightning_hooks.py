@@ -75,7 +75,7 @@ class Transfer:
 
 
 class TaskHooks:
-    """Hooks around the steps of a task that a module overrides.
+    """Calls Lightning hooks around the steps of a task, those that a module overrides.
 
     Attributes:
         overridden: their names.
@@ -177,5 +177,5 @@ class _Steps:
         self._step = step
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: object) -> object:
-        """Make a step, the closure first."""
+        """Call the closure, then make the optimizer step."""
         return self._step(closure)

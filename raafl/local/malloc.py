@@ -23,7 +23,7 @@ WORTH_BYTES = 64 * 2**20
 
 
 def keep_freed() -> bool:
-    """Keep freed memory in one heap; return whether the C library supports it.
+    """Make the C library keep freed memory in one heap for reuse; return whether it supports that.
 
     Call it before threads allocate memory: a thread that has a heap of its own continues to use it.
     """
@@ -32,7 +32,7 @@ def keep_freed() -> bool:
 
 
 def free_at_once() -> bool:
-    """Return each larger block to the system as soon as it is free; return whether the C library supports it."""
+    """Make the C library return larger blocks to the system once they are freed; return whether it supports that."""
     return _set(_MMAP_MAX, _ANY) and _set(_MMAP_THRESHOLD, _LARGE_BYTES) and _set(_TRIM_THRESHOLD, _LARGE_BYTES)
 
 

@@ -20,7 +20,7 @@ _FLAGS = (
 
 
 def set_numerics(threads: int, options: FabricOptions) -> None:
-    """Set everything that a run's bits depend on; call it before any computation of the run."""
+    """Set all of torch's options on which a run's bits depend; call it before any computation of the run."""
     torch.set_num_threads(threads)
     if options.deterministic:
         os.environ.setdefault(_WORKSPACE, ":4096:8")  # cuBLAS reads it when it is first used
@@ -69,7 +69,7 @@ def precision_of(options: FabricOptions) -> str:
 
 
 def tf32() -> str:
-    """Describe where float32 is rounded to TF32."""
+    """Describe in words which float32 operations torch rounds to TF32."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     try:
@@ -81,7 +81,7 @@ def tf32() -> str:
 
 @contextmanager
 def numerics_left() -> Iterator[None]:
-    """Return a context that restores these settings on exit."""
+    """Return a context that restores torch's numeric options on exit."""
     threads, mode, workspace = torch.get_num_threads(), torch.get_deterministic_debug_mode(), os.environ.get(_WORKSPACE)
     flags: list[tuple[Any, str, bool]] = []
     for owner, name in _FLAGS:

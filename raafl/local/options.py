@@ -9,7 +9,7 @@ from raafl.devices.gpus import Place
 
 @dataclass(frozen=True, slots=True)
 class FabricOptions:
-    """Options of local steps, with Lightning's meaning of each field.
+    """Options of local training; each field means what it means in Lightning.
 
     Attributes:
         accelerator: cpu, cuda or auto.

@@ -15,7 +15,7 @@ from raafl.submodel.isolated_run import seeded
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which a GPU is this thread's current one; does nothing for a CPU."""
+    """Return a context in which ``device`` is this thread's current GPU; does nothing for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Stopped(Exception):
-    """A task was given up because its result is no longer needed."""
+    """Raised to end a task whose result is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +198,12 @@ class _Loop:
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0."""
+        """Index of the current epoch, from 0."""
         return self.num_batches // self.per_epoch
 
     @property
     def index(self) -> int:
-        """The batch under way within the epoch, from 0."""
+        """Index of the current batch in the epoch, from 0."""
         return self.num_batches % self.per_epoch
 
     @property

@@ -69,7 +69,7 @@ class TrainableSubmodel:
             scale_rates(self.optimizer, [schedule.scheduler for schedule in self.schedulers], lr_scale)
 
     def begin_anew(self) -> None:
-        """Reset optimiser and schedulers to before the first step."""
+        """Reset optimizer and schedulers to their state before the first step."""
         if self.schedulers or self._depends_on_task:
             self._configure()
             return
@@ -78,7 +78,7 @@ class TrainableSubmodel:
             group.update(fresh)
 
     def answer(self) -> FlatTensors:
-        """Return everything that goes up, in storage that is valid until the next task."""
+        """Return the tensors that are sent to the server, in storage that is valid until the next task."""
         if self._answer is not self.trained:
             self._values.copy_(self.trained)
         return self._answer

@@ -68,7 +68,7 @@ class Measurements:
 
 
 class Since:
-    """Updates merged since the last evaluation."""
+    """Collector of staleness and coverage of the updates merged since the last evaluation."""
 
     def __init__(self, share: Callable[[Iterable[Spec]], float | None] | None = None) -> None:
         """Start empty; ``share`` returns how much of the model some submodels cover (None = unknown)."""
@@ -348,7 +348,7 @@ class RunIds:
             self._found = {str(name): _names_in(ids) for name, ids in found.items()}
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return the arguments with which the logger of this name continues; none for a new run."""
+        """Return the arguments with which a logger continues an earlier run; none for a new run."""
         return dict(self._found.get(name, {}))
 
     def keep(self, name: str, logger: Any) -> None:

@@ -34,7 +34,7 @@ MOST_UPDATES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted figures of a run with one algorithm; None where it made no version.
+    """Predicted figures of a run with one algorithm; figures are None if no update would be merged.
 
     Attributes:
         name: of the algorithm.
@@ -102,7 +102,7 @@ class World:
         return self.submodels(replace(own, select=RateSelect()) if type(own.select) is Full else own)
 
     def fleet(self, algorithm: Algorithm) -> SelectContext:
-        """Collect the parts' notes on all clients, even if the algorithm does not suit them."""
+        """Return the context of the select part with all clients, even if the algorithm does not suit them."""
         fleet = self._coordinator(algorithm, None, real=False).fleet
         return fleet.of(self.clients)
 
@@ -155,7 +155,7 @@ class Unmerged(Merge):
 
 
 class Untrained(Executor):
-    """Executor that answers every task at once with tensors that nobody reads."""
+    """Executor for dry runs: answers every task at once with uninitialised tensors."""
 
     def __init__(self, payload: Payload, sizes: Mapping[int, int], seconds_of: Callable[[Assignment], float]) -> None:
         """Answer for clients with ``sizes`` samples, by id; ``here_s`` adds up ``seconds_of`` each task."""
@@ -183,7 +183,7 @@ class Untrained(Executor):
 
 
 class DryRun(Simulation):
-    """Simulation that is never resumed, and so saves nothing."""
+    """Simulation for dry runs, without checkpoints."""
 
     def save(self) -> dict[str, Any]:
         """Save nothing."""

@@ -64,14 +64,14 @@ def make_plan(
     max_updates: int | None = None,
     more: Sequence[Profile] = (),
 ) -> Plan:
-    """Plan an experiment: its data is loaded and shared out, nothing is trained.
+    """Plan an experiment: predict time, memory and bytes without training; its data is loaded and partitioned.
 
     Args:
         experiment: the run; is checked.
         algorithms: names of others to predict beside its own; "all" alone = all of them; None = all of them, of a model with
             more than `MOST_VALUES` parameters none.
-        max_updates: of each run that is gone through; see `raafl.plan.dry.predict`.
-        more: other devices, such as this machine, that the table of devices is to have as well.
+        max_updates: of each dry run; see `raafl.plan.dry.predict`.
+        more: further devices to show in the table, such as this machine.
 
     Raises:
         BadInput: the experiment is not valid, or an algorithm is unknown.

@@ -212,7 +212,7 @@ def _short(problem: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return seconds to three digits."""
+    """Format seconds with three digits."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 

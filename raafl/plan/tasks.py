@@ -48,8 +48,9 @@ class DeviceRow:
         flops_per_s, memory_bytes: of the median client.
         seconds: of a task of each submodel, in their order; None where it does not fit the memory.
         seconds_range: least and most over the clients for the whole model, memory aside.
-        stragglers: ids of those that are.
-        varies: how the median client's rates vary, in words, which no time here includes; empty if they do not.
+        stragglers: ids of the stragglers among them.
+        varies: how the median client's rates vary, in words; predicted times do not include it. Empty if they do not
+            vary.
     """
 
     name: str
@@ -71,9 +72,9 @@ class Advice:
         stragglers: ids of clients that take the whole model more than `STRAGGLER` times the median, or cannot hold it.
         median_s: median over the clients of a task with the whole model.
         slowest_s: of the slowest client.
-        fragments: the least M of Fed-RAA's Table 4 with which every client holds its smallest fragment and the slowest takes
-            no longer for it than the median client for the whole model; else the M with which it takes the least time.
-        fragment_s: what the slowest client then takes.
+        fragments: least M of Fed-RAA's Table 4 for which the smallest fragment fits every client, and takes the
+            slowest client no longer than the whole model takes the median client; else the M with the least time.
+        fragment_s: seconds that the slowest client then takes.
         buffer_size: K, the number of clients that are no stragglers: so many are back without waiting for one.
         deadline_s: what the slowest of those takes.
         participation: K as a share of the clients, for TimelyFL.

@@ -42,7 +42,7 @@ class Point:
 
 
 def participation(groups: Sequence[Group]) -> Chart:
-    """Chart the number of merged updates of each client against its speed, for the runs of each group."""
+    """Return the chart of each client's merged updates against its speed, for the runs of each group."""
     speeds = {
         "a device's speed": ("flops_per_s", "FLOP/s of the device, by its profile"),
         "time of a task": ("task_s", "median seconds of a task"),
@@ -142,7 +142,7 @@ def _table(group: Group, points: Mapping[int, Sequence[Point]]) -> Table:
 
 
 def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData]) -> Classes | str:
-    """Return the samples of each class by client, without clients that have their own data; or the reason why not.
+    """Return the number of samples of each class by client, or the reason why it is unknown.
 
     Run folders do not store classes: ``deal_out`` loads and partitions the data that the run's config names.
     """
@@ -174,7 +174,7 @@ def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData
 def partition(
     runs: Sequence[tuple[str, RecordedRun]], classes: Mapping[int, Classes | str], left_out: int = 0
 ) -> Chart:
-    """Chart each client's number of samples, by class where known.
+    """Return the chart of each client's number of samples, by class where known.
 
     Args:
         runs: named runs.

@@ -67,7 +67,7 @@ def _hidden(group: Group) -> str:
 
 
 def metric_names(groups: Sequence[Group]) -> list[str]:
-    """Return the columns that have a curve in any run, the most looked-at first."""
+    """Return the metrics that have a curve in any run, the most important first."""
     names = list(dict.fromkeys(
         name for group in groups for run in group.runs for name, values in run.metrics.items()
         if name not in _NOT_METRICS and not name.startswith(TIME_TO) and np.isfinite(values).any()

@@ -41,10 +41,10 @@ class Chart:
     """A chart.
 
     Attributes:
-        name: its place in the page, `[a-z-]+`.
+        name: its anchor in the page, `[a-z-]+`.
         note: how to read it, and what is left out.
-        choices: what a reader chooses between, by the name of the choice; may be none.
-        views: by one option of each choice. None at all: the chart says in its note why there is nothing to see.
+        choices: options of each selector above the chart, by the selector's name; may be empty.
+        views: by one option of each selector; empty if there is nothing to show, as the note explains.
         height: pixels.
     """
 
@@ -88,7 +88,7 @@ def fitting(table: Table) -> Table:
 
 
 def gap(num_bars: int) -> float:
-    """Return the free share of a bar chart, so that few bars are not as wide as the page."""
+    """Return the share of a bar chart to leave free, so that few bars are not as wide as the page."""
     return max(0.2, 1 - num_bars / 10)
 
 

@@ -25,7 +25,7 @@ COLOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs of one config apart from the seed, ended by the same limits; a run that was cut short is alone.
+    """Runs that differ only by seed and ended by the same limit; an interrupted run is a group of its own.
 
     Attributes:
         label: how the group differs from the others, in a few words.

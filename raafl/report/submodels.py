@@ -23,7 +23,7 @@ _LONGEST_SPEC = 60
 
 
 def staleness(groups: Sequence[Group]) -> Chart:
-    """Draw the staleness of the merged updates."""
+    """Return the chart of the merged updates' staleness."""
     values = {group.label: _of_merged(group, "staleness") for group in groups}
     known = [some for some in values.values() if len(some)]
     if not known:
@@ -56,7 +56,7 @@ def staleness(groups: Sequence[Group]) -> Chart:
 
 
 def regions(groups: Sequence[Group]) -> Chart:
-    """Chart the merges of each region of the model: how often, how stale, how long ago."""
+    """Return the chart of merges of each region of the model: number, staleness, time since the last."""
     figures = {group.label: _regions(group) for group in groups}
     numbers = sorted({region for some in figures.values() for region in some})
     if not numbers:
@@ -100,7 +100,7 @@ def regions(groups: Sequence[Group]) -> Chart:
 
 
 def specs(groups: Sequence[Group]) -> Chart:
-    """Tabulate the assigned submodels and the outcomes of their tasks."""
+    """Return the table of assigned submodels and the outcomes of their tasks."""
     views: dict[tuple[str, ...], View] = {}
     tables, choices, shortened = [], [], False
     for group in groups:
@@ -134,7 +134,7 @@ def specs(groups: Sequence[Group]) -> Chart:
 
 
 def axes(groups: Sequence[Group]) -> Chart:
-    """Tabulate the axes, the parameters that each rate keeps, and the layers that stay whole, from one run of each group."""
+    """Return the table of axes, parameters kept at each rate, and whole layers, from one run of each group."""
     tables: list[Table] = []
     for group in groups:
         summary: Mapping[str, Any] = next((run.summary for run in group.runs if run.summary), {})

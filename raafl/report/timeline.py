@@ -57,7 +57,7 @@ def bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
 
 
 def timeline(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
-    """Chart who did what when, for each named run."""
+    """Return the chart of each client's tasks over time, for each named run."""
     views: dict[tuple[str, ...], View] = {}
     tables, large, unknown = [], False, False
     for name, run in runs:
@@ -166,7 +166,7 @@ def _tasks_table(name: str, run: RecordedRun, found: Stretches) -> Table:
 
 
 def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
-    """Chart how each client, and all together, spent the time."""
+    """Return the chart of how each client, and all together, divided their time."""
     views: dict[tuple[str, ...], View] = {}
     tables: list[Table] = []
     totals: dict[str, dict[str, float]] = {}

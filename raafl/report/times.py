@@ -25,7 +25,7 @@ TRAIN, TRANSFER, TASK, NOTHING, WAIT, AWAY = USES = (
 
 @dataclass(frozen=True, slots=True)
 class Stretches:
-    """Time intervals of tasks, an entry a task.
+    """Time intervals of a run's tasks, one entry per task.
 
     Attributes:
         row: index into the run's tasks; -1 for a task without a row.
@@ -42,8 +42,8 @@ class Stretches:
 def stretches(run: RecordedRun) -> Stretches:
     """Return the start and end of each task.
 
-    An answered task ends with its arrival; a lost one when its client was lost or, if the journal does not say, when the client
-    starts its next; any other was under way when the run ended.
+    An answered task ends with its arrival. A lost task ends when its client was lost or, if the journal does not say,
+    when the client starts its next task. Any other task ends with the run.
     """
     tasks, end_s = run.tasks, run.end_s
     start_s, stop_s = tasks["assigned_s"].copy(), tasks["arrived_s"].copy()

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under `path` only when the block ends without error: written beside it, synced, then renamed.
+    """Open a file for writing that replaces `path` only if the block ends without error (write, sync, rename).
 
     Raises:
         OSError: it cannot be written; `path` is unchanged, and nothing lies beside it.
@@ -67,11 +67,11 @@ def remove_leftovers(folder: Path) -> None:
 
 
 class AppendFile(Generic[Item]):
-    """A file that grows by whole rows; one writer.
+    """File to which one writer appends whole rows, such as a CSV or JSON-lines file.
 
     Attributes:
-        num_rows: rows that are in the file by now, of this writer's.
-        num_dropped: rows that will never be.
+        num_rows: rows that this writer has written.
+        num_dropped: rows that were given up.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class RunFolder:
     """The files of one run, opened for writing.
 
     Attributes:
-        reader: told of each row as it is written, such as what shows the run; None = nobody is.
+        reader: receives each row as it is written, such as the progress view; None = none.
 
     Args:
         path: The folder; made if it is not there.
@@ -90,7 +90,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: str | os.PathLike[str], warn: Callable[[str], None] = _log.warning) -> Self:
-        """Open the folder of an interrupted run to write on; a torn last line is cut off.
+        """Open the folder of an interrupted run to continue it; an incomplete last line is removed.
 
         Raises:
             BadInput: the folder is not a run's.
@@ -146,7 +146,7 @@ class RunFolder:
 
     @property
     def num_clients_dropped(self) -> int:
-        """Return the rows of clients.csv that are lost for good."""
+        """Return the number of rows of clients.csv that could never be written."""
         return self._clients.num_dropped
 
     def event(self, event: JournalRow) -> None:
@@ -196,7 +196,7 @@ class RunFolder:
         self._events.gap(num_rows)
 
     def flush(self) -> None:
-        """Try once more to write pending rows."""
+        """Try again to write pending rows."""
         for file in (self._events, self._metrics, self._clients):
             file.flush()
 
@@ -212,7 +212,7 @@ class RunFolder:
             file.write(text.encode())
 
     def finish(self, summary: Summary, num_checkpoints: int, warnings: list[str]) -> None:
-        """Add to ``summary``, in place, what could not be written, and write it.
+        """Write the summary, after adding to it, in place, the numbers of rows that could not be written.
 
         Args:
             summary: gets ``unwritten``: rows missing in each file, checkpoints, and the summary itself; and ``warnings``.

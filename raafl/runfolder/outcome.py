@@ -12,7 +12,7 @@ REASONS = {"max_updates": "max_updates reached", "max_time": "max_time is up", "
 
 
 def summary_lines(summary: Summary, folder: Path) -> list[str]:
-    """Return the lines printed at the end of a run; ``folder`` is the run's."""
+    """Format the lines printed at the end of a run, from its summary."""
     final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
     clock = "virtual" if summary["runtime"] == "simulated" else "wall-clock"
     real = f" ({duration(summary['wall_s'])} real)" if summary["runtime"] == "simulated" else ""

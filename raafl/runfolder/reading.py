@@ -71,7 +71,7 @@ class ClientRecord:
 
 @dataclass(slots=True)
 class Tasks:
-    """Columns of clients.csv, an entry a task; missing numbers are NaN."""
+    """Columns of clients.csv with one entry per task; missing numbers are NaN."""
 
     client: npt.NDArray[np.int64]
     outcome: list[str]
@@ -94,7 +94,7 @@ class Tasks:
         return self.numbers[name]
 
     def by_client(self) -> dict[int, npt.NDArray[np.intp]]:
-        """Return the places of each client's tasks, in their order; clients without tasks are left out."""
+        """Return the indices of each client's tasks, in order; clients without tasks are left out."""
         order = np.argsort(self.client, kind="stable")
         clients, starts = np.unique(self.client[order], return_index=True)
         return dict(zip(clients.tolist(), np.split(order, starts[1:]), strict=True)) if len(clients) else {}

@@ -73,7 +73,7 @@ class RunRecord:
         return bool(self.time_to) and all(at_s is not None for at_s in self.time_to.values())
 
     def restart_clock(self) -> None:
-        """Restart the wall clock at 0."""
+        """Set the wall clock to 0."""
         self.started = time.perf_counter()
 
     # ---- as it happens ----
@@ -181,7 +181,7 @@ class RunRecord:
 
     @property
     def client_metrics(self) -> dict[str, float]:
-        """Return averages over clients as of the version evaluated last."""
+        """Return the clients' metrics, averaged over clients, as of the version evaluated last."""
         return {name: value for name, value in self.row.items() if name.startswith(CLIENT) and value is not None}
 
     def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:

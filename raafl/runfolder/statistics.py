@@ -141,7 +141,7 @@ class RunStatistics:
     # ---- as it stands ----
 
     def working_s(self, now: float) -> float:
-        """Return the total seconds so far of the tasks under way."""
+        """Return the seconds that unfinished tasks have taken so far, in total."""
         return sum(now - since for since in self._since.values())
 
     def clients(self) -> dict[str, float]:

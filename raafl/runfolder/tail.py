@@ -26,7 +26,7 @@ class _WrittenAnew(Exception):
 
 
 class NewLines:
-    """Complete lines appended to a growing file since the last look."""
+    """Reader of the complete lines that were appended to a growing file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

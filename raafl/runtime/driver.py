@@ -38,7 +38,7 @@ from raafl.watch.progress import Progress
 
 
 class Driver(ABC):
-    """Base of both runtimes; everything happens on one thread.
+    """Base of both runtimes: passes events to the coordinator and carries out its actions, on one thread.
 
     Attributes:
         reason: why the run has ended; empty while it goes on.
@@ -64,7 +64,7 @@ class Driver(ABC):
 
     @abstractmethod
     def save(self) -> dict[str, Any]:
-        """Return the clock's state and everything that waits for it as plain data and tensors."""
+        """Return the clock's state and all queued events, as plain data and tensors."""
 
     @abstractmethod
     def _deliver(self, assignment: Assignment) -> None:

@@ -36,7 +36,7 @@ MAX_BYTES = 1 << 31
 
 
 class ClientSide:
-    """A client's side of tasks with an exchange. The training thread asks; the receiving thread passes replies on."""
+    """Client's side of a mid-task exchange: the training thread asks, and the receiving thread passes on replies."""
 
     def __init__(self, pair: Connection, whole: LocalTrainer, wait_s: float) -> None:
         """Prepare.
@@ -113,7 +113,7 @@ class ClientSide:
 
 
 class Conversation:
-    """Messages of a session about one task; counts bytes each way and the time that the client takes.
+    """Connection of a session during one task; counts bytes each way and the client's time.
 
     Attributes:
         down_bytes: sent.

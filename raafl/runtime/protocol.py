@@ -56,7 +56,7 @@ def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
 
 
 def count_of(meta: Meta, name: str, least: int = 0) -> int:
-    """Return a field that is a whole number below 2**53.
+    """Read a whole number below 2**53 from a message's field.
 
     Args:
         meta: plain data of a message.
@@ -77,7 +77,7 @@ def count_of(meta: Meta, name: str, least: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The server's config, for a client that has none; without text it is the request.
+    """Message with the server's config, for a client that has none; without text, the client's request for it.
 
     Attributes:
         config_yaml: text of config.yaml; None = a request, or a client that has its own.
@@ -100,13 +100,13 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A peer's description of itself, sent once it is set up.
+    """Message in which a peer describes itself, once it has built its model.
 
     Attributes:
-        identity: what it and the server must have alike.
-        unsent: id of an assignment that it answered on an earlier connection without being heard; None = none.
-        client: a client's `client_to_json`, whose series go by digest; empty from a rank.
-        memory_bytes: of a process of a client: what it may use; None = no limit.
+        identity: facts that must be equal at peer and server.
+        unsent: id of an assignment whose answer was not sent on an earlier connection; None = none.
+        client: description of a client (`client_to_json`), with digests in place of series; empty from a rank.
+        memory_bytes: memory that a process of a client may use; None = no limit.
     """
 
     identity: Identity
@@ -153,7 +153,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """A peer is admitted.
+    """Message that admits a peer.
 
     Attributes:
         kept_whole: names of the axes that the server could not verify as safe to cut; the peer must not cut them either.
@@ -177,7 +177,7 @@ class Welcome:
         return cls(tuple(names))
 
     def apply_to(self, submodels: Submodels) -> None:
-        """Keep the named axes whole; raises `Refused` for a name that the model has not."""
+        """Exclude the named axes from cuts; raises `Refused` for an axis that the model does not have."""
         try:
             submodels.exclude_axis(dict.fromkeys(self.kept_whole, "not proven by the server"))
         except SpecError as error:
@@ -186,7 +186,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """A task.
+    """Message with a task; the submodel's values are its tensors.
 
     Attributes:
         assignment: what to train.
@@ -212,7 +212,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of a task, beside its tensors.
+    """Message with the result of a task; the update is its tensors.
 
     Attributes:
         num_samples: samples that the client has trained on, which may weigh its update.
@@ -280,7 +280,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """There will be no answer: the memory was too small, or the client's code raised.
+    """Message in place of an answer: memory was too small, or the client's code raised an error.
 
     Attributes:
         reason: `OUT_OF_MEMORY`, `GPU_LOST`, or "" for an error of the code.
@@ -296,7 +296,7 @@ class Failed:
 
     @classmethod
     def of(cls, failure: TaskFailed, *, private: bool) -> Self:
-        """Describe a failure; where the client's data are ``private`` only its type and place are said."""
+        """Describe a failure; if the client's data are ``private``, only by the error's type and place."""
         reason = GPU_LOST if isinstance(failure, GpuLost) else ""
         if not private:
             return cls(reason, failure.where, failure.error, failure.traceback)
@@ -324,14 +324,14 @@ class Failed:
         return self.reason == OUT_OF_MEMORY
 
     def to_error(self, client: int) -> TaskFailed:
-        """Make the exception that the failure of ``client`` is."""
+        """Return the failure of ``client`` as an exception."""
         made = GpuLost if self.reason == GPU_LOST else TaskFailed
         return made(client, self.where, self.error, self.traceback)
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why something ends: a STOP, or a REFUSED."""
+    """Message with the reason why the server stops or refuses a peer."""
 
     reason: str
 
@@ -347,7 +347,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A client's settings in an exchange, which the server's side must match; the method adds fields of its own.
+    """Message of a mid-task exchange: settings that the server's side must match, and fields of the method.
 
     Attributes:
         precision: one of `PRECISIONS`.
@@ -376,7 +376,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Some test batches for a rank to measure.
+    """Message that asks a rank to evaluate some test batches.
 
     Attributes:
         start: index of the first batch.

@@ -27,7 +27,7 @@ from raafl.submodel import FlatTensors
 
 @dataclass
 class Parting:
-    """The first event at which a replay and its recording are not the same.
+    """First event at which a replay differs from its recording.
 
     Attributes:
         number: of the event in the journal, from 1.
@@ -41,7 +41,7 @@ class Parting:
     replayed: object
 
     def to_json(self) -> dict[str, Any]:
-        """Return the parting as plain data."""
+        """Return the difference as plain data."""
         return {"event": self.number, "what": self.what, "recorded": self.recorded, "replayed": self.replayed}
 
 

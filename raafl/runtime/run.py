@@ -256,7 +256,7 @@ class Run:
         self.loggers.on_evaluate(0, 0.0, self.record.metrics)
 
     def train_with(self, executor: Executor) -> None:
-        """Show how an executor trains."""
+        """Tell the user how tasks are trained: in how many processes, in batches or one by one."""
         executor.note, executor.warn = self.progress.note, self.progress.warn
 
         def how() -> tuple[int | None, float | None, float | None]:
@@ -311,7 +311,7 @@ class Run:
         return cast(dict[str, Any], summary)
 
     def close(self) -> None:
-        """Give the terminal back, end the saver and flush the folder, however the run ended."""
+        """Restore the terminal, end the checkpointer's thread and flush the run folder, however the run ended."""
         self.progress.stop()
         self._writer.close()
         self.saver.close()
@@ -334,7 +334,7 @@ def simulate(
         experiment: the run.
         config_yaml: its config as text, for the run folder.
         observer: called during the run; None = nobody.
-        transport: brings ranks that train, too; None = this process alone.
+        transport: connects ranks that train, too; None = this process alone.
     """
     from raafl.runtime.executors import RankExecutor
     from raafl.runtime.simulation import Simulation

@@ -56,7 +56,7 @@ class ServerSetup:
 
 
 def load_data(experiment: Experiment) -> FederatedData:
-    """Return the experiment's data, shared out among its clients."""
+    """Load the experiment's data and divide it among its clients."""
     with reading("the data module"):
         module = experiment.data()
     return FederatedData(module, experiment.partition, experiment.clients, experiment.seed)
@@ -74,7 +74,7 @@ def user_model(experiment: Experiment) -> LightningModule:
 
 
 def make_model(experiment: Experiment) -> LightningModule:
-    """Return the model with the initial weights that the seed decides, as the algorithm's local part trains it."""
+    """Build the model with the seed's initial weights, as the algorithm's local part trains it."""
     seed = derive_seed(experiment.seed, "model")
     seeded(seed)
     torch.manual_seed(seed)  # GPUs too
@@ -191,7 +191,7 @@ def build(
 
 
 def assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
-    """Wrap the algorithm's merge in all that a run's options and its model ask of it; on the server, once.
+    """Wrap the algorithm's merge as the run's options and the model require; on the server, once.
 
     From the innermost out: the method's own merge (around it LoRA's, which its factory adds); the guard; privacy (it must see
     what the guard lets through); batch norm's pooled statistics (exact whatever the weights are); merging in at least single
@@ -236,13 +236,13 @@ def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True)
 
 
 def compression_plan(experiment: Experiment, submodels: Submodels) -> CompressionPlan | None:
-    """Plan the compression of what travels, alike on server and clients; None = nothing is compressed."""
+    """Plan the compression of transfers, equally on server and clients; None = nothing is compressed."""
     algorithm = experiment.algorithm
     return CompressionPlan.of(submodels, experiment.compress, algorithm.merge.sends, algorithm.local)
 
 
 def data_notes(parts: ServerSetup) -> list[str]:
-    """Note, before a run, the data on which the model is measured, and batches that are never full."""
+    """Return notes, before a run, on the data that metrics are measured on, and on batches that are never full."""
     size, sizes = parts.coordinator.fleet.batch_size, parts.data.sizes
     small = [n for n in sizes if n < size]
     found = list(parts.data.notes)
@@ -282,7 +282,7 @@ def batch_size_of(experiment: Experiment, data: FederatedData) -> int:
 
 
 def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
-    """Return on how many samples clients measure what they have trained."""
+    """Return the number of test samples of each client."""
     return OwnTests(dict(enumerate(data.test_sizes, start=1)), experiment.partition.test_share)
 
 
@@ -345,7 +345,7 @@ def make_executor(
     Args:
         parts: of the run.
         workers: number of processes that train.
-        own: data of clients that do not train on their share of the run's; None = no such client.
+        own: data of clients that train on their own instead of a share of the run's; None = no such client.
         ranks: other ranks train, too (`RankExecutor.take_on`).
     """
     from raafl.local.evaluation.evaluate import Evaluator
@@ -366,7 +366,7 @@ def make_executor(
 
 
 def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:
-    """Make the executor that trains tasks within a process: one by one, or several as one batch.
+    """Make the executor that trains tasks in this process, one by one or in batches.
 
     Args:
         experiment: the run.

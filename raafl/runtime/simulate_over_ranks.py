@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[dict[str, Any], Path] | None:
-    """Run on a virtual clock over the ranks that torchrun started; rank 0 returns summary and run folder, the others None."""
+    """Simulate a run with the ranks that torchrun started; rank 0 returns summary and run folder, the others None."""
     num_ranks, wait_s = int(os.environ["WORLD_SIZE"]), experiment.waits.join_s
     if experiment.workers > 1:
         raise BadInput(
@@ -37,7 +37,7 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
 
 
 def train(experiment: Experiment, transport: Transport) -> None:
-    """Train what rank 0 sends, until the run has ended."""
+    """Train the tasks that rank 0 sends, until the run has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):  # all ranks get them; rank 0 sees to the run's end, and this one's
         signal.signal(number, signal.SIG_IGN)
     set_numerics(experiment.threads, experiment.fabric)

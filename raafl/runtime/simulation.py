@@ -40,7 +40,7 @@ class _Due:
 
 
 class Simulation(Driver):
-    """Drives a coordinator through virtual time: a heap of (time, priority, sequence)."""
+    """Runtime on a virtual clock: drives a coordinator by a heap of events, ordered by (time, priority, sequence)."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Simulation(Driver):
     # ---- interrupted and resumed ----
 
     def save(self) -> dict[str, Any]:
-        """Return the clock, what is queued, and what the tasks under way started from, as plain data and tensors."""
+        """Return the clock, queued events, and the snapshots of unfinished tasks, as plain data and tensors."""
         snapshots = {id(snapshot): snapshot for _, snapshot in self._out.values()}
         return {
             "now": self.now,
@@ -85,7 +85,7 @@ class Simulation(Driver):
         }
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Go on from what `save` returned; the coordinator and the record are restored apart."""
+        """Restore what `save` returned; the coordinator and the record are restored separately."""
         self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s
@@ -104,7 +104,7 @@ class Simulation(Driver):
             self.executor.submit(item.assignment, snapshot, at)
 
     def run(self) -> str:
-        """Go on until the coordinator finishes, or nothing can happen any more; return the reason."""
+        """Run until the coordinator finishes, or no event is left; return the reason."""
         if self.record.reached:  # by the initial model
             self._tell(Stop("target"))
         with Interrupt() as interrupt:

@@ -33,7 +33,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """``size`` units, each kept or dropped in all ``members`` at once.
+    """A group of tensor dimensions that shrink together: each of ``size`` units is kept or dropped in all ``members``.
 
     Several members may lie on one dimension (q, k and v in one tensor); elements that no member covers are always kept.
     """

@@ -14,7 +14,7 @@ from raafl.submodel.spec import SpecError
 
 
 class Bases:
-    """A model's frozen base in each of its precisions. The module derives the others from its own, so none has to travel.
+    """A model's frozen base in several precisions, all derived from the module's own, so that none has to be sent.
 
     Attributes:
         names: of the precisions, the highest first, which is the module's own; empty where there is no other.
@@ -44,7 +44,7 @@ class Bases:
         return module
 
     def take(self, own: FrozenBase, rebuild: Callable[[], nn.Module] | None = None) -> None:
-        """Take the base in the module's own precision, from which the others are converted and kept.
+        """Store the base in the module's own precision, from which the other precisions are converted.
 
         Args:
             own: the values.

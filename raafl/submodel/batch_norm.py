@@ -108,7 +108,7 @@ class _Mean:
             total.add_(one)
 
     def store(self) -> None:
-        """Put the means, rounded once, into the statistics, in place."""
+        """Write the means into the running statistics, in place, each rounded once."""
         for one, total in zip(self._statistics, self._sums, strict=True):
             one.copy_(total / self._num if self._num else one)
 
@@ -130,7 +130,7 @@ class Pooling:
 
     @classmethod
     def of(cls, module: nn.Module, batch_norm: BatchNorm) -> Pooling | None:
-        """Return the pooling of a model; None where it merges no running statistics."""
+        """Return the pooling of a model's running variances; None for a model that merges no running statistics."""
         pooling = cls(module) if batch_norm == "merged" else None
         return pooling if pooling is not None and pooling.pairs else None
 

@@ -34,7 +34,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """An exit head.
+    """An early exit: modules that compute logits after some of the blocks.
 
     Attributes:
         paths: of its modules.

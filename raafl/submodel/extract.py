@@ -35,7 +35,7 @@ class _Views:
 
     @property
     def is_flat(self) -> bool:
-        """Whether it is contiguous on both sides."""
+        """Whether the piece is contiguous in both storages."""
         return self.full[0] == self.small[0] == (1,)
 
     @property

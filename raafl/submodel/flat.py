@@ -44,7 +44,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def reals(tensor: Tensor) -> Tensor:
-    """View complex numbers as pairs of reals, shape ``(*shape, 2)``; return other tensors as they are."""
+    """Return a view of a complex tensor as pairs of real numbers, shape ``(*shape, 2)``; other tensors unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 

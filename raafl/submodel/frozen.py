@@ -33,11 +33,11 @@ class FrozenBase:
         self._digests: dict[str, str] = {}
 
     def idle_bytes(self, layout: Layout, selections: Selections) -> int:
-        """Return the bytes of tensors that a submodel does not use directly: it has none of them, or a copy of a part."""
+        """Return the bytes of base tensors in memory that a submodel does not use: absent, or copied in part."""
         return sum(t.nbytes for n, t in self.tensors.items() if n not in layout.by_name or n in selections)
 
     def note(self) -> None:
-        """Compute the digest of the current values, unless it was computed before."""
+        """Compute and store the digest of the values, if there is none yet."""
         if not self._digests:
             self._digests = {name: _digest(tensor) for name, tensor in self.tensors.items()}
 
@@ -52,7 +52,7 @@ class FrozenBase:
         return xxhash.xxh3_128(json.dumps(rows).encode()).hexdigest()
 
     def let_go(self) -> None:
-        """Keep the digest and release the values; tensors are on the meta device afterwards."""
+        """Release the values and keep their digest; the tensors move to the meta device."""
         self.note()
         self.tensors = {name: on_meta(tensor) for name, tensor in self.tensors.items()}
         self._on.clear()
@@ -85,7 +85,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def select(tensor: Tensor, selection: Mapping[int, Runs]) -> Tensor:
-    """Return a copy of the runs kept of each dimension."""
+    """Return a copy of the kept part of a tensor."""
     for dim, runs in selection.items():
         tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
     return tensor

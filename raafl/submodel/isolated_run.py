@@ -100,7 +100,7 @@ def _ignore(*args: object, **kwargs: object) -> None:
 
 
 def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
-    """Call ``note`` with outputs of modules that only the training step itself calls; return the hooks' handles."""
+    """Register hooks that call ``note`` with the outputs of modules that the training step calls; return their handles."""
     depth = [0]
 
     def begin(layer: nn.Module, args: object) -> None:
@@ -140,7 +140,7 @@ def loss_of(module: Any, batch: Any) -> Any:
 
 
 def call(module: nn.Module, batch: Any) -> Any:
-    """Run a forward pass; of a batch that is a list, the first tensor is the input."""
+    """Run a forward pass on a batch; if that is a list, on its first tensor."""
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(batch[0] if isinstance(batch, list | tuple) else batch)
@@ -167,7 +167,7 @@ def noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def draw(module: nn.Module, seed: int) -> None:
-    """Set all parameters to such values, no two alike; integers become 0."""
+    """Set all parameters to random values like those of initialised layers, no two alike; integers become 0."""
     generator = torch.Generator().manual_seed(7 + seed)
     for name, parameter in module.named_parameters():
         value = parameter.detach()

@@ -52,7 +52,7 @@ def ranks(module: nn.Module) -> list[Axis]:
 
 
 def unscaled(module: nn.Module) -> frozenset[str]:
-    """Return the paths of the layers that produce ranks; the remaining ranks keep their scaling."""
+    """Return the paths of the layers whose outputs are ranks, and are not rescaled when ranks are dropped."""
     return frozenset(
         f"{path}.lora_A.{adapter}" if path else f"lora_A.{adapter}"
         for path, layer in module.named_modules()

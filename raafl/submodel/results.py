@@ -29,7 +29,7 @@ GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 
 @dataclass(slots=True)
 class Form:
-    """An operation with arguments of one form, and its known results.
+    """Cache entry of an operation: the form of its arguments (shapes, dtypes), and the form and cost of its result.
 
     Attributes:
         key: operation, default dtype and form of the arguments.
@@ -42,7 +42,7 @@ class Form:
     cost: Any = None
 
     def remember(self) -> None:
-        """Store what is known for later operations of this form."""
+        """Cache the known result and cost for later operations of this form."""
         if len(_known) >= _MOST:
             _known.clear()
         _known[self.key] = self

@@ -14,14 +14,14 @@ Kept = range | tuple[int, ...]
 
 
 class SpecError(BadInput):
-    """A submodel that this model does not have; names the axis, the value and the remedy."""
+    """Raised for a spec that does not fit the model; names the axis, the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One submodel. Small, hashable and in canonical form; `FULL` is the whole model.
+    """Description of one submodel: kept indices, present blocks, trained parameters. `FULL` is the whole model.
 
-    Build one with `Spec.select`. Fields are sorted by name, contiguous indices are a range.
+    Hashable. Build one with `Spec.select`. Fields are sorted by name, contiguous indices are a range.
 
     Attributes:
         kept: ``(axis, indices)``; an axis not named is kept whole.

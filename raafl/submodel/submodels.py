@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Submodels:
-    """The submodels of one model. Holds its structure and shapes; of its values at most the frozen ones (`hold`).
+    """The submodels of one model: its axes, layouts and costs. Stores shapes, and of values only the frozen base.
 
     A module says what it has, as plain data without any import of raafl: ``submodel_axes()`` (axis -> tensor
     dimensions, see `declared_axes`; where the model has none, axes are found by following a step, see `discover_axes`),
@@ -114,13 +114,13 @@ class Submodels:
 
     @property
     def problem(self) -> str | None:
-        """Reason why no axes were found, or none but those that layers declare; None if the search succeeded."""
+        """Reason why the search found no axes beyond those that layers declare; None if it succeeded."""
         found = self.discovered if self._table else None
         return None if found is None else found.problem
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Everything that cannot shrink, with the reason: layers (`kept_whole`), and ``forward`` where it was not followed."""
+        """Everything that cannot shrink, with the reason: layers (`kept_whole`), and ``forward`` if tracing it failed."""
         return self.kept_whole | ({} if self.problem is None else {"forward": self.problem})
 
     def exclude_axis(self, reasons: Mapping[str, str]) -> None:

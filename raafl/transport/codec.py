@@ -99,7 +99,7 @@ class Message:
 
 
 class Refused(Exception):
-    """A message that must not be used.
+    """Raised for a received message that must not be used.
 
     Attributes:
         reason: short kebab-case name that can be counted: bad-magic, bad-version, bad-kind, bad-length, bad-json, bad-checksum,

@@ -12,7 +12,7 @@ DRAIN_BYTES = 1 << 30
 
 
 class PeerLost(ConnectionError):
-    """The peer is gone, or this end was closed; the connection is closed.
+    """Raised if the peer is gone or this end was closed; the connection is closed.
 
     Attributes:
         reason: connection-closed, connection-reset, connection-broken, connection-refused, or closed-here.
@@ -24,7 +24,7 @@ class PeerLost(ConnectionError):
 
 
 class PeerTimeout(TimeoutError):
-    """The peer did nothing until the deadline; the connection is closed."""
+    """Raised if the peer did nothing until the deadline; the connection is closed."""
 
 
 class Connection(ABC):

@@ -99,7 +99,7 @@ class Trainings:
 
 @dataclass(frozen=True, slots=True)
 class Eta:
-    """Remaining seconds of the run's clock until a goal is met at the present rate; None if unknown."""
+    """Seconds until one goal of a run is met at the current rate; None if unknown."""
 
     goal: str
     in_s: float | None

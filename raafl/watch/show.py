@@ -49,7 +49,7 @@ def wrapped(text: str, width: int = WIDTH) -> str:
 
 
 def table(state: ProgressState, title: str = "") -> RenderableType:
-    """Return the terminal table: title, a line a client, the run's figures, metrics and remaining time."""
+    """Return the terminal's table: title, a line per client, the run's figures, metrics and remaining time."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ClientProgress:
-    """One client's line.
+    """Progress of one client.
 
     Attributes:
         doing: what it trains now; empty when idle.
-        num_tasks: how many of its tasks were merged.
-        there: whether it is in the fleet.
+        num_tasks: number of its merged tasks.
+        there: whether it is connected.
         version: that it trains from; ``behind``: versions made since.
         since_s: for how long it has been at it; ``due_in_s``: when it should be back, negative when late.
     """

@@ -65,7 +65,7 @@ class Evaluator:
 
     @torch.no_grad()
     def fill(self, values: FlatTensors) -> None:
-        """Load these values, and reset everything else to its initial state; before, the module's memory is undefined."""
+        """Load these values and reset all other state of the module; required before the first evaluation."""
         self._state.restore()
         self._buffers.restore()
         self._present.copy_(values)
@@ -123,7 +123,7 @@ class Evaluator:
         return metrics
 
     def partials(self, start: int, stop: int) -> dict[str, Any]:
-        """Evaluate some batches with the current values for another process; return partial sums as plain data for `add`.
+        """Evaluate some batches for another process; return partial sums as plain data, which its `add` takes.
 
         Raises:
             NotMergeable: results of a batch may depend on earlier ones.

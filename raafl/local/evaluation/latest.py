@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Latest:
-    """Last value of each logged metric, and its mean over the epoch where it is logged with on_epoch."""
+    """Latest value of each logged metric, and the epoch's mean of those logged with ``on_epoch``."""
 
     def __init__(self) -> None:
         self._last: dict[str, Any] = {}
@@ -45,11 +45,11 @@ class Latest:
         return found
 
     def begin_epoch(self) -> None:
-        """Reset the means."""
+        """Reset the epoch's means."""
         self._epoch.clear()
 
     def clear(self) -> None:
-        """Delete everything."""
+        """Delete all values and means."""
         self._last.clear()
         self._epoch.clear()
 

@@ -12,7 +12,7 @@ from raafl.local.evaluation.record import Recorder, logged_value
 
 
 class NotMergeable(Exception):
-    """The evaluation cannot be shared between processes; the message says why."""
+    """Raised where an evaluation cannot be divided among processes; the message says why."""
 
 
 class PartialRecorder(Recorder):
@@ -34,7 +34,7 @@ class PartialRecorder(Recorder):
             self._numbers.append((name, logged_value(name, value), how, weight))
 
     def partials(self) -> dict[str, Any]:
-        """Return everything recorded, and the states of metrics.
+        """Return all recorded numbers and the states of metrics, as plain data.
 
         Raises:
             NotMergeable: a metric's state is no sum of integers, which is the same in any order.

@@ -13,10 +13,10 @@ from raafl.submodel.cut.layers import computed_by
 
 
 def check_tensors(module: nn.Module) -> None:
-    """Raise `BadInput` for what of a model cannot be copied and sent.
+    """Raise `BadInput` if a part of a model cannot be copied or sent.
 
-    That is a part made by `torch.jit`; a parameter or buffer without a size, or not dense; two parameters in one memory,
-    which copies would part; and a tensor that was computed from parameters once and is kept as an attribute.
+    Such parts are: a module made by `torch.jit`; a tensor without a size, or not dense; two parameters that overlap
+    in memory, which copies would separate; an attribute with a tensor computed from parameters.
     """
     problem = next(_problems(module), None)
     if problem is not None:

@@ -24,7 +24,7 @@ from raafl.trainer_stand_in import TrainerStandIn, attach
 
 
 class Tried(NamedTuple):
-    """Findings of one trial training step of the module.
+    """Results of one trial training step.
 
     Attributes:
         logged: names that the training step logs.

@@ -33,7 +33,7 @@ OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: str) -> str | None:
-    """Return why no task of a run can be trained together with others, or None; ``device`` is the type that Fabric uses.
+    """Return why no task of a run can be trained in a batch with others, or None.
 
     Args:
         local: the algorithm's part.
@@ -89,7 +89,7 @@ class Trained:
         }
 
     def member(self, assignment_id: int) -> Member:
-        """Return the task."""
+        """Return the task with this assignment id."""
         return self._members[self._place[assignment_id]]
 
     def update(self, assignment_id: int, context: TaskContext = ALONE, *, draws: bool = False) -> Update:

@@ -30,7 +30,7 @@ class Logged:
         self._said: list[tuple[str, Any, float, str]] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Take over ``log`` and ``log_dict`` of the module and of the LightningModules within it."""
+        """Replace ``log`` and ``log_dict`` of the module and of the LightningModules inside it."""
         attach_log(module, self.log, self.log_dict)
 
     def log(

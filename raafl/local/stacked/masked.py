@@ -22,7 +22,7 @@ class _Masking:
 
     @contextmanager
     def choose(self, clients: Sequence[int]) -> Iterator[None]:
-        """Mask for these clients, one in each place of the stack."""
+        """Set the clients whose classes are masked next, in the order of the stack."""
         self._clients = clients
         yield
 
@@ -49,7 +49,7 @@ class _Masking:
 
 @contextmanager
 def masked_together(module: nn.Module, classes: Sequence[Set[int] | None]) -> Iterator[_Masking]:
-    """Mask within this context; yields whom for, and which classes were left to each client.
+    """Return a context that masks each client's absent classes; it yields the chooser of clients and the kept classes.
 
     Args:
         module: whose `training_step` calls itself.

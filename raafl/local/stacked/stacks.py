@@ -24,11 +24,11 @@ _ALIGN_BYTES = 16
 
 
 class Unstackable(Exception):
-    """These tasks cannot be trained together; the message says why."""
+    """Raised for tasks that cannot be trained in one batch; the message says why."""
 
 
 class Parted(Unstackable):
-    """Clients of a batch take different branches."""
+    """Raised where clients of a batch would take different branches of the code."""
 
 
 def stack_of(value: object) -> Tensor | None:
@@ -78,7 +78,7 @@ def within(
 
 
 def apart(stack: Tensor) -> Sequence[Tensor]:
-    """Return each client's slice with the memory alignment it would have alone."""
+    """Return each client's slice of a stack, copied to the memory alignment that it has when trained alone."""
     if stack.dim() == 1 or stack.stride(0) * stack.itemsize % _ALIGN_BYTES == 0:
         return stack.unbind(0)
     if stack.requires_grad and torch.is_grad_enabled():

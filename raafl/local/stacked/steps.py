@@ -37,7 +37,7 @@ Place = tuple[dict[str, Any], str, str]
 
 
 class Member(NamedTuple):
-    """A task of a batch of clients: assignment, received values, the client's data."""
+    """One task of a batch: assignment, received values, the client's data."""
 
     assignment: Assignment
     received: FlatTensors
@@ -45,7 +45,7 @@ class Member(NamedTuple):
 
 
 class Rows:
-    """Values of a small module for each client, one row each."""
+    """Matrix of a small module's values, one row per client."""
 
     def __init__(self, layout: Layout, num: int) -> None:
         """Make room for ``num`` clients."""

@@ -111,7 +111,7 @@ class _Search:
         self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
 
     def succeeded(self) -> None:
-        """Note that a server has taken the client in: the next search is a new one."""
+        """Record that a server has admitted the client, so that the next search gets its full time."""
         self._taken_in = True
         self._say(f"joined {self._address}")
 

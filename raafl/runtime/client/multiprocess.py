@@ -61,7 +61,7 @@ def processes() -> int:
 
 
 def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, say: Callable[[str], None]) -> int:
-    """Do a client's work in all processes that torchrun started; return the exit code.
+    """Train one client in all processes that torchrun started; return the exit code.
 
     Args:
         make_site: builds the client from the server's config, or from its own config when given None.
@@ -185,7 +185,7 @@ class ClientGroup:
     # ---- a follower ----
 
     def follow(self, make_site: MakeSite) -> None:
-        """Train what the leader forwards until it stops."""
+        """Train the tasks that the leader forwards, until it stops."""
         (pair,) = self._pairs.values()
         try:
             message = pair.recv(no_tensors, _FOR_EVER_S)
@@ -333,7 +333,7 @@ class _Group:
         return None
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to replace a tensor by its sum over all processes; return what waits for it."""
+        """Begin to replace a tensor by its sum over all processes; return a handle whose ``wait`` ends it."""
         if tensor.is_cuda and self._nccl is not None:
             on_gpu: Callable[[], None] = self._nccl.allreduce([tensor], dist.AllreduceOptions()).wait
             return on_gpu
@@ -348,7 +348,7 @@ class _Group:
         return wait
 
     def spread(self, tensor: Tensor) -> None:
-        """Replace a tensor by process 0's."""
+        """Replace a tensor by that of process 0 (broadcast)."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         if tensor.is_cuda and self._nccl is not None:

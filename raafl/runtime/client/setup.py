@@ -25,7 +25,7 @@ from raafl.transport import Connection
 
 @dataclass
 class ClientSetup:
-    """A client's parts, reused for every connection.
+    """Model, data and trainer of a client, reused for every connection.
 
     Attributes:
         submodels: of the model, without values.

@@ -105,12 +105,12 @@ class Inline(Executor):
         self._tasks[assignment.id] = (assignment, snapshot)
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Train now."""
+        """Train the task in this process, and return its update."""
         assignment, snapshot = self._tasks.pop(assignment_id)
         return attempt(self._trainer, assignment, snapshot, self._data(assignment.client), context)
 
     def cancel(self, assignment_id: int) -> None:
-        """Forget the task."""
+        """Delete the stored task."""
         self._tasks.pop(assignment_id, None)
 
 

@@ -69,11 +69,11 @@ class _Standing:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the cohort that was timed took about as long as its tasks in the loop."""
+        """Whether the timed batch took about as long as its tasks one by one."""
         return self.cohort_s * _GAIN >= self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
-        """Take note of a trial that found both ways equal; of the times keep those that speak most for cohorts."""
+        """Record a trial in which both ways gave equal bits; of its times, the most favourable to batches is used."""
         self.trials += 1
         self.seen |= trained.seen.keys()
         if not self.size or seconds * self.size * self.task_s <= self.cohort_s * loop_s:
@@ -145,7 +145,7 @@ class BatchedExecutor(Executor):
             return attempt(self._trainer, *found.member(assignment_id), context)
 
     def cancel(self, assignment_id: int) -> None:
-        """Forget the task, or its result."""
+        """Delete the stored task, or its result."""
         kind = self._kinds.pop(assignment_id, None)
         if kind is not None:
             self._waiting[kind].pop(assignment_id, None)

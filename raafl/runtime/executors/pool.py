@@ -28,7 +28,7 @@ _PASSED_OVER = (signal.SIGINT, signal.SIGTERM)  # a terminal or a cluster sends 
 
 
 class Pool(RankExecutor):
-    """``num_processes`` in all: this one and forked workers. Linux and macOS, CPU only (a forked process cannot use CUDA)."""
+    """Executor over ``num_processes`` processes, this one included; the others are forked, so CPU only, no Windows."""
 
     def __init__(
         self, trainer: LocalTrainer, inner: Executor, num_processes: int, evaluator: Callable[[], Evaluator]
@@ -54,7 +54,7 @@ class Pool(RankExecutor):
             self.take_on(f"worker process {number}", partial(TcpConnection, ours, FOR_EVER_S))
 
     def close(self) -> None:
-        """Stop the workers, at once where they are in the middle of a task that nobody needs."""
+        """Stop the workers; tasks that they are still training are abandoned."""
         self._end()
         processes, self._processes = self._processes, []
         for process in processes:

@@ -28,15 +28,15 @@ _Received = tuple[Assignment | Measure, FlatTensors | None, bool]
 
 
 def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Callable[[], Evaluator]) -> None:
-    """Train what comes over ``pair`` by ``inner``, and measure, until told that the run has ended.
+    """Train and evaluate what rank 0 sends over ``pair``, until it says that the run has ended.
 
-    One thread receives all the time, so that the end of the run interrupts a task that nobody needs any more.
+    A second thread receives at all times, so that the end of the run interrupts the current task.
 
     Args:
-        pair: to rank 0.
+        pair: connection to rank 0.
         trainer: with which ``inner`` trains.
         inner: trains here.
-        evaluator: makes what measures here, when it is needed.
+        evaluator: builds this rank's evaluator on first use.
 
     Raises:
         GpuLost: this process's GPU is; another rank trains the task.

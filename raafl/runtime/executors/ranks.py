@@ -51,7 +51,7 @@ class _Task:
 
 
 class RankExecutor(Executor):
-    """This process and the ranks added by `take_on`. A rank that is lost returns its tasks; the run continues with the rest.
+    """Executor over this process and the ranks added by `take_on`; tasks of a lost rank are trained by the others.
 
     Threads: one condition guards all shared state; nobody holds it while training, sending or receiving.
     """

@@ -14,7 +14,7 @@ from raafl.local.numerics import precision_of, tf32
 
 
 def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]:
-    """Return the conditions of a run in this process, once its parts are built.
+    """Return the versions, hardware and settings on which a run's bits depend, once its parts are built.
 
     Args:
         experiment: its config.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """Last checkpoint of a run.
+    """The last checkpoint of a run, loaded to resume it.
 
     Attributes:
         folder: of the run.
@@ -48,7 +48,7 @@ class SavedRun:
 
     @property
     def restarts(self) -> bool:
-        """Whether its clients are gone and join anew, as in a wall-clock run."""
+        """Whether clients must join again, as in a wall-clock run."""
         return bool(self.section["runtime"] != "simulated")
 
     def values(self, layout: Layout) -> FlatTensors:
@@ -169,7 +169,7 @@ def after_restart(experiment: Experiment) -> Experiment:
 
 
 def leave_note(folder: Path) -> None:
-    """Leave the name of the run folder for the next attempt, where there may be one."""
+    """Write the name of the run folder to a file for the next attempt, under a torchrun that restarts ranks."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         _note().parent.mkdir(parents=True, exist_ok=True)
         _note().write_text(str(folder.absolute()), encoding="utf-8")
@@ -182,7 +182,7 @@ def _note() -> Path:
 
 @dataclass(frozen=True)
 class Mended:
-    """Result of repairing the tables of a run that is resumed."""
+    """Result of `mend`: the journal and tables of a run as of its checkpoint."""
 
     last_id: int
     num_lost: int
@@ -192,10 +192,10 @@ class Mended:
 
 
 def mend(saved: SavedRun) -> Mended:
-    """Bring the tables of the folder to the state of the checkpoint, and say in them what is lost.
+    """Cut the folder's journal and tables back to the checkpoint, and record in them what was lost.
 
-    Rows of a simulated run after the checkpoint are dropped: they will come again. Of a wall-clock run, tasks handed out
-    after the checkpoint are marked lost:restart, whatever had become of them.
+    Rows of a simulated run after the checkpoint are dropped, since the resumed run repeats them. Of a wall-clock run,
+    tasks assigned after the checkpoint are marked lost:restart, whatever their outcome was.
     """
     section, folder = saved.section, saved.folder
     coordinator = section["coordinator"]
@@ -225,11 +225,11 @@ def mend(saved: SavedRun) -> Mended:
 
 
 def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: RunRecord) -> None:
-    """Put a fresh coordinator and record, in place, to where the checkpoint was; the runtime restores its own clock.
+    """Restore a fresh coordinator and record from the checkpoint, in place; the runtime restores its own clock.
 
     Args:
         saved: the checkpoint.
-        mended: what came of the tables, which are those of the checkpoint now.
+        mended: result of `mend`, which cut the tables back to the checkpoint.
         coordinator: of the same config.
         record: of the same folder.
     """
@@ -248,7 +248,7 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
 
 
 def missing(folder: Path, num_events: int) -> str:
-    """Write the line on a journal in which events are missing."""
+    """Return the warning about a journal in which events are missing."""
     return (
         f"{num_events} events from before the checkpoint are missing in {folder / JOURNAL}, which could not be "
         "written at the time: the run goes on from the checkpoint, but cannot be replayed, and clients.csv may lack rows"

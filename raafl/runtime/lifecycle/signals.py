@@ -30,7 +30,7 @@ _running: _Signals | None = None
 
 @contextmanager
 def ends_process() -> Iterator[None]:
-    """Within this context a second signal ends the process at once: for a program that is nothing but a run."""
+    """Return a context in which a second SIGINT or SIGTERM ends the process at once; for programs that do nothing else."""
     global _ends_process
     before, _ends_process = _ends_process, True
     try:
@@ -40,10 +40,10 @@ def ends_process() -> Iterator[None]:
 
 
 class Interrupt:
-    """While entered, the first signal only sets ``asked``, and the second insists (see above).
+    """Context in which the first SIGINT or SIGTERM only sets ``asked``, so that the run ends in order.
 
-    One entered within another is the same one; signals are as they were when the outermost is left. Outside the main
-    thread, where signals cannot be handled, it never sets ``asked``.
+    Nested contexts are one; the outermost restores the previous handlers on exit. Outside the main thread, where
+    signals cannot be handled, ``asked`` is never set.
 
     Args:
         on_insist: called, in any thread, before the process ends at once.
@@ -56,7 +56,7 @@ class Interrupt:
 
     @property
     def asked(self) -> bool:
-        """Whether the run is to end."""
+        """Whether a signal has asked the run to end."""
         return self._signals is not None and self._signals.asked
 
     def __enter__(self) -> Self:
@@ -83,7 +83,7 @@ class _Count:
         self.num, self._first_s, self._echoes = 0, 0.0, int("TORCHELASTIC_RUN_ID" in os.environ)
 
     def insists(self) -> bool:
-        """Take one; return whether it insists."""
+        """Count a signal; return whether it is the second one, which ends the process at once."""
         self.num += 1
         now = time.monotonic()
         if self.num == 1:
@@ -116,7 +116,7 @@ class _Signals:
         self._watcher.start()
 
     def close(self) -> None:
-        """Leave signals as they were."""
+        """Restore the previous signal handlers."""
         if self._ends_process:
             signal.set_wakeup_fd(self._wakeup_before)
             os.write(self._writer, _WAKE)

@@ -48,13 +48,13 @@ class SnapshotEvaluator(threading.Thread):
             self._changed.notify()
 
     def done(self) -> list[tuple[int, float, dict[str, float]]]:
-        """Return (version, time of the snapshot, metrics) of what has been measured since the last call."""
+        """Return (version, time of the snapshot, metrics) of each evaluation finished since the last call."""
         with self._changed:
             done, self._done = self._done, []
             return done
 
     def finish(self, timeout_s: float) -> list[tuple[int, float, dict[str, float]]]:
-        """Measure what is still on offer, end the thread, and return the last results; a thread that hangs is left."""
+        """Evaluate the waiting snapshot, end the thread (or abandon one that hangs), and return the last results."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -62,7 +62,7 @@ class SnapshotEvaluator(threading.Thread):
         return self.done()
 
     def run(self) -> None:
-        """Measure whatever is offered until told to finish."""
+        """Evaluate offered snapshots until `finish` is called; runs on a thread of its own."""
         while True:
             with self._changed:
                 while self._next is None and not self._ended:

@@ -8,10 +8,9 @@ from raafl.core.types import Event
 
 
 class Inbox:
-    """A queue of events with a deadline on every wait.
+    """Queue of events from the sessions' threads to the loop, with a deadline on every wait.
 
-    The one way from the threads of sessions to the loop: the order in which they put is the order of the run, which the
-    journal keeps and a replay repeats.
+    The order in which threads add events is the order of the run, which the journal records and a replay repeats.
     """
 
     def __init__(self) -> None:

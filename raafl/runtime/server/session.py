@@ -110,9 +110,9 @@ class Session(threading.Thread):
         self._outbox.put(_Task(assignment, snapshot))
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:
-        """Tell the client to stop, also in the middle of a task, or while it builds its model.
+        """Tell the client to stop, even in the middle of a task or while it builds its model.
 
-        ``wait_s`` is for one that takes nothing in.
+        ``wait_s`` bounds the wait for a client that does not receive.
         """
         self._stopping = reason
         self._outbox.put(reason)
@@ -124,7 +124,7 @@ class Session(threading.Thread):
                 self._sending.release()
 
     def abandon(self) -> None:
-        """Close the connection although its thread, which did not end in time, uses it; the client sees a lost server."""
+        """Close the connection although its thread has not ended in time; the client sees a lost server."""
         if self._pair is not None:
             self._pair.close()
 

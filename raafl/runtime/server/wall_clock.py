@@ -50,7 +50,7 @@ _PARTING_S = 0.5  # for a session that was replaced to end by itself
 
 
 class Server(Driver):
-    """Drives a coordinator on the wall clock."""
+    """Runtime on the wall clock: drives a coordinator with events from real clients."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Server(Driver):
         return {"now": self.now, "timers": [[at, number] for at, number in self._timers]}
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Go on from what `save` returned; the clients of that time are gone."""
+        """Restore what `save` returned; clients must connect again."""
         self._resumed_at = data["now"]
         self._timers = [(at, number) for at, number in data["timers"] if number != TIME_UP]
         limit = self.coordinator.limits.max_time_s
@@ -112,7 +112,7 @@ class Server(Driver):
         heapq.heapify(self._timers)
 
     def enter(self, client: int, make: Callable[[int], Session]) -> None:
-        """Let a client in, from any thread: ``make(incarnation)`` gives its session, which is started here if clients come and go.
+        """Admit a client, from any thread; ``make(incarnation)`` returns its session.
 
         Once it has joined it replaces the client's earlier session, if there is one: a client that comes back may be
         the first to know that its old connection is dead.
@@ -134,7 +134,7 @@ class Server(Driver):
             session.start()  # under the lock: `close`, which takes it, finds a thread to end, or none that will begin
 
     def run(self) -> str:
-        """Go on until the coordinator finishes; return the reason. Sessions that take long to end are left to `close`."""
+        """Run until the coordinator finishes; return the reason. Sessions that take long to end are left to `close`."""
         self._start = time.perf_counter() - self._resumed_at
         self._alone_since = time.perf_counter()
         roster = self.coordinator.roster
@@ -291,7 +291,7 @@ class Server(Driver):
             session.join(timeout=max(deadline - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Break with the clients that have not let go by now; harmless when there are none."""
+        """Close the connections of clients that have not disconnected by now."""
         with self._enter_lock:
             everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]
         for session in everyone:

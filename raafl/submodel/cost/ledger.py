@@ -30,7 +30,7 @@ _CHANGES = frozenset({_aten.mul_, _aten.add_, _aten.lerp_, _aten.addcmul_, _aten
 
 
 class Ledger(TorchDispatchMode):
-    """Counts all operations while entered; a condition on a tensor without values is false.
+    """Context that counts all operations of torch; inside it, a condition on a tensor without values is false.
 
     Attributes:
         flops: multiply-adds of matrix products, convolutions, attention and recurrent layers.
@@ -59,7 +59,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def task_flops(self) -> float:
-        """FLOPs by which a step is timed: of its products, or of its arithmetic where it has no products."""
+        """FLOPs that predict a step's time: those of products, or of other arithmetic if it has no products."""
         return self.flops or self.arithmetic
 
     def __torch_dispatch__(
@@ -129,7 +129,7 @@ def _finds_nothing(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -
 
 
 class OperationCost(NamedTuple):
-    """Work and traffic of one operation, as a `Ledger` counts them.
+    """FLOPs and bytes of one operation, as a `Ledger` counts them.
 
     Attributes:
         flops: of products, see `product_flops`.

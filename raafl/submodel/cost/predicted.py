@@ -79,7 +79,7 @@ _BY_PARAMETERS = "6 FLOPs count for each parameter that trains, and no activatio
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Needs of a step beside the module and the batch.
+    """FLOPs, memory and traffic of one training step, beside the module and the batch.
 
     Attributes:
         flops: of forward and backward pass; None where they could not run.

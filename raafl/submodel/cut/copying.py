@@ -66,7 +66,7 @@ def _uncopyable(thing: object, own: dict[int, Any]) -> Iterator[Any]:
 def remade(
     module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]
 ) -> nn.Module:  # fmt: skip
-    """Copy the structure, replacing each tensor by the result of ``parameter`` or ``buffer``.
+    """Copy a module, with each of its tensors replaced by the result of ``parameter`` or ``buffer``.
 
     Args:
         module: to copy.

@@ -28,7 +28,7 @@ OUTPUTS: dict[type[nn.Module], tuple[str, int]] = {
 
 
 def resizes(*types: type[nn.Module] | str) -> Callable[[Resize], Resize]:
-    """Register the decorated function for these types."""
+    """Register the decorated function as the one that adjusts sizes of layers of these types."""
 
     def add(function: Resize) -> Resize:
         RESIZES.update(dict.fromkeys(types, function))
@@ -132,7 +132,7 @@ def _layer_norm(layer: nn.LayerNorm | nn.RMSNorm) -> None:
 
 
 def adopt(layer: nn.RNNBase) -> None:
-    """Make a recurrent layer use its current tensors."""
+    """Update a recurrent layer's list of weights after its tensors were replaced."""
     layer.__dict__["flatten_parameters"] = _stays  # cuDNN would move them into storage of its own
     layer._init_flat_weights()
 

@@ -51,7 +51,7 @@ def skeleton() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A small module and its storage.
+    """A physically smaller module, and the flat storage of its tensors.
 
     Attributes:
         module: an ordinary module whose parameters and buffers are views into ``present``.
@@ -67,7 +67,7 @@ class Shrunk:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Description from which a small module is built.
+    """Everything from which a small module is built: the full module, kept indices, absent blocks, sizes to correct.
 
     Attributes:
         module: the full module; its values are never read.
@@ -95,7 +95,7 @@ class Structure:
 
 
 def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
-    """Return a copy of the module's structure whose tensors are views into ``present``.
+    """Build the small module, whose tensors are views into ``present``.
 
     Args:
         structure: what to build.
@@ -190,7 +190,7 @@ def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> Non
 
 
 class StandIn(nn.Module):
-    """Takes the place of another module; its tensors keep their names from their own place."""
+    """Module used in another's place, such as an exit as the model's head; its tensors keep their names."""
 
     def __init__(self, module: nn.Module) -> None:
         """Stand in for ``module``, which lies elsewhere in the same model."""
@@ -198,7 +198,7 @@ class StandIn(nn.Module):
         self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Call the other module."""
+        """Call the module that is used instead."""
         return self.stands_for[0](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -209,7 +209,7 @@ class StandIn(nn.Module):
 
 
 class Gaps(nn.ModuleList):
-    """A list with missing blocks: indices count the present ones, whatever their names."""
+    """A `ModuleList` with absent blocks: indices count the present blocks, and names stay those of the full model."""
 
     def _get_abs_string_index(self, idx: Any) -> str:
         return str(list(self._modules)[idx])

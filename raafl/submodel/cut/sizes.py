@@ -125,7 +125,7 @@ def shallow(value: object) -> object:
 
 
 class Corrected:
-    """Method of a small module in which computed sizes are replaced. Survives copying and pickling."""
+    """Method of a small module that runs with corrected sizes; survives copying and pickling."""
 
     def __init__(self, module: nn.Module, method: str, table: Mapping[Site, Mapping[Where, int]]) -> None:
         """Replace the method of ``module``."""
@@ -142,7 +142,7 @@ BORDERS: set[CodeType] = {Corrected.__call__.__code__}
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return the file and line in a module's method from which the code of ``frame`` was called; None outside of any."""
+    """Return the file and line of the module's method that led to the call in ``frame``; None outside a method."""
     found = []
     while frame is not None and frame.f_code not in BORDERS:
         found.append((frame.f_code.co_qualname, frame.f_lasti))
@@ -214,7 +214,7 @@ def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Object of a size: a dimension of a tensor, its first indices, or one factor of it.
+    """The tensor dimension that an integer is the size of: the whole dimension, its first indices, or one factor of it.
 
     Attributes:
         tensor: with the dimension.

@@ -14,7 +14,7 @@ from raafl.submodel.packages import TORCHVISION, hugging_face, type_names
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Layers after the last block of one type of model.
+    """The layers after a model's last block (norm and head), for one type of model.
 
     Attributes:
         names: paths of the modules that an exit copies; {} is the model's ``base_model_prefix``.

@@ -26,7 +26,7 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """Position of an atom in a tensor: unit i covers ``start + [i * unit, (i + 1) * unit)``, for each of ``starts``."""
+    """Place of an atom in a tensor: unit i covers ``start + [i * unit, (i + 1) * unit)``, for each of ``starts``."""
 
     name: str
     dim: int
@@ -38,7 +38,7 @@ class Occurrence:
 
 @dataclass
 class Candidate:
-    """An atom that lies in parameters.
+    """A possible axis: one atom (`raafl.submodel.find.labels`) and its places in parameters.
 
     Attributes:
         atom: of labels.
@@ -52,14 +52,14 @@ class Candidate:
 
     @property
     def producers(self) -> list[str]:
-        """Names of the tensors that produce its units; if none does, of the tensors that contain them."""
+        """Names of the tensors that produce the candidate's units; if none does, of those that contain them."""
         made = [spot.name for spot in self.spots if spot.is_made]
         made = made or [spot.name for spot in self.spots if not spot.is_read]
         return made or [spot.name for spot in self.spots]
 
 
 class Candidates:
-    """All atoms that lie in a model's parameters, and those among them that are axes.
+    """All candidates of a model, divided into axes and dimensions that must stay whole.
 
     Attributes:
         axes: name -> candidate, in the order of the model's tensors.
@@ -204,7 +204,7 @@ class Candidates:
     # ---- what comes of it ----
 
     def as_axes(self) -> list[Axis]:
-        """Return the axes."""
+        """Return the candidates that are axes, as `Axis` objects."""
         axes = []
         for name, candidate in self.axes.items():
             members = dict.fromkeys(

@@ -42,7 +42,7 @@ class DiscoveredAxes:
     problem: str | None = None
 
     def follows(self) -> dict[str, Any]:
-        """Return the arguments of `raafl.submodel.cut.shrink.Structure` that tracing determines."""
+        """Return those arguments of `raafl.submodel.cut.shrink.Structure` that tracing has found."""
         full = {axis.name: axis.size for axis in self.axes}
         return {"sizes": self.sizes, "full": full, "unscaled": self.unscaled}
 

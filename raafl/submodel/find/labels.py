@@ -63,7 +63,7 @@ class Atom:
         self._same_as: Atom | None = None
 
     def now(self) -> Atom:
-        """The atom with which this one was united last."""
+        """The atom that stands for this one after unions (union-find)."""
         atom = self
         while atom._same_as is not None:
             atom = atom._same_as
@@ -98,7 +98,7 @@ class Dim:
         return math.prod(atom.size for atom in self.atoms)
 
     def leaves(self) -> list[Atom]:
-        """Return the leaves and joined atoms whose product this is, without atoms of one index."""
+        """Return the atoms whose product is this dimension, split ones by their factors, without atoms of one index."""
         found: list[Atom] = []
         for atom in self.atoms:
             atom = atom.now()
@@ -109,7 +109,7 @@ class Dim:
         return found
 
     def units(self) -> Iterator[Atom]:
-        """Yield every leaf in it, including those in joined atoms."""
+        """Yield every unsplit atom in this dimension, also inside concatenations."""
         for atom in self.leaves():
             if atom.parts:
                 for part in atom.parts:
@@ -119,7 +119,7 @@ class Dim:
 
 
 class Labels:
-    """Creates and combines labels; all changes are in place."""
+    """Factory of labels (`Dim`), which unites, splits and marks them in place."""
 
     def __init__(self, place: Callable[[], str] = str) -> None:
         """Create labels whose pins are located by ``place()``, the line of code that is running."""
@@ -127,7 +127,7 @@ class Labels:
         self.is_spanning = True
 
     def new(self, size: int, pinned: str = "") -> Dim:
-        """Return a dimension of which nothing is known; ``pinned`` if it cannot be cut."""
+        """Return a new dimension without relation to others; ``pinned`` is the reason why it cannot shrink."""
         if size == 1:
             return Dim()
         dim = Dim([Atom(size)])
@@ -142,7 +142,7 @@ class Labels:
         return dim
 
     def pin(self, dim: Dim, why: str | Reason) -> None:
-        """Keep all indices of ``dim`` for this reason, unless there is a reason already."""
+        """Mark ``dim`` as one that cannot shrink, for this reason; an earlier reason stays."""
         self._note(dim, why, "pin")
 
     def span(self, dim: Dim, why: str | Reason) -> None:
@@ -223,7 +223,7 @@ class Labels:
                 return
 
     def take(self, dim: Dim, start: int, length: int) -> Dim:
-        """Return indices ``start`` to ``start + length - 1``, as a slice does.
+        """Return the label of a slice of ``dim``: indices ``start`` to ``start + length - 1``.
 
         Args:
             dim: to select from.
@@ -242,7 +242,7 @@ class Labels:
         return self.new(length, "it is a part of something else")
 
     def join(self, dims: Sequence[Dim]) -> Dim:
-        """Return the concatenation of dimensions."""
+        """Return the label of a concatenation of dimensions."""
         dims = [dim for dim in dims if dim.size]
         if len(dims) == 1:
             return dims[0]

@@ -29,7 +29,7 @@ Dims = Sequence[Dim]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One executed operation.
+    """One executed operation of torch, with the labels of its tensors, as a rule reads it.
 
     Attributes:
         name: without the namespace.
@@ -61,15 +61,15 @@ class Call:
         return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
 
     def place(self, more: int = 0) -> int:
-        """Return the dimension that the argument ``dim`` names, from 0, of a tensor with ``more`` dimensions than the first."""
+        """Return the argument ``dim`` counted from 0, for a tensor with ``more`` dimensions than the first input."""
         return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
 
     def new(self, sizes: Iterable[int], pinned: str = "") -> list[Dim]:
-        """Return labels without any information; ``pinned`` if they cannot be cut."""
+        """Return new labels for these sizes; ``pinned`` is the reason why they cannot shrink."""
         return [self.labels.new(size, pinned) for size in sizes]
 
     def others(self, first: Dims) -> list[Dims]:
-        """Return the labels of all outputs: ``first``, and outputs that carry no labels on."""
+        """Return the labels of all outputs: ``first`` for the first one, new pinned labels for the others."""
         return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
 
     def unify_last(self, dims: Dims, others: Dims) -> None:
@@ -79,7 +79,7 @@ class Call:
                 self.labels.unify(dim, other)
 
     def unify_named(self, dim: Dim, *names: str) -> None:
-        """Unite ``dim`` with the one dimension of each of these arguments that was given."""
+        """Unite ``dim`` with the only dimension of each named argument, such as a norm's weight and bias."""
         for name in names:
             if self.has(name):
                 self.labels.unify(self.dims(name)[0], dim)
@@ -147,7 +147,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
 
 
 def pointwise(call: Call) -> list[Dims]:
-    """Unite the dimensions that are broadcast together."""
+    """Unite the input dimensions that broadcasting aligns, and return the output's labels."""
     return [_broadcast(call, out) for out in call.outs]
 
 

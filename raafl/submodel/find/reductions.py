@@ -13,7 +13,7 @@ from raafl.submodel.find.operations import Call, Dims, pointwise, rule
 
 
 class Along(NamedTuple):
-    """Effect of an operation on some of its input's dimensions.
+    """Rule of an operation that reduces or scans some of its input's dimensions.
 
     Attributes:
         where: argument that names them, or how many of the last ones they are.
@@ -39,7 +39,7 @@ class Along(NamedTuple):
         return [self._left(call, out, places) for out in call.outs]
 
     def places(self, call: Call) -> set[int]:
-        """Return the dimensions; all where none is named."""
+        """Return the indices of the affected dimensions; all where the call names none."""
         ndim = call.ins[0].dim()
         if isinstance(self.where, int):
             return set(range(ndim - self.where, ndim))

@@ -105,14 +105,14 @@ def origin_of(value: int) -> Origin:
 
 @dataclass(frozen=True, slots=True)
 class Attr:
-    """Origin of a number that a module stores."""
+    """Origin of an integer that was read from an attribute of a module."""
 
     key: Attribute
 
 
 @dataclass(frozen=True, slots=True)
 class SizeUse:
-    """One size passed to a call.
+    """One use of a size: an integer passed to a function of torch, with its origin.
 
     Attributes:
         method: path of the module whose method is running, and the method.
@@ -149,7 +149,7 @@ BORDERS.add(_Method.__call__.__code__)
 
 
 class SizeTracker(TorchFunctionMode):
-    """Records every size that code passes to torch, while entered.
+    """Context that records every size that the model's code passes to torch.
 
     Attributes:
         asked: recorded sizes.

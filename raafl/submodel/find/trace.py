@@ -75,7 +75,7 @@ class TraceResult:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Labels every tensor that operations produce, while entered."""
+    """Context that labels every tensor that operations of torch produce."""
 
     def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
         """Label the parameters and buffers of ``module``; with ``is_blind``, conditions on tensors are false."""
@@ -94,7 +94,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return dims
 
     def forget(self) -> None:
-        """Release all tensors except the module's own."""
+        """Drop the labels of all tensors except the module's own."""
         self._dims = {id(x): self._dims[id(x)] for x in self.named.values()}
 
     def dims_of(self, tensor: Tensor) -> Dims:
@@ -151,7 +151,7 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def place_in_code() -> str:
-    """Return the running line outside torch and this package, as ``file.py:line``."""
+    """Return the line of the user's code that is running, as ``file.py:line``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

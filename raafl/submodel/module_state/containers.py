@@ -86,7 +86,7 @@ class HooksRecord(Record):
         self._saved = {place: self._tables[place].copy() for place, length in enumerate(self._lengths) if length}
 
     def changed(self) -> list[str]:
-        """Return nothing: a step may add a hook and remove it."""
+        """Return an empty list: a step may add hooks, which `restore` removes."""
         return []
 
     def restore(self) -> None:
@@ -162,7 +162,7 @@ class ListRecord(Record):
 
 
 class DictRecord(Record):
-    """Items of a dictionary; one that all copies of a module share may gain some, as a cache does."""
+    """Items of a dictionary. One that is shared by all copies of a module, such as a cache, may gain items."""
 
     def __init__(self, reached: Reached, *, shared: bool) -> None:
         super().__init__(reached)
@@ -271,7 +271,7 @@ class FlagsRecord:
         self._saved = [parameter.requires_grad for parameter in self._parameters]
 
     def restore(self) -> None:
-        """Put them back."""
+        """Set each parameter's ``requires_grad`` back to its recorded value."""
         for parameter, flag in zip(self._parameters, self._saved, strict=True):
             if parameter.requires_grad is not flag:
                 parameter.requires_grad_(flag)

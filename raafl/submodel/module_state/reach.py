@@ -47,14 +47,14 @@ _LIBRARIES = (
 
 
 class ClassData:
-    """Attributes of a class that the user wrote, those that are plain values such as numbers and text."""
+    """Plain values (numbers, text) among the attributes of a class that the user wrote."""
 
     def __init__(self, kind: type) -> None:
         """Take the class."""
         self.kind = kind
 
     def values(self) -> dict[str, Any]:
-        """Return its attributes that are data: neither methods nor classes nor other descriptors."""
+        """Return the class's attributes that are data, by name: no methods, classes or other descriptors."""
         return {
             name: value
             for name, value in vars(self.kind).items()
@@ -63,7 +63,7 @@ class ClassData:
 
 
 class Reached(NamedTuple):
-    """An object that attributes lead to.
+    """An object that can be reached from a module through attributes.
 
     Attributes:
         name: of the attribute, with the path of its module, or with its class.

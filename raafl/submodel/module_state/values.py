@@ -113,7 +113,7 @@ class OpaqueRecord(Record):
 
 
 def has_values_of_its_own(tensor: Tensor, storages: set[int]) -> bool:
-    """Check whether a tensor has values that can be copied back and lie outside of ``storages`` (addresses)."""
+    """Check whether a tensor's values can be restored and lie outside of ``storages`` (addresses)."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_inference():
         return False
     storage = tensor.untyped_storage()

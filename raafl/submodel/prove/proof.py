@@ -61,7 +61,7 @@ class _Step:
 
 
 def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str, str]:
-    """Return the axes that are not proven, with the reason.
+    """Compare shrunk modules with the zero-masked whole one; return the axes whose proof failed, each with the reason.
 
     All axes together are cut to one unit and to a random half, and so are subsets, such that for any two axes there is a subset
     with only one of them (except for models above `LARGE`). Wrong axes are found by bisection, and one by one where axes fail
@@ -112,7 +112,7 @@ class _Proof:
         self.noise = NOISE
 
     def begin(self) -> str | None:
-        """Explain why the whole model cannot be compared with a smaller one."""
+        """Run the whole model; return why it cannot be compared with a smaller one, or None."""
         try:
             self.whole = self._made(FULL, self.values)
             self.state = ModuleState(self.whole, self.submodels)
@@ -136,7 +136,7 @@ class _Proof:
             return False
 
     def refuted(self) -> dict[str, str]:
-        """Return the axes that are not proven -> the reason."""
+        """Return the axes whose proof failed, each with the reason."""
         rest, found = list(self.submodels.axes), dict[str, str]()
         while failing := self._failing(rest):
             wrong = dict(self._halved(failing))

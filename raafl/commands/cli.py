@@ -48,6 +48,8 @@ usage: raafl COMMAND [options]
   key          make a run's secret, or the key of one client, which is handed to it instead; files that only you can read:
                  raafl key --output raafl.secret
                  raafl key --client ID --secret_file raafl.secret --output client-ID.key
+  certs        make, sign, renew and revoke the certificates of a server and its sites:
+                 raafl certs init | server HOST... | request SITE | sign FILE | renew SITE | revoke SITE | list
   replay       re-execute a recorded run from its journal, to the last bit:
                  raafl replay RUN [--until EVENT] [--workers N] [--json]
   watch        show a run that goes on, or has ended, from its folder:
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
-        "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "replay": _replay,
+        "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "certs": _certs, "replay": _replay,
         "watch": _watch, "report": _page, "compare": _comparing("compare"),
         "reproduce": _comparing("reproduce"),
         "plan": _printed("plan"), "axes": _printed("axes"), "algorithms": _algorithms,
@@ -234,6 +236,13 @@ def _key(argv: list[str]) -> int:
     else:
         write_new(own.output, text)
     return 0
+
+
+def _certs(argv: list[str]) -> int:
+    """Make and manage certificates."""
+    from raafl.commands.certs import command
+
+    return command(argv)
 
 
 def _replay(argv: list[str]) -> int:

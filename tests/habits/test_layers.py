@@ -35,7 +35,18 @@ ORDER = (
     ),
     *(
         (name,)
-        for name in ("data", "submodel", "devices", "transport", "core", "parts", "compression", "algorithms", "local")
+        for name in (
+            "data",
+            "submodel",
+            "devices",
+            "certs",
+            "transport",
+            "core",
+            "parts",
+            "compression",
+            "algorithms",
+            "local",
+        )
     ),
     *(
         (name,)

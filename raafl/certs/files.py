@@ -1,0 +1,92 @@
+"""Read and write keys and certificates as PEM files; a private key is readable by its owner alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from raafl.errors import BadInput
+
+_LARGEST_BYTES = 1 << 20
+
+
+def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Make an ECDSA P-256 key in a new file with mode 600.
+
+    Raises:
+        BadInput: the file exists, since a key is never overwritten, or it cannot be written.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    text = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise BadInput(f"'{path}' exists: a key is never overwritten: remove it, or name another --folder") from None
+    except OSError as error:
+        raise BadInput(f"'{path}' cannot be written: {error.strerror}") from None
+    with os.fdopen(file, "wb") as out:
+        os.fchmod(file, 0o600)
+        out.write(text)
+    return key
+
+
+def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Read a private key; raises `BadInput` where it is absent, malformed, or others may read it."""
+    data = read(path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise BadInput(f"'{path}' is a private key that others may use (mode {mode:03o}): chmod 600 '{path}'")
+    try:
+        key = serialization.load_pem_private_key(data, None)
+    except (ValueError, TypeError):
+        raise BadInput(f"'{path}' has no private key in PEM without a passphrase: name the file that has") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise BadInput(f"'{path}' has a key of another kind: `raafl certs` uses ECDSA keys")
+    return key
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """Read the first certificate of a PEM file; raises `BadInput` where there is none."""
+    try:
+        return x509.load_pem_x509_certificate(read(path))
+    except ValueError:
+        raise BadInput(f"'{path}' has no certificate in PEM: name the file that has") from None
+
+
+def read(path: Path) -> bytes:
+    """Return the bytes of a file of at most 1 MiB; raises `BadInput`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST_BYTES + 1)
+    except OSError as error:
+        raise BadInput(f"'{path}' cannot be read: {error.strerror}") from None
+    if len(data) > _LARGEST_BYTES:
+        raise BadInput(f"'{path}' has more than 1 MiB: it is no certificate")
+    return data
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace a public file at once, so that a server that watches it never reads half of it; raises `BadInput`."""
+    scratch = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(data)
+        os.replace(scratch, path)
+    except OSError as error:
+        with suppress(OSError):
+            scratch.unlink()
+        raise BadInput(f"'{path}' cannot be written: {error.strerror}") from None
+
+
+def to_pem(thing: x509.Certificate | x509.CertificateRevocationList | x509.CertificateSigningRequest) -> bytes:
+    """Return a certificate, a revocation list or a signing request as PEM."""
+    return thing.public_bytes(serialization.Encoding.PEM)

@@ -1,0 +1,148 @@
+"""Make, renew and revoke certificates from the command line (`raafl certs`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from raafl.config.argv import options_of, whole_number
+from raafl.errors import BadInput, nearest
+
+USAGE = """\
+usage: raafl certs COMMAND [--folder certs] [--days 30]
+
+  init [--federation NAME]   make the federation's certificate authority: ca.crt for everybody, ca.key for nobody else
+  server HOST...             make the server's key and certificate for the names and addresses by which it is called
+  request SITE               at a site: make its key, which stays there, and SITE.csr, which goes to the authority
+  sign FILE.csr              at the authority: sign it as SITE.crt, which goes back to the site with ca.crt
+  renew SITE|server          issue the next certificate for the key that the site has
+  revoke SITE                take a site's certificates back: a server that runs cuts it within a second
+  list [--json]              list certificates, days left, revocations"""
+
+
+def command(argv: list[str]) -> int:
+    """Run `raafl certs ARGV`; return 0.
+
+    Raises:
+        BadInput: an option is wrong, or the folder does not have what the command needs.
+    """
+    if not argv or argv[0] in ("--help", "-h"):
+        print(USAGE)
+        return 0 if argv else 2
+    if argv[0] not in _COMMANDS:
+        raise BadInput(f"unknown command 'certs {argv[0]}': {nearest(argv[0], _COMMANDS)}")
+    if "--help" in argv or "-h" in argv:
+        print(USAGE)
+        return 0
+    options = options_of(parser(argv[0]), argv[1:])
+    if hasattr(options, "days"):
+        options.days = whole_number("days", options.days)
+    _COMMANDS[argv[0]](options)
+    return 0
+
+
+def parser(name: str = "") -> ArgumentParser:
+    """Return the parser of a command of `raafl certs`; without ``name`` of all that they take, for completion."""
+    found = ArgumentParser(prog="raafl certs", exit_on_error=False, add_help=False, allow_abbrev=False)
+    found.add_argument("--folder", default="certs", type=Path)
+    if name in ("init", ""):
+        found.add_argument("--federation", default="federation")
+    if name in ("server", "sign", "renew", ""):
+        found.add_argument("--days", default="30")
+    if name in ("list", ""):
+        found.add_argument("--json", action="store_true")
+    if name == "server":
+        found.add_argument("names", nargs="+", metavar="HOST")
+    if name in ("request", "sign", "renew", "revoke"):
+        found.add_argument("name", metavar="FILE" if name == "sign" else "SITE")
+    return found
+
+
+def _init(options: Namespace) -> None:
+    from raafl.certs.authority import Authority
+
+    made = Authority.create(options.folder, options.federation)
+    print(
+        f"made the authority of federation '{made.federation}' in {options.folder}: keep {options.folder / 'ca.key'} to yourself"
+    )
+
+
+def _server(options: Namespace) -> None:
+    from raafl.certs.authority import Authority
+
+    made = Authority(options.folder).issue_server(options.names, options.days)
+    print(f"made {options.folder / 'server.crt'} for {', '.join(options.names)}, valid until {_day(made)}")
+
+
+def _request(options: Namespace) -> None:
+    from raafl.certs.authority import fingerprint, request
+
+    made = request(options.folder, options.name)
+    print(
+        f"made {options.folder / options.name}.key, which stays here, and {options.folder / options.name}.csr: send that to the "
+        f"federation's operator, and tell them its fingerprint:\n{fingerprint(made)}"
+    )
+
+
+def _sign(options: Namespace) -> None:
+    from raafl.certs.authority import Authority, fingerprint, read_request, request_site
+    from raafl.certs.files import read
+
+    authority = Authority(options.folder)
+    request = read_request(
+        sys.stdin.buffer.read(1 << 20) if options.name == "-" else read(Path(options.name)), options.name
+    )
+    site = request_site(request)
+    made = authority.sign(request, options.days)
+    print(
+        f"signed {options.folder / site}.crt for site '{site}', valid until {_day(made.certificate)}: send it back with "
+        f"{options.folder / 'ca.crt'}, if this is the fingerprint that the site told you:\n{fingerprint(request)}"
+    )
+
+
+def _renew(options: Namespace) -> None:
+    from raafl.certs.authority import Authority
+
+    made = Authority(options.folder).renew(options.name, options.days)
+    print(f"made {options.folder / options.name}.crt, valid until {_day(made.certificate)}")
+
+
+def _revoke(options: Namespace) -> None:
+    from raafl.certs.authority import Authority
+
+    taken = Authority(options.folder).revoke(options.name)
+    print(f"revoked '{options.name}': {len(taken)} valid certificate{'s' if len(taken) != 1 else ''}")
+
+
+def _list(options: Namespace) -> None:
+    from raafl.certs.authority import Authority, fingerprint
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": one.holder.site or "server", "serial": f"{one.certificate.serial_number:x}", "until": _day(one.certificate),
+            "days_left": round(one.days_left, 1), "fingerprint": fingerprint(one.certificate),
+            "state": "revoked" if one.revoked else "valid" if one.valid else "expired",
+        }
+        for one in Authority(options.folder).issued()
+    ]  # fmt: skip
+    if options.json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        soon = row["state"] == "valid" and row["days_left"] < 7
+        remedy = f"   expires soon: raafl certs renew {row['name']}" if soon else ""
+        print(f"{row['name']:24} {row['state']:8} until {row['until']}   key {row['fingerprint'][:19]}...{remedy}")
+
+
+def _day(certificate: Any) -> str:
+    return f"{certificate.not_valid_after_utc:%Y-%m-%d}"
+
+
+_COMMANDS: dict[str, Callable[[Namespace], None]] = {
+    "init": _init, "server": _server, "request": _request, "sign": _sign, "renew": _renew, "revoke": _revoke,
+    "list": _list,
+}  # fmt: skip

@@ -24,25 +24,20 @@ usage: raafl certs COMMAND [--folder certs] [--days 30]
   list [--json]              list certificates, days left, revocations"""
 
 
-def command(argv: list[str]) -> int:
-    """Run `raafl certs ARGV`; return 0.
+def command(argv: list[str]) -> str:
+    """Run `raafl certs ARGV`; return what to print.
 
     Raises:
         BadInput: an option is wrong, or the folder does not have what the command needs.
     """
-    if not argv or argv[0] in ("--help", "-h"):
-        print(USAGE)
-        return 0 if argv else 2
+    if not argv or "--help" in argv or "-h" in argv:
+        return USAGE
     if argv[0] not in _COMMANDS:
         raise BadInput(f"unknown command 'certs {argv[0]}': {nearest(argv[0], _COMMANDS)}")
-    if "--help" in argv or "-h" in argv:
-        print(USAGE)
-        return 0
     options = options_of(parser(argv[0]), argv[1:])
     if hasattr(options, "days"):
         options.days = whole_number("days", options.days)
-    _COMMANDS[argv[0]](options)
-    return 0
+    return _COMMANDS[argv[0]](options)
 
 
 def parser(name: str = "") -> ArgumentParser:
@@ -62,33 +57,31 @@ def parser(name: str = "") -> ArgumentParser:
     return found
 
 
-def _init(options: Namespace) -> None:
+def _init(options: Namespace) -> str:
     from raafl.certs.authority import Authority
 
     made = Authority.create(options.folder, options.federation)
-    print(
-        f"made the authority of federation '{made.federation}' in {options.folder}: keep {options.folder / 'ca.key'} to yourself"
-    )
+    return f"made the authority of federation '{made.federation}' in {options.folder}: keep {options.folder / 'ca.key'} to yourself"
 
 
-def _server(options: Namespace) -> None:
+def _server(options: Namespace) -> str:
     from raafl.certs.authority import Authority
 
     made = Authority(options.folder).issue_server(options.names, options.days)
-    print(f"made {options.folder / 'server.crt'} for {', '.join(options.names)}, valid until {_day(made)}")
+    return f"made {options.folder / 'server.crt'} for {', '.join(options.names)}, valid until {_day(made)}"
 
 
-def _request(options: Namespace) -> None:
+def _request(options: Namespace) -> str:
     from raafl.certs.authority import fingerprint, request
 
     made = request(options.folder, options.name)
-    print(
+    return (
         f"made {options.folder / options.name}.key, which stays here, and {options.folder / options.name}.csr: send that to the "
         f"federation's operator, and tell them its fingerprint:\n{fingerprint(made)}"
     )
 
 
-def _sign(options: Namespace) -> None:
+def _sign(options: Namespace) -> str:
     from raafl.certs.authority import Authority, fingerprint, read_request, request_site
     from raafl.certs.files import read
 
@@ -98,27 +91,27 @@ def _sign(options: Namespace) -> None:
     )
     site = request_site(request)
     made = authority.sign(request, options.days)
-    print(
+    return (
         f"signed {options.folder / site}.crt for site '{site}', valid until {_day(made.certificate)}: send it back with "
         f"{options.folder / 'ca.crt'}, if this is the fingerprint that the site told you:\n{fingerprint(request)}"
     )
 
 
-def _renew(options: Namespace) -> None:
+def _renew(options: Namespace) -> str:
     from raafl.certs.authority import Authority
 
     made = Authority(options.folder).renew(options.name, options.days)
-    print(f"made {options.folder / options.name}.crt, valid until {_day(made.certificate)}")
+    return f"made {options.folder / options.name}.crt, valid until {_day(made.certificate)}"
 
 
-def _revoke(options: Namespace) -> None:
+def _revoke(options: Namespace) -> str:
     from raafl.certs.authority import Authority
 
     taken = Authority(options.folder).revoke(options.name)
-    print(f"revoked '{options.name}': {len(taken)} valid certificate{'s' if len(taken) != 1 else ''}")
+    return f"revoked '{options.name}': {len(taken)} valid certificate{'s' if len(taken) != 1 else ''}"
 
 
-def _list(options: Namespace) -> None:
+def _list(options: Namespace) -> str:
     from raafl.certs.authority import Authority, fingerprint
 
     rows: list[dict[str, Any]] = [
@@ -130,19 +123,22 @@ def _list(options: Namespace) -> None:
         for one in Authority(options.folder).issued()
     ]  # fmt: skip
     if options.json:
-        print(json.dumps(rows))
-        return
+        return json.dumps(rows)
+    lines = []
     for row in rows:
         soon = row["state"] == "valid" and row["days_left"] < 7
         remedy = f"   expires soon: raafl certs renew {row['name']}" if soon else ""
-        print(f"{row['name']:24} {row['state']:8} until {row['until']}   key {row['fingerprint'][:19]}...{remedy}")
+        lines.append(
+            f"{row['name']:24} {row['state']:8} until {row['until']}   key {row['fingerprint'][:19]}...{remedy}"
+        )
+    return "\n".join(lines) or "no certificates yet"
 
 
 def _day(certificate: Any) -> str:
     return f"{certificate.not_valid_after_utc:%Y-%m-%d}"
 
 
-_COMMANDS: dict[str, Callable[[Namespace], None]] = {
+_COMMANDS: dict[str, Callable[[Namespace], str]] = {
     "init": _init, "server": _server, "request": _request, "sign": _sign, "renew": _renew, "revoke": _revoke,
     "list": _list,
 }  # fmt: skip

@@ -242,7 +242,8 @@ def _certs(argv: list[str]) -> int:
     """Make and manage certificates."""
     from raafl.commands.certs import command
 
-    return command(argv)
+    print(command(argv))
+    return 0
 
 
 def _replay(argv: list[str]) -> int:

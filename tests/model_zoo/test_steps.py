@@ -168,6 +168,32 @@ def test_image_models_learn_the_digits(make, size, num_images):
     assert losses[0] > 2 and losses[-1] < 1.9
 
 
+@pytest.mark.skipif("ViT" not in MODELS, reason="needs transformers")
+@pytest.mark.parametrize("mixes_labels", [True, False])
+def test_mixup_by_hand(mixes_labels):
+    """The order and the share are the next draws of torch's generator; the loss is mixed, or by the first labels alone."""
+    torch.manual_seed(1)
+    module = model_zoo.ViT("micro", patch_size=8, mixup=0.5, mixup_labels=mixes_labels)
+    plain = model_zoo.ViT("micro", patch_size=8)
+    plain.load_state_dict(module.state_dict())
+    torch.manual_seed(2)
+    loss = module.training_step([IMAGES, LABELS], 0)
+    torch.manual_seed(2)
+    order, share = torch.randperm(3).tolist(), torch.distributions.Beta(0.5, 0.5).sample().item()
+    assert order != [0, 1, 2] and 0.01 < share < 0.99
+    mixed = torch.stack([share * IMAGES[i] + (1 - share) * IMAGES[order[i]] for i in range(3)])
+    first = plain.training_step([mixed, LABELS], 0)
+    second = plain.training_step([mixed, LABELS[order]], 0)
+    torch.testing.assert_close(loss, share * first + (1 - share) * second if mixes_labels else first)
+
+
+@pytest.mark.skipif("ViT" not in MODELS, reason="needs transformers")
+@pytest.mark.parametrize("fields", [{"mixup": -1.0}, {"mixup_labels": False}])
+def test_mixup_that_cannot_be_is_refused(fields):
+    with pytest.raises(ValueError, match=r"ViT: mixup.* is .*: (give|leave|but)|but mixup is 0"):
+        model_zoo.ViT("micro", patch_size=8, **fields)
+
+
 def test_fasttext_learns_ag_news(raafl_data):
     from raafl.data import AGNews
 

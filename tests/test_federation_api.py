@@ -366,7 +366,7 @@ def test_a_run_leaves_the_generators_of_an_emulated_gpu_as_they_were(tmp_path, e
         ({"max_epochs": 3}, "Federation has no 'max_epochs': a run ends by max_updates"),
         (
             {"callbacks": object()},
-            "callbacks has an object of object: give objects of raafl.Callback; a Trainer's are none",
+            "callbacks has an object of object: give objects of raafl.Callback; callbacks of a Trainer do not work here",
         ),
         (
             {"callbacks": [raafl.EarlyStopping]},
@@ -374,7 +374,7 @@ def test_a_run_leaves_the_generators_of_an_emulated_gpu_as_they_were(tmp_path, e
         ),
         (
             {"callbacks": EarlyStopping("loss")},
-            "give objects of raafl.Callback, such as raafl.EarlyStopping; a Trainer's are",
+            "give objects of raafl.Callback, such as raafl.EarlyStopping; callbacks of a Trainer",
         ),
         ({"algorithm": raafl.fed_avg}, r"algorithm is fed_avg: give what it makes, raafl.fed_avg\(\), or its name"),
         ({"guard": 3}, "guard is 3: give its fields as a dict"),

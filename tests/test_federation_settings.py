@@ -37,7 +37,7 @@ class Stream(IterableDataset):
             small_mlp,
             (Stream(), None),
             {},
-            "train is Stream, which is iterated over, but samples are dealt out to clients by",
+            "train is Stream, which is iterated over, but samples are divided among clients by",
         ),
         (
             small_mlp,

@@ -77,7 +77,9 @@ def callbacks_of(given: Any) -> list[Callback]:
             raise BadInput(f"callbacks has {briefly(one)}: give an object of it, {one.__name__}()")
         name = type(one).__name__
         own = f", such as raafl.{name}" if name in _SHIPPED else ""
-        raise BadInput(f"callbacks has {briefly(one)}: give objects of raafl.Callback{own}; a Trainer's are none")
+        raise BadInput(
+            f"callbacks has {briefly(one)}: give objects of raafl.Callback{own}; callbacks of a Trainer do not work here"
+        )
     return several
 
 

@@ -79,7 +79,7 @@ def _script(num_clients: int) -> list[str]:
             "again: use one fit with local in a script, torchrun, or simulate"
         )
     if "RANK" in os.environ:
-        raise BadInput("local starts its own ranks, but torchrun has started this one: leave local or torchrun away")
+        raise BadInput("local starts its own ranks, but torchrun has started this one: use one of them")
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
     if path is None or not Path(path).is_file():

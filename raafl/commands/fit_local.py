@@ -154,18 +154,16 @@ def read(argv: Sequence[str]) -> LocalOptions:
         BadInput: see `fit_local`.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise BadInput(
-            "--local starts its own ranks, but torchrun has started this one: leave --local or torchrun away"
-        )
+        raise BadInput("--local starts its own ranks, but torchrun has started this one: use one of them")
     for name in _TAKEN:
         if values(argv, f"--{name}"):
-            raise BadInput(f"--{name} is not for fit --local, which sees to it: use `raafl serve` and `raafl join`")
+            raise BadInput(f"--{name} is not for fit --local, which chooses it: use `raafl serve` and `raafl join`")
     num_clients = _count(argv, "--local", least=1)
     if num_clients is None:
         raise BadInput("--local needs a number of clients, for example --local 4")
     explicit = _count(argv, "--clients", least=1)
     if explicit not in (None, num_clients):
-        raise BadInput(f"--clients is {explicit}, but --local {num_clients} starts {num_clients}: leave --clients away")
+        raise BadInput(f"--clients is {explicit}, but --local {num_clients} starts {num_clients}: leave out --clients")
     policy = RestartPolicy()
     if (most := _count(argv, "--max_restarts", least=0)) is not None:
         policy = replace(policy, max_restarts=most)

@@ -40,7 +40,7 @@ def listener(address: str | socket.socket) -> str | socket.socket:
     try:
         inherited = socket.socket(fileno=int(address[3:]))
         if not inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            raise OSError("it does not listen")
+            raise OSError("the socket does not listen")
     except (ValueError, OSError) as error:
         raise BadInput(
             f"address is '{address}': {error}: give HOST:PORT, or fd:N for an inherited listening socket"

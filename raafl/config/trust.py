@@ -93,7 +93,7 @@ def from_server(text: str) -> str:
                 check.section(name, tree[name])
     except UntrustedValue as problem:
         raise RunFailed(
-            f"the server's config is not taken: {problem}: get the config yourself and give it as --config FILE"
+            f"the server's config is refused: {problem}: obtain the config yourself and give it as --config FILE"
         ) from None
     return yaml.safe_dump({name: tree[name] for name in marked("sent_to_clients") if name in tree}, sort_keys=False)
 
@@ -117,7 +117,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
             _check_names(tree)
     except UntrustedValue as problem:
         raise BadInput(
-            f"the config of '{folder}' is not taken: {problem}: its author would choose what code runs here; if you trust "
+            f"the config of '{folder}' is refused: {problem}: its author would choose what code runs here; if you trust "
             "who made that folder, add --trust_config (in Python trust_config=True)"
         ) from None
     except (OSError, UnicodeDecodeError) as error:

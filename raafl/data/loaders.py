@@ -81,8 +81,8 @@ def read_loader(loader: object, name: str) -> Loader:
         batches = loader.batch_sampler
         if type(batches) is not BatchSampler:
             raise BadInput(
-                f"the batch_sampler of {name}() is {type(batches).__name__}, whose batches cannot be kept where samples are "
-                "dealt out to clients: give batch_size in its place"
+                f"the batch_sampler of {name}() is {type(batches).__name__}, whose batches cannot be used where samples are "
+                "divided among clients: give batch_size in its place"
             )
         sampler, batch_size, drop_last = batches.sampler, batches.batch_size, batches.drop_last
     weights = None
@@ -122,7 +122,7 @@ def _check_sampler(sampler: Any, length: int, name: str) -> None:
     kind = type(sampler).__name__
     if type(sampler) not in (SequentialSampler, RandomSampler):
         raise BadInput(
-            f"the sampler of {name}() is {kind}, which cannot be kept where samples are dealt out to clients: use a "
+            f"the sampler of {name}() is {kind}, which cannot be used where samples are divided among clients: use a "
             "SubsetRandomSampler or a Subset for a part of them, a WeightedRandomSampler for weights, or none"
         )
     if len(sampler) != length or getattr(sampler, "replacement", False):
@@ -146,7 +146,7 @@ def check_dataset(what: str, dataset: object) -> None:
     )
     if is_iterable:
         raise BadInput(
-            f"{what} is {kind}, which is iterated over, but samples are dealt out to clients by number: load it whole "
+            f"{what} is {kind}, which is iterated over, but samples are divided among clients by index: load it whole "
             "(of Hugging Face without streaming), as a data set with __len__ and __getitem__"
         )
     if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

@@ -390,4 +390,4 @@ def _check_alpha(name: str, alpha: float) -> None:
 
 def _check_min_samples(name: str, min_samples: int) -> None:
     if min_samples < 1:
-        raise BadInput(f"{name}: min_samples is {min_samples}: give at least 1, an empty client cannot train")
+        raise BadInput(f"{name}: min_samples is {min_samples}: give at least 1, a client without samples cannot train")

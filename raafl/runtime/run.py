@@ -121,7 +121,7 @@ class Run:
                 mended = resume.mend(saved)
             self._writer = RunFolder.reopen(self.folder, self.progress.warn)
         except OSError as error:
-            raise BadInput(f"resume is '{self.folder}', in which nothing can be written: {error}") from error
+            raise BadInput(f"resume is '{self.folder}', which cannot be written to: {error}") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
         with resume.restoring(saved), self.statistics.untouched(coordinator.state.values):
             resume.resume(saved, mended, coordinator, self.record)

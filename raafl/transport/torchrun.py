@@ -166,7 +166,7 @@ def _store(rank: int, world_size: int, wait_s: float) -> Store:
         return found.result(wait_s + _SLACK_S)
     except TimeoutError:
         raise BadInput(
-            f"what listens at {address}:{port} (MASTER_ADDR, MASTER_PORT) is no store of torch's: choose a free port"
+            f"what listens at {address}:{port} (MASTER_ADDR, MASTER_PORT) is not a torch store: choose a free port"
         ) from None
     except RuntimeError as error:
         if hosts and "EADDRINUSE" in str(error):

@@ -231,7 +231,7 @@ def test_bad_input_of_a_whole_command(argv, line, capsys, monkeypatch, tmp_path)
         ({"RANK": "5"}, "raafl, rank 5: RANK is 5, but WORLD_SIZE is 5: ranks are 0 to 4\n"),
         (
             {"RANK": "1"},
-            "raafl, rank 1: what listens at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) is no store of torch's: "
+            "raafl, rank 1: what listens at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) is not a torch store: "
             "choose a free port\n",
         ),
     ],

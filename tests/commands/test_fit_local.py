@@ -39,10 +39,10 @@ def server(tmp_path):
         (["--local", "--config", "c.yaml"], "--local is '--config': give a whole number from 1"),
         (["--local", "0"], "--local is '0': give a whole number from 1"),
         (["--local=2.5"], "--local is '2.5': give a whole number from 1"),
-        (["--local", "3", "--clients", "4"], "--clients is 4, but --local 3 starts 3: leave --clients away"),
+        (["--local", "3", "--clients", "4"], "--clients is 4, but --local 3 starts 3: leave out --clients"),
         (["--local", "3", "--max_restarts", "-1"], "--max_restarts is '-1': give a whole number from 0"),
-        (["--local", "3", "--secret_file", "s"], "--secret_file is not for fit --local, which sees to it: use "),
-        (["--local", "3", "--address=:80"], "--address is not for fit --local, which sees to it: use "),
+        (["--local", "3", "--secret_file", "s"], "--secret_file is not for fit --local, which chooses it: use "),
+        (["--local", "3", "--address=:80"], "--address is not for fit --local, which chooses it: use "),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(argv, complaint):
@@ -54,7 +54,7 @@ def test_what_is_wrong_is_said_in_a_line(argv, complaint):
 def test_under_torchrun_it_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(BadInput, match="leave --local or torchrun away"):
+    with pytest.raises(BadInput, match="use one of them"):
         read(["--local", "3"])
 
 

@@ -106,7 +106,7 @@ def _relayed(config, *, encrypt):
 )
 def test_in_the_clear_a_relay_can_send_a_config_and_it_is_data_all_the_same(relayed, form):
     said, heard = relayed({"model": form}, encrypt=False)
-    assert said.startswith("the server's config is not taken: model is ") and said.endswith("give it as --config FILE")
+    assert said.startswith("the server's config is refused: model is ") and said.endswith("give it as --config FILE")
     assert heard is Kind.CONFIG
 
 
@@ -145,10 +145,10 @@ def test_a_server_that_refuses_a_client_is_there(monkeypatch):
     monkeypatch.setattr(transport, "connect", call)
     monkeypatch.setattr("raafl.runtime.client.join._FIRST_WAIT_S", 0.001)
     told = []
-    with pytest.raises(RunFailed, match="does not let this client in: wrong-secret: not taken"):
+    with pytest.raises(RunFailed, match="refuses this client: wrong-secret: not taken"):
         join("127.0.0.1:1", 1, SECRET, lambda _: None, needs_config=True, alone_s=600, say=told.append)
     assert told == [
-        "the server at 127.0.0.1:1 does not let this client in: wrong-secret: not taken; trying again for up to 600 s"
+        "the server at 127.0.0.1:1 refuses this client: wrong-secret: not taken; trying again for up to 600 s"
     ]
 
 

@@ -92,7 +92,7 @@ def test_an_operator_can_hand_out_one_client_s_key(monkeypatch, capsys):
 
 
 def test_an_inherited_socket_must_listen():
-    with socket.socket() as quiet, pytest.raises(BadInput, match="it does not listen: give HOST:PORT, or fd:N"):
+    with socket.socket() as quiet, pytest.raises(BadInput, match="the socket does not listen: give HOST:PORT, or fd:N"):
         quiet.bind(("127.0.0.1", 0))
         listener(f"fd:{quiet.detach()}")
     with socket.create_server(("127.0.0.1", 0)) as open_door:

@@ -132,7 +132,7 @@ def nothing_happens(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_server_s_config_is_names_and_plain_values(name):
-    with pytest.raises(RunFailed, match=r"^the server's config is not taken: .*: get the config yourself") as refused:
+    with pytest.raises(RunFailed, match=r"^the server's config is refused: .*: obtain the config yourself") as refused:
         from_server(yaml.safe_dump({**CONFIG, **HOSTILE[name]}))
     (line,) = str(refused.value).splitlines()
     assert len(line) < 400 and line.isascii() and line.isprintable()
@@ -168,7 +168,7 @@ HOSTILE_YAML = {
 
 @pytest.mark.parametrize("name", HOSTILE_YAML)
 def test_no_form_of_yaml_hides_anything(name):
-    with pytest.raises(RunFailed, match=r"^the server's config is not taken: .*: get the config yourself"):
+    with pytest.raises(RunFailed, match=r"^the server's config is refused: .*: obtain the config yourself"):
         from_server(HOSTILE_YAML[name])
 
 
@@ -252,7 +252,7 @@ FOREIGN = {
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_run_folder_names_more_than_raafl_s_own_with_consent_only(name, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, **FOREIGN[name]}))
-    with pytest.raises(BadInput, match=r"^the config of .* is not taken: .*--trust_config"):
+    with pytest.raises(BadInput, match=r"^the config of .* is refused: .*--trust_config"):
         of_folder(tmp_path, trusted=False)
     for command in ("simulate", "fit", "serve", "join"):
         with pytest.raises(BadInput, match=r"--trust_config"):

@@ -92,15 +92,15 @@ def test_a_weighted_sampler_draws_within_each_client_by_its_weights(copied):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ({"sampler": Every(50)}, "the sampler of train_dataloader() is Every, which cannot be kept"),
+        ({"sampler": Every(50)}, "the sampler of train_dataloader() is Every, which cannot be used"),
         (
             {"batch_sampler": [[0, 1], [2]]},
-            "the batch_sampler of train_dataloader() is list, whose batches cannot be kept where samples are dealt out to "
+            "the batch_sampler of train_dataloader() is list, whose batches cannot be used where samples are divided among "
             "clients: give batch_size in its place",
         ),
         (
             {"batch_sampler": BatchSampler(Every(50), 4, False)},
-            "the sampler of train_dataloader() is Every, which cannot be kept",
+            "the sampler of train_dataloader() is Every, which cannot be used",
         ),
         (
             {"sampler": RandomSampler(range(50), num_samples=10)},

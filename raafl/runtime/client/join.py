@@ -71,7 +71,9 @@ def join(
         except (PeerLost, PeerTimeout, Refused) as error:
             num_refused = (0 if worker and worker.num_answered else num_refused) + isinstance(error, Refused)
             if num_refused >= _SURE:
-                raise RunFailed(f"client {client}: {address} sends what is not raafl's: {error}") from None
+                raise RunFailed(
+                    f"client {client}: {address} sends something that is not raafl's protocol: {error}"
+                ) from None
             say(f"the connection to {address} is gone ({error}); trying again for {alone_s:g} s")
             unsent = unsent if worker is None else worker.unsent
             search.pause()
@@ -119,7 +121,7 @@ class _Search:
         """Return a connection to the server.
 
         Raises:
-            RunFailed: it does not let this client in, or there has been none for ``alone_s``.
+            RunFailed: it refuses this client, or there has been none for ``alone_s``.
         """
         doubts, told = 0, False
         while True:
@@ -128,10 +130,10 @@ class _Search:
             except Refused as refused:
                 doubts += 1
                 if doubts >= _SURE:
-                    raise RunFailed(f"the server at {self._address} does not let this client in: {refused}") from None
+                    raise RunFailed(f"the server at {self._address} refuses this client: {refused}") from None
                 problem = str(refused)
                 told = told or self._tell(
-                    f"the server at {self._address} does not let this client in: {problem}; trying again for"
+                    f"the server at {self._address} refuses this client: {problem}; trying again for"
                 )
             except (PeerLost, PeerTimeout, OSError) as error:
                 problem = str(error)

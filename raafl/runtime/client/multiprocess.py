@@ -113,7 +113,7 @@ class ClientGroup:
             self._pairs = {number: self._meet(number) for number in numbers}
         except (PeerLost, PeerTimeout, RuntimeError) as error:
             raise RunFailed(
-                f"client {client}: its {self.size} processes have formed no group ({str(error).splitlines()[0]}): "
+                f"client {client}: its {self.size} processes could not form a process group ({str(error).splitlines()[0]}): "
                 "start them by one torchrun, on machines that reach each other"
             ) from None
 
@@ -150,7 +150,7 @@ class ClientGroup:
         try:
             return Hello.from_meta(pair.recv(no_tensors, _MEET_S).meta)
         except (PeerLost, PeerTimeout, Refused) as error:
-            raise RunFailed(f"client {self._client}: its process {number} did not get ready: {error}") from None
+            raise RunFailed(f"client {self._client}: its process {number} did not start: {error}") from None
 
     def _compared(self, site: ClientSetup, number: int, theirs: Hello) -> ClientSetup:
         """Return the site with no more memory than process ``number`` has; raises `RunFailed` where it is unlike."""

@@ -46,7 +46,7 @@ The last column says who must have the same value.
 _SECTIONS = """# Sections of a config
 
 With this page you can look up the fields within `train`, `submodels`, `fabric`, `guard`, `rounds`, `privacy`,
-`compress` and `waits`; the other fields are under [configuration](configuration.md).
+`secure_aggregation`, `compress` and `waits`; the other fields are under [configuration](configuration.md).
 The page is written by `python -m benchmarks.reference`.
 
 ```yaml

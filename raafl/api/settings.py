@@ -25,7 +25,7 @@ from raafl.devices.files import no_file
 from raafl.devices.profiles import Device, load_devices
 from raafl.errors import BadInput, briefly, one_of
 from raafl.local.options import FabricOptions
-from raafl.parts.protect.options import Guard, Privacy, Rounds
+from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 
 _FLAT = {
     f.name: group for group in ("train", "fabric") for f in dataclasses.fields(SECTIONS[group]) if f.name != "device"
@@ -60,6 +60,7 @@ class Settings(TypedDict, total=False):
     guard: Guard | Mapping[str, Any]
     rounds: Rounds | Mapping[str, Any]
     privacy: Privacy | Mapping[str, Any]
+    secure_aggregation: SecureAggregation | Mapping[str, Any]
     compress: Compress | Mapping[str, Any]
     max_updates: int | None
     max_time: float | str | None

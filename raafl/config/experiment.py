@@ -18,7 +18,7 @@ from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, nearest, positive
 from raafl.local.options import FabricOptions
-from raafl.parts.protect.options import Guard, Privacy, Rounds
+from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 
 if TYPE_CHECKING:
     from lightning import LightningDataModule, LightningModule
@@ -95,6 +95,8 @@ class Experiment:
         "when a round closes without its last clients"))
     privacy: Privacy = field(default_factory=Privacy, metadata=about(
         "client-level differential privacy of the global model"))
+    secure_aggregation: SecureAggregation = field(default_factory=SecureAggregation, metadata=about(
+        "masks over updates, so that the server reads sums only", must_match=True, sent_to_clients=True))
     compress: Compress = field(default_factory=Compress, metadata=about(
         "how what travels is compressed, down and up: none, bf16, int8, top_k", must_match=True, sent_to_clients=True))
     max_updates: int | None = field(default=None, metadata=about(
@@ -211,7 +213,14 @@ class Experiment:
         from raafl.parts.protect.assembly import with_options
 
         def protection() -> None:
-            with_options(self.algorithm, self.rounds, self.guard, self.privacy, self.clients)
+            algorithm = with_options(self.algorithm, self.rounds, self.guard, self.privacy, self.clients)
+            if self.secure_aggregation.is_on:
+                from raafl.parts.protect.secure.assembly import secured
+
+                secured(
+                    algorithm, self.secure_aggregation, self.rounds, self.guard, self.privacy, self.clients,
+                    self.compress.up,
+                )  # fmt: skip
 
         cohort = getattr(self.algorithm.sample, "cohort", None)
         if cohort is not None and cohort > self.clients > 0:

@@ -157,7 +157,8 @@ class Admission:
             return LATE
         if update.num_samples < 1:  # weighs nothing, whatever the merge goes by
             return "no-samples"
-        expected = self.payload.layout(assignment.spec, "trained")
+        sent = self.payload.layout(assignment.spec, "trained")
+        expected = self.algorithm.merge.received_layout(self.state, assignment.spec, sent)
         if update.tensors.layout is not expected and update.tensors.layout != expected:
             return "wrong-layout"
         return None
@@ -167,6 +168,11 @@ class Admission:
         if not client.own_data or self.limits.max_weight is None:
             return None
         return max(int(self.limits.max_weight * self.roster.middle), 1)
+
+    def counted_samples(self, client: ClientInfo, num_samples: int) -> int:
+        """Return as how many samples an update of a client counts that says ``num_samples``."""
+        most = self._max_samples(client)
+        return num_samples if most is None else min(num_samples, most)
 
     def _clip(self, client: ClientInfo, update: Update) -> None:
         """Cut what a client says of its number of samples to what it may count as, for training and for its own tests."""

@@ -29,7 +29,7 @@ from raafl.core.select import OwnTests, Select, SelectContext
 from raafl.core.state import GlobalState
 from raafl.core.training import Training
 from raafl.core.types import Update, Warn
-from raafl.submodel.flat import FlatTensors
+from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import Spec
 
 __all__ = [
@@ -158,6 +158,16 @@ class Merge(Part, ABC):
             staleness: merges since its assignment.
         """
         return None
+
+    def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
+        """Return the layout in which an update's tensors reach the merge; by default as the client trained them.
+
+        Args:
+            state: the global model; read only.
+            spec: of the update's submodel.
+            layout: of everything that a client sends for a task of ``spec``.
+        """
+        return layout
 
     def numbers(self, update: Update) -> Sequence[float]:
         """Return the numbers in `Update.extra` that change the model in place of tensors, for guards that bound their size."""

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from raafl.core.types import Arrived, Assignment, ClientInfo, Event, Joined, Lost, Stop, Timer
+from raafl.core.types import Arrived, Assignment, ClientInfo, Event, Joined, Lost, Stop, SumGroup, Timer
 from raafl.devices.checks import RATES
 from raafl.devices.profiles import Profile
 from raafl.submodel import Spec
@@ -65,7 +65,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
             return {
                 "event": "arrived", "assignment": update.assignment, "client": update.client,
                 "incarnation": update.incarnation, "num_samples": update.num_samples,
-                "refusal": update.refusal, "fingerprint": update.fingerprint,
+                "refusal": update.refusal, "fingerprint": update.fingerprint, **group_to_json(update.group),
             }  # fmt: skip
         case Lost(client, reason, incarnation):
             counts = {"counts": True} if event.counts else {}
@@ -74,6 +74,18 @@ def event_to_json(event: Event) -> dict[str, Any]:
             return {"event": "timer", "id": id}
         case Stop(reason):
             return {"event": "stop", "reason": reason}
+
+
+def group_to_json(group: SumGroup | None) -> dict[str, Any]:
+    """Convert the group of an update to fields of its journal row; none where it is read by itself."""
+    if group is None:
+        return {}
+    return {"group": list(group.members), "scale": group.scale, **({"masked": True} if group.masked else {})}
+
+
+def group_from_json(data: Mapping[str, Any]) -> SumGroup | None:
+    """Restore the group of an update from its journal row."""
+    return SumGroup(tuple(data["group"]), data["scale"], data.get("masked") is True) if "group" in data else None
 
 
 def event_from_json(data: Mapping[str, Any]) -> Event:

@@ -103,6 +103,21 @@ class Assignment:
     lr_scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class SumGroup:
+    """Updates of which the server may read the sum only (docs/secure-aggregation.md); each carries the same record.
+
+    Attributes:
+        members: ids of the assignments whose updates are summed.
+        scale: largest weight in the sum, by which all were divided.
+        masked: whether the tensors hide the update, so that their digest says nothing of it.
+    """
+
+    members: tuple[int, ...]
+    scale: float
+    masked: bool = False
+
+
 @dataclass(slots=True)
 class Update:
     """A client's answer. Its tensors are borrowed: they may be overwritten once `Coordinator.handle` has returned.
@@ -117,6 +132,7 @@ class Update:
         extra: small plain data of the local part for the merge. The client chose it: a merge that uses it checks it in
             `Merge.reject_reason`.
         bundles: tensors that the local part sends beside the values (`Local.up`), by name; borrowed as well.
+        group: updates that are only read together with this one; None = it is read by itself.
     """
 
     assignment: int
@@ -132,7 +148,13 @@ class Update:
     fingerprint: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     bundles: Mapping[str, FlatTensors] = field(default_factory=dict)
+    group: SumGroup | None = None
     refusal: str | None = None  # set by the transport when the content may not be merged (non-finite, wrong layout)
+
+    @property
+    def needs_fingerprint(self) -> bool:
+        """Whether the journal lacks a digest of the tensors that a replay could compare; of masked numbers there is none."""
+        return not self.fingerprint and (self.group is None or not self.group.masked)
 
 
 # ---- events: what the coordinator is told ----

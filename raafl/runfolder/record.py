@@ -83,7 +83,7 @@ class RunRecord:
         self.num_events += 1
         if isinstance(event, Joined):
             self.participation.setdefault(event.client.id, 0)
-        elif isinstance(event, Arrived) and self.folder is not None and not event.update.fingerprint:
+        elif isinstance(event, Arrived) and self.folder is not None and event.update.needs_fingerprint:
             event.update.fingerprint = event.update.tensors.fingerprint()
         if self.folder is not None:
             row = {"time_s": now, **event_to_json(event)}

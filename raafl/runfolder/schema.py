@@ -39,6 +39,7 @@ class JournalRow(TypedDict, total=False):
     - joined: client, incarnation, num_samples, own_data, profile; lost: client, incarnation, reason, counts (true
       where it left a task unanswered until the timeout);
     - assigned: the fields of an `Assignment`; arrived: assignment, client, incarnation, num_samples, refusal, fingerprint;
+      of a sum that is read as a whole also group (ids of its assignments), scale, masked;
     - timer: id; stop: reason;
     - gap, where rows could not be written: rows, last_id (of the assignments until then);
     - resumed: kept (how many events count of those before), last_id, version, goals, restarted, start.
@@ -73,6 +74,9 @@ class JournalRow(TypedDict, total=False):
     assignment: int
     refusal: str | None
     fingerprint: str | None
+    group: list[int]
+    scale: float
+    masked: bool
     rows: int
     last_id: int
     kept: int

@@ -7,6 +7,7 @@ has its own clock and timers, delivers assignments in its own way, and decides w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from raafl.core.coordinator import Coordinator
@@ -14,6 +15,7 @@ from raafl.core.hooks import RunHooks
 from raafl.core.types import (
     ENDS,
     Action,
+    Arrived,
     Assign,
     Assignment,
     Checkpoint,
@@ -28,11 +30,13 @@ from raafl.core.types import (
     Settled,
     Stop,
     Suspend,
+    Update,
 )
 from raafl.errors import CodeFailed
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.parts.merge.low_rank import rank_energy
 from raafl.runfolder.record import RunRecord
+from raafl.runtime.secure_groups import SecureGroups
 from raafl.units import duration
 from raafl.watch.progress import Progress
 
@@ -43,6 +47,7 @@ class Driver(ABC):
     Attributes:
         reason: why the run has ended; empty while it goes on.
         error: error of the user's code that ended the run, or None.
+        groups: forms groups whose updates are summed; None = updates are not masked.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class Driver(ABC):
         self.hooks, self.progress = hooks or RunHooks(), progress
         self.reason = ""
         self.error: CodeFailed | None = None
+        self.groups = SecureGroups.of(coordinator)
+        self._is_summing = False  # a group's updates are being told one by one: no state between them is saved
 
     # ---- of each runtime ----
 
@@ -114,6 +121,7 @@ class Driver(ABC):
             self._do(action)
         self._handled(event, now, lost)
         wanted = any(isinstance(action, Checkpoint) for action in actions) or self.hooks.checkpoint_due()
+        wanted = wanted and not self._is_summing
         if wanted and self.coordinator.finished in (None, *ENDS):  # when the event has been seen to, to its end
             self._checkpoint()
         if self.progress is not None:
@@ -121,6 +129,15 @@ class Driver(ABC):
         for action in actions:
             if isinstance(action, Fail):
                 self.stop(action.reason)
+
+    def _tell_group(self, updates: Sequence[Update]) -> None:
+        """Let the coordinator know of all updates of a group, refused ones first, with no other event between them."""
+        ordered = sorted(updates, key=lambda update: update.group is not None)
+        for left, update in zip(reversed(range(len(ordered))), ordered, strict=True):
+            self._is_summing = left > 0
+            if not self.reason:
+                self._tell(Arrived(update))
+        self._is_summing = False
 
     def _do(self, action: Action) -> None:
         match action:

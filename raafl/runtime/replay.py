@@ -12,16 +12,17 @@ import json
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from raafl.compression.streams import CompressedSnapshots
 from raafl.core.coordinator import Coordinator
-from raafl.core.records_json import event_from_json
+from raafl.core.records_json import event_from_json, group_from_json
 from raafl.core.types import OUT_OF_MEMORY, Action, Arrived, Assign, Assignment, Event, Lost, Update
 from raafl.devices.series import long_series, restored
 from raafl.errors import BadInput
 from raafl.runfolder.schema import EVENTS, JournalRow
 from raafl.runtime.executors import Executor
+from raafl.runtime.secure_groups import SecureGroups
 from raafl.submodel import FlatTensors
 
 
@@ -83,7 +84,7 @@ class Replay:
 
     def __post_init__(self) -> None:
         """Cut snapshots from the coordinator's state."""
-        self._snapshots = CompressedSnapshots(self.coordinator)
+        self._snapshots, self._groups = CompressedSnapshots(self.coordinator), SecureGroups.of(self.coordinator)
 
     def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
         """Replay rows in order, up to and including event number ``until``; they are gone through twice."""
@@ -163,6 +164,10 @@ class Replay:
             update.refusal, update.incarnation = row["refusal"], row["incarnation"]
             return Arrived(update)
         update.incarnation, update.num_samples = row["incarnation"], row["num_samples"]
+        group = group_from_json(cast(dict[str, Any], row))
+        if group is not None and self._groups is not None:  # the sum is that of the bare numbers, whatever masked them
+            self._groups.encode(assignment, update, group.scale)
+            update.group = group
         fingerprint = update.tensors.fingerprint()
         if self.parting is None and row["fingerprint"] not in ("", None, fingerprint):
             what = f"update of client {row['client']} for assignment {number}"

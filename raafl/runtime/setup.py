@@ -31,6 +31,7 @@ from raafl.parts.protect.assembly import with_options
 from raafl.parts.protect.bounded import bounded
 from raafl.parts.protect.privacy import noise_key
 from raafl.parts.select.submodels import Full
+from raafl.runtime.secure_groups import secure, sends_of
 from raafl.submodel import Submodels, skeleton
 from raafl.submodel.depth.exits import give_exits
 from raafl.submodel.isolated_run import seeded
@@ -195,7 +196,8 @@ def assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
 
     From the innermost out: the method's own merge (around it LoRA's, which its factory adds); the guard; privacy (it must see
     what the guard lets through); batch norm's pooled statistics (exact whatever the weights are); merging in at least single
-    precision; and the bound on norms, which judges an update before anything else touches it.
+    precision; and the bound on norms, which judges an update before anything else touches it. With secure aggregation only sums
+    are merged, of float32 parameters: sums around privacy, and none of the last three.
 
     Raises:
         BadInput: an option does not go with the algorithm.
@@ -205,12 +207,15 @@ def assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
     algorithm = with_options(
         experiment.algorithm, experiment.rounds, experiment.guard, privacy, experiment.clients, key
     )
+    if experiment.secure_aggregation.is_on:
+        return secure(experiment, algorithm)
     return bounded(widened(pooled(algorithm, submodels), submodels), max_norm_ratio(experiment))
 
 
 def max_norm_ratio(experiment: Experiment) -> float | None:
-    """Return the guard's bound; None with privacy, which clips every update itself and whose sum must take every one."""
-    return None if experiment.privacy.is_on else experiment.guard.max_norm_ratio
+    """Return the guard's bound; None with privacy or secure aggregation, where each update is bounded and summed without a look."""
+    is_off = experiment.privacy.is_on or experiment.secure_aggregation.is_on
+    return None if is_off else experiment.guard.max_norm_ratio
 
 
 def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True) -> Limits:
@@ -238,7 +243,7 @@ def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True)
 def compression_plan(experiment: Experiment, submodels: Submodels) -> CompressionPlan | None:
     """Plan the compression of transfers, equally on server and clients; None = nothing is compressed."""
     algorithm = experiment.algorithm
-    return CompressionPlan.of(submodels, experiment.compress, algorithm.merge.sends, algorithm.local)
+    return CompressionPlan.of(submodels, experiment.compress, sends_of(experiment), algorithm.local)
 
 
 def data_notes(parts: ServerSetup) -> list[str]:
@@ -300,7 +305,7 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
         raise BadInput(problem)
     try:
         return LocalTrainer(
-            submodels, algorithm.local, algorithm.merge.sends, experiment.train, options,
+            submodels, algorithm.local, sends_of(experiment), experiment.train, options,
             max_built=max_built, pools=True,
         )  # fmt: skip
     except (ValueError, RuntimeError, ImportError) as error:  # Fabric knows what this machine can do

@@ -12,7 +12,20 @@ from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.records_json import assignment_from_json, assignment_to_json, event_from_json, event_to_json
 from raafl.core.saving import from_plain, to_plain
-from raafl.core.types import Action, Arrived, Assignment, ClientInfo, Dismiss, Event, Joined, Lost, Stop, Timer, Work
+from raafl.core.types import (
+    Action,
+    Arrived,
+    Assignment,
+    ClientInfo,
+    Dismiss,
+    Event,
+    Joined,
+    Lost,
+    Stop,
+    Timer,
+    Update,
+    Work,
+)
 from raafl.devices.profiles import TaskTime
 from raafl.errors import BadInput, CodeFailed, TaskFailed
 from raafl.local.evaluation.evaluate import Evaluator
@@ -21,6 +34,7 @@ from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
 from raafl.runtime.executors import Executor
 from raafl.runtime.lifecycle.signals import Interrupt
+from raafl.runtime.secure_groups import SecureGroups
 from raafl.submodel import FlatTensors
 from raafl.watch.progress import Progress
 
@@ -62,6 +76,7 @@ class Simulation(Driver):
         self._num_lost = 0  # since the last arrival
         self._snapshots = CompressedSnapshots(coordinator)
         self._out: dict[int, tuple[int, FlatTensors]] = {}  # client -> assignment it works on, and from which values
+        self._ready: dict[int, _Due] = {}  # by assignment: trained, and waiting for a group to be complete
         for client in clients:
             self._plan_join(client, 0.0)
 
@@ -80,6 +95,7 @@ class Simulation(Driver):
             "sequence": self._sequence,
             "num_lost": self._num_lost,
             "heap": [[at, priority, number, _item_to_plain(item)] for at, priority, number, item in self._heap],
+            "ready": [_item_to_plain(due) for due in self._ready.values()],
             "out": [[client, number, id(snapshot)] for client, (number, snapshot) in self._out.items()],
             "snapshots": [[key, to_plain(snapshot)] for key, snapshot in snapshots.items()],
         }
@@ -97,6 +113,10 @@ class Simulation(Driver):
         device = self.coordinator.state.values.device
         snapshots = {key: self._snapshots.adopt(from_plain(plain, device)) for key, plain in data["snapshots"]}
         due = {item.assignment.id: (at, item) for at, _, _, item in self._heap if isinstance(item, _Due)}
+        for item in map(_item_from_plain, data.get("ready", [])):
+            assert isinstance(item, _Due)
+            self._ready[item.assignment.id] = item
+            due[item.assignment.id] = (self._now, item)
         for client, number, key in data["out"]:
             at, item = due[number]
             snapshot = self._snapshots.share(snapshots[key])
@@ -128,12 +148,42 @@ class Simulation(Driver):
         entry = heapq.heappop(self._heap)
         self._now, _, _, item = entry
         try:
-            event = self._arrive(item) if isinstance(item, _Due) else item
+            if self.groups is not None and isinstance(item, _Due):
+                event = None
+                self._ready |= {item.assignment.id: item} if self._snapshot_of(item.assignment) is not None else {}
+            else:
+                event = self._arrive(item) if isinstance(item, _Due) else item
         except TaskFailed as failed:
             heapq.heappush(self._heap, entry)  # it is trained again when the run is resumed
             self.error, event = failed, None
         if event is not None:
             self._tell(event)
+        if self.groups is not None and not self.reason and self.error is None:
+            self._sum_if_complete(self.groups)
+
+    def _sum_if_complete(self, groups: SecureGroups) -> None:
+        """Train, encode and sum the tasks of a group once all of its clients are ready."""
+        if not groups.is_complete(self._ready):
+            return
+        dues = list(self._ready.values())[: groups.merge.point.num_members]
+        scale = groups.scale(due.assignment for due in dues)
+        updates = []
+        try:
+            for due in dues:
+                update = self._trained(due)
+                groups.encode(
+                    due.assignment, update, scale
+                )  # into storage of its own: the next task reuses the trainer's
+                updates.append(update)
+        except TaskFailed as failed:  # all are trained again when the run is resumed
+            self.error = failed
+            return
+        for due in dues:
+            self._forget_task(due)
+            del self._ready[due.assignment.id]
+        sound = [(due.assignment, update) for due, update in zip(dues, updates, strict=True) if update.refusal is None]
+        groups.sum(sound, scale)
+        self._tell_group(updates)
 
     # ---- events ----
 
@@ -153,19 +203,33 @@ class Simulation(Driver):
 
     def _arrive(self, due: _Due) -> Event | None:
         """Return the arrival of a task's answer, or None when its client was lost meanwhile."""
-        assignment = due.assignment
-        number, snapshot = self._out.get(assignment.client, (0, None))
-        if number != assignment.id or snapshot is None:
+        if self._snapshot_of(due.assignment) is None:
             return None
+        update = self._trained(due)
+        self._forget_task(due)
+        return Arrived(update)
+
+    def _snapshot_of(self, assignment: Assignment) -> FlatTensors | None:
+        """Return the values that a task started from, or None when its client was lost meanwhile."""
+        number, snapshot = self._out.get(assignment.client, (0, None))
+        return snapshot if number == assignment.id else None
+
+    def _trained(self, due: _Due) -> Update:
+        """Return the answer of a task, whose tensors are valid until the next task's."""
+        assignment, snapshot = due.assignment, self._snapshot_of(due.assignment)
+        assert snapshot is not None
         update = self.executor.result(assignment.id)
-        del self._out[assignment.client]
         self._snapshots.returned(assignment, update, snapshot)
-        self._snapshots.give_back(snapshot)
         update.train_s = due.time.total_s
         cost = self.coordinator.fleet.cost(assignment.spec, assignment.extra)
         update.bytes_down, update.bytes_up = cost.down_bytes + self._snapshots.more_bytes(assignment), cost.up_bytes
-        self.record.moved(up=cost.up_bytes)
-        return Arrived(update)
+        return update
+
+    def _forget_task(self, due: _Due) -> None:
+        """Give back the values that an answered task started from, and count what it sent."""
+        _, snapshot = self._out.pop(due.assignment.client)
+        self._snapshots.give_back(snapshot)
+        self.record.moved(up=self.coordinator.fleet.cost(due.assignment.spec, due.assignment.extra).up_bytes)
 
     def _handled(self, event: Event, now: float, lost: ClientInfo | None) -> None:
         if isinstance(event, Arrived):
@@ -177,6 +241,7 @@ class Simulation(Driver):
     def _forget(self, lost: ClientInfo, event: Event) -> None:
         """Drop what a lost client was doing, and see when it comes back; give up when no task is ever finished."""
         number, snapshot = self._out.pop(lost.id, (0, None))
+        self._ready.pop(number, None)
         self._plan_join(replace(lost, incarnation=lost.incarnation + 1), self.now)
         if snapshot is None:
             return

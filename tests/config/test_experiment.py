@@ -229,7 +229,10 @@ def test_without_eval_every_the_model_is_measured_about_once_in_n_updates(algori
 
 
 def test_what_the_fields_say_of_themselves():
-    both = {"model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "compress", "threads"}
+    both = {
+        "model", "data", "algorithm", "partition", "clients", "seed", "train", "submodels", "secure_aggregation", "compress",
+        "threads",
+    }  # fmt: skip
     assert set(marked("must_match")) == both
     assert set(marked("sent_to_clients")) == both | {"devices", "memory", "fabric", "waits"}
     assert set(marked("may_change")) == {
@@ -237,7 +240,9 @@ def test_what_the_fields_say_of_themselves():
         "checkpoint_every", "checkpoint_s", "keep_checkpoints", "keep_best", "strict", "batch_clients",
     }  # fmt: skip
     assert set(ABOUT) - set(marked("used_by_replay")) == {"output", "resume", "logger"}
-    assert list(SECTIONS) == ["train", "submodels", "fabric", "guard", "rounds", "privacy", "compress", "waits"]
+    assert list(SECTIONS) == [
+        "train", "submodels", "fabric", "guard", "rounds", "privacy", "secure_aggregation", "compress", "waits",
+    ]  # fmt: skip
     assert all(kind().__class__ is kind for kind in SECTIONS.values())
 
 

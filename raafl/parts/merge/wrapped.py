@@ -10,7 +10,7 @@ from raafl.core.algorithm import Merge, Select, SelectContext
 from raafl.core.payload import Bundles
 from raafl.core.state import GlobalState
 from raafl.core.types import Assignment, ClientInfo, Update, Work
-from raafl.submodel import FlatTensors, Spec
+from raafl.submodel import FlatTensors, Layout, Spec
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,10 @@ class Wrapped(Merge):
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return the inner merge's reason to refuse the update; None = it accepts it."""
         return self.inner.reject_reason(state, update, spec, staleness)
+
+    def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
+        """Return the layout in which the inner merge takes updates."""
+        return self.inner.received_layout(state, spec, layout)
 
     def numbers(self, update: Update) -> Sequence[float]:
         """Return the numbers in `Update.extra` that the inner merge uses in place of tensors."""

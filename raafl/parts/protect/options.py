@@ -1,4 +1,4 @@
-"""Define the options that any algorithm takes: rounds, the guard, differential privacy. Importing them does not import torch."""
+"""Define the options that any algorithm takes: rounds, the guard, privacy, masks. Importing them does not import torch."""
 
 from __future__ import annotations
 
@@ -94,6 +94,45 @@ class Privacy:
     def is_on(self) -> bool:
         """Whether differential privacy is on."""
         return self.clip_norm is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SecureAggregation:
+    """Sums of masked updates, of which the server reads nothing else; off unless a least coverage is given.
+
+    Attributes:
+        min_cover: clients that must have contributed to an element for its sum to be opened; null = updates are not masked.
+        bound: largest magnitude of an element of a client's change; an update beyond it is refused (out-of-range).
+        clip_norm: L2 norm to which each client scales its change down before it is masked; null = no clipping.
+        threshold: share of a group's clients of which more must help to open its sum, from 0.5 to below 1.
+        simulate_masks: mask simulated updates, too; false = they are added unmasked, which gives the same model to the bit.
+        step_s: seconds that a client has for each step of the exchange, on the wall clock.
+    """
+
+    min_cover: int | None = None
+    bound: float = 8.0
+    clip_norm: float | None = None
+    threshold: float = 2 / 3
+    simulate_masks: bool = False
+    step_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.min_cover is not None and self.min_cover < 2:
+            raise BadInput(
+                f"secure_aggregation.min_cover is {self.min_cover}: give 2 or more, or null; one is an update"
+            )
+        positive("secure_aggregation.bound", self.bound)
+        positive("secure_aggregation.clip_norm", self.clip_norm, optional=True)
+        positive("secure_aggregation.step_s", self.step_s)
+        if not 0.5 <= self.threshold < 1:
+            raise BadInput(f"secure_aggregation.threshold is {self.threshold}: give a number from 0.5 to below 1")
+        if self.bound == math.inf:
+            raise BadInput("secure_aggregation.bound is inf: give a finite number, such as 8")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether updates are masked."""
+        return self.min_cover is not None
 
 
 @dataclass(frozen=True, slots=True)

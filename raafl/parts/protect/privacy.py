@@ -224,9 +224,30 @@ class Private(Wrapped):
         memory = state.memory.of(PrivacyMemory)
         received, sums = memory.received, memory.sums
         memory.received, memory.sums = [], {}
-        values = self._release(state, sums, [assignment for *_, assignment in received])
-        feed(self.inner, state, [(spec, staleness) for spec, staleness, *_ in received], values)
-        self._spend(state, Counter(client for *_, client, _ in received))
+        assignments = [assignment for *_, assignment in received]
+        if len(sums) == 1:
+            self._make_noisy(next(iter(sums.values())), assignments)
+        else:
+            total = zeros_like(state.values)
+            for spec, part in sums.items():
+                state.submodels.plan(spec).add_(total, part)
+            self._make_noisy(total, assignments)
+            sums = {spec: state.submodels.plan(spec).gather(total, part) for spec, part in sums.items()}
+        self._feed(state, received, sums)
+
+    def release_sum(
+        self, state: GlobalState, total: FlatTensors, received: Sequence[tuple[Spec, int, int, int]]
+    ) -> None:
+        """Release the noisy mean of clients that have clipped their changes themselves, and of which only the sum is known.
+
+        Args:
+            state: the global model.
+            total: sum of the changes, in the layout of the whole model; changed in place.
+            received: spec, staleness, client and assignment of each update in it.
+        """
+        self._make_noisy(total, [assignment for *_, assignment in received])
+        specs = dict.fromkeys(spec for spec, *_ in received)
+        self._feed(state, received, {spec: state.submodels.plan(spec).gather(total) for spec in specs})
 
     def _spend(self, state: GlobalState, contributions: Mapping[int, int]) -> None:
         """Count one release; ``contributions`` is the number of each client's updates in its sum."""
@@ -242,15 +263,8 @@ class Private(Wrapped):
             self._spend(state, Counter(client for client, of in merged if of == version))
         super().on_rollback(state, merged)
 
-    def _release(
-        self, state: GlobalState, sums: dict[Spec, FlatTensors], assignments: list[int]
-    ) -> dict[Spec, FlatTensors]:
-        """Return the noisy mean on each submodel, plus the global values if the inner merge takes values."""
-        total = next(iter(sums.values()))
-        if len(sums) > 1:
-            total = zeros_like(state.values)
-            for spec, part in sums.items():
-                state.submodels.plan(spec).add_(total, part)
+    def _make_noisy(self, total: FlatTensors, assignments: list[int]) -> None:
+        """Turn a sum of clipped changes into a noisy mean, in place."""
         scale = self.noise_multiplier * self.clip_norm if self.noise_multiplier else 0.0
         for number, (dtype, buffer) in enumerate(total.buffers.items()):
             if not is_merged(dtype):  # integer buffers, which no update contains
@@ -260,14 +274,18 @@ class Private(Wrapped):
                 for piece, noise in zip(torch.split(buffer, CHUNK), gaussian(key, len(buffer)), strict=True):
                     piece.add_((noise * scale).to(piece))
             buffer.div_(self.divisor)
-        if len(sums) > 1:
-            sums = {spec: state.submodels.plan(spec).gather(total, part) for spec, part in sums.items()}
-        if self.sends == "values":
-            for spec, part in sums.items():
+
+    def _feed(
+        self, state: GlobalState, received: Sequence[tuple[Spec, int, int, int]], means: Mapping[Spec, FlatTensors]
+    ) -> None:
+        """Pass the noisy mean on each submodel to the inner merge, plus the global values if that takes values."""
+        if self.inner.sends == "values":
+            for spec, part in means.items():
                 current = state.submodels.plan(spec).gather(state.values)
                 for dtype, buffer in part.buffers.items():
                     buffer.add_(current.buffers[dtype])
-        return sums
+        feed(self.inner, state, [(spec, staleness) for spec, staleness, *_ in received], means)
+        self._spend(state, Counter(client for *_, client, _ in received))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return, as "privacy", the budget spent: the epsilon of the client that contributed most often."""

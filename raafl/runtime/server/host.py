@@ -10,6 +10,7 @@ from typing import Any
 from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.hooks import RunHooks
+from raafl.errors import BadInput
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run
@@ -49,6 +50,10 @@ def host(
         note: called with the run folder before a client is admitted; may raise `BadInput`.
         observer: called during the run; None = nobody.
     """
+    if experiment.secure_aggregation.is_on:
+        raise BadInput(
+            "secure_aggregation.min_cover is set, which simulations alone can do yet: leave it out, or simulate"
+        )
     with transport:
         saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
         if transport.comes_and_goes:

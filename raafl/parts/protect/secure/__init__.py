@@ -1,0 +1,1 @@
+"""Secure aggregation: the server reads sums over clients only (docs/secure-aggregation.md)."""

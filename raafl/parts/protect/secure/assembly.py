@@ -1,0 +1,141 @@
+"""Wrap an algorithm so that its server reads sums of masked updates only, or say by name what that cannot go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from raafl.core.algorithm import Algorithm, TriggerContext
+from raafl.core.local import Local
+from raafl.errors import BadInput
+from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
+from raafl.parts.protect.secure.fixed_point import FixedPoint
+from raafl.parts.protect.secure.group import threshold_of
+from raafl.parts.protect.secure.merge import SecureMemory, SecureSum, weighing
+from raafl.parts.protect.secure.shamir import MAX_SHARES
+from raafl.parts.trigger import AllReported, Buffered
+
+METHODS = "fed_avg, hetero_fl, fed_rolex, ra_fed or fed_buff"
+
+
+def _is_whole(waiting: TriggerContext) -> bool:
+    """Check that no update is missing of a group that has begun to arrive."""
+    memory = waiting.memory.find(SecureMemory)
+    return memory is None or not memory.missing
+
+
+@dataclass(frozen=True, slots=True)
+class WholeRounds(AllReported):
+    """Trigger of rounds that never merges a part of a group."""
+
+    def due(self, waiting: TriggerContext) -> bool:
+        """Check that every task of the round has reported or was lost."""
+        return _is_whole(waiting) and AllReported.due(self, waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeGroups(Buffered):
+    """Trigger that merges each group of K clients once it has arrived, without those that dropped out of it."""
+
+    folds_rest: ClassVar[bool] = False
+
+    def due(self, waiting: TriggerContext) -> bool:
+        """Check that the group has arrived."""
+        return _is_whole(waiting)
+
+    def __str__(self) -> str:
+        return f"{self.size} in a group"
+
+
+def secured(
+    algorithm: Algorithm, options: SecureAggregation, rounds: Rounds, guard: Guard, privacy: Privacy, num_clients: int,
+    up: str = "none",
+) -> Algorithm:  # fmt: skip
+    """Return ``algorithm`` with a merge of sums and a trigger of whole groups; unchanged if secure aggregation is off.
+
+    Args:
+        algorithm: with the run's other options.
+        options: of secure aggregation.
+        rounds: conditions on which a round closes early.
+        guard: protection from bad updates.
+        privacy: client-level differential privacy.
+        num_clients: N.
+        up: compressor of what clients send.
+
+    Raises:
+        BadInput: an option or the algorithm cannot go with it, a line for each.
+    """
+    if options.min_cover is None:
+        return algorithm
+    problems = [
+        *_misfits(algorithm, rounds, guard, up),
+        *_sizes(algorithm, options, num_clients),
+        *_norms(options, privacy),
+    ]
+    if problems:
+        raise BadInput("\n".join(problems))
+    point = FixedPoint(options.bound, group_size(algorithm, num_clients))
+    merge = SecureSum(algorithm.merge, point, options)
+    trigger = WholeGroups(algorithm.trigger.size) if isinstance(algorithm.trigger, Buffered) else WholeRounds()
+    return replace(algorithm, merge=merge, trigger=trigger)
+
+
+def group_size(algorithm: Algorithm, num_clients: int) -> int:
+    """Return the most clients in a group: those of a round, or of a buffer."""
+    if isinstance(algorithm.trigger, Buffered):
+        return algorithm.trigger.size
+    return min(algorithm.sample.cohort or num_clients, num_clients)
+
+
+def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Iterator[str]:
+    """Yield why the algorithm, or options that look at single updates, cannot go with sums."""
+    begin = "secure_aggregation.min_cover is set, but"
+    local = algorithm.local
+    one_by_one = not isinstance(algorithm.trigger, AllReported | Buffered) or getattr(algorithm.trigger, "size", 2) == 1
+    if one_by_one:
+        yield f"{begin} {algorithm.name} merges each update, or a changing number of them: choose {METHODS}"
+    elif weighing(algorithm.merge) is None and not guard.is_on:
+        yield f"{begin} the merge of {algorithm.name} ({algorithm.merge}) needs more than a sum: choose {METHODS}"
+    sends_more = local.up or local.up_as or type(local).exchange is not Local.exchange
+    if sends_more:
+        yield f"{begin} clients of {algorithm.name} send more than their trained values: choose {METHODS}"
+    if guard.is_on:
+        yield (
+            f"{begin} guard is on, which judges each update by itself: leave guard out; "
+            "secure_aggregation.clip_norm bounds each update at its client"
+        )
+    if rounds.is_on:
+        yield f"{begin} rounds may close early, which would leave masks in the sum: leave rounds out"
+    if up != "none":
+        yield f"{begin} compress.up is {up}, and masked numbers cannot be compressed: set compress.up to none"
+
+
+def _sizes(algorithm: Algorithm, options: SecureAggregation, num_clients: int) -> Iterator[str]:
+    """Yield why groups would be too small to be opened, or could never form."""
+    size, most = group_size(algorithm, num_clients), options.min_cover or 0
+    if size < max(most, 3):
+        yield f"secure_aggregation.min_cover is {most} for groups of {size} clients: use {max(most, 3)} clients or more in each"
+    if size > MAX_SHARES:
+        yield f"secure_aggregation sums {size} clients at a time: use a cohort of {MAX_SHARES} or fewer"
+    sample = algorithm.sample
+    at_work = min(
+        num_clients, *(number for number in (sample.cohort, sample.concurrency, num_clients) if number is not None)
+    )
+    if at_work < size:
+        yield (
+            f"secure_aggregation sums {size} clients at a time, who wait for each other, but {at_work} work at once: use more "
+            "clients, or a higher concurrency or cohort"
+        )
+    if threshold_of(size, options.threshold) < 2:
+        yield f"secure_aggregation.threshold is {options.threshold:g}: of {size} clients one alone would open the sum"
+
+
+def _norms(options: SecureAggregation, privacy: Privacy) -> Iterator[str]:
+    """Yield why clients do not clip to the norm that privacy counts on."""
+    if privacy.is_on and privacy.clip_norm != options.clip_norm:
+        own = "null" if options.clip_norm is None else f"{options.clip_norm:g}"
+        yield (
+            f"privacy.clip_norm is {privacy.clip_norm:g}, and secure_aggregation.clip_norm {own}: give both the same, clients "
+            "clip themselves"
+        )

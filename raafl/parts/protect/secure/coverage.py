@@ -1,0 +1,133 @@
+"""Find which elements of a group's submodels the same clients have, so that masks agree and thin regions stay shut.
+
+A *cell* is the set of all elements that the same distinct submodels of a group contain. Server and clients find the same cells in
+the same order, since both derive them from the specs alone. Whole models have one cell; nested widths have one for each width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from raafl.errors import BadInput
+from raafl.submodel import FULL, FlatTensors, Layout, Spec, Submodels
+from raafl.submodel.extract import CopyPlan
+
+MAX_SPECS = 62
+"""Distinct submodels in a group: bits of a whole number."""
+
+MAX_CELLS = 4096
+"""Cells of a group; each has a seed of 32 bytes, shared among all members."""
+
+
+def typed(layout: Layout, dtype: torch.dtype) -> Layout:
+    """Return a layout with the same tensors of another dtype."""
+    return Layout.pack((entry.name, entry.shape, dtype) for entry in layout.entries)
+
+
+class Ring:
+    """Layouts and copy plans for whole numbers in the place of what a submodel trains; one flat buffer of int32.
+
+    Attributes:
+        submodels: of the model, which trains float32 alone (`secure.merge` checks it).
+    """
+
+    def __init__(self, submodels: Submodels) -> None:
+        """Derive everything from ``submodels``; results are cached there."""
+        self.submodels = submodels
+
+    def layout(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> Layout:
+        """Return the layout of a submodel's numbers, in the order of its trained tensors."""
+        spec = self.submodels.normal(spec.cut)
+        return self.submodels.cached(
+            "ring layout", (spec, dtype), lambda: typed(self.submodels.layout(spec, "trained"), dtype)
+        )
+
+    def plan(self, spec: Spec, dtype: torch.dtype = torch.int32) -> CopyPlan:
+        """Return the copy plan between a whole model's numbers and a submodel's."""
+        spec = self.submodels.normal(spec.cut)
+
+        def make() -> CopyPlan:
+            return CopyPlan(spec, self.layout(FULL, dtype), self.layout(spec, dtype), self.submodels.selections(spec))
+
+        return self.submodels.cached("ring plan", (spec, dtype), make)
+
+    def zeros(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> FlatTensors:
+        """Return zeros for a submodel, on the CPU."""
+        return FlatTensors.zeros(self.layout(spec, dtype))
+
+
+def buffer_of(flat: FlatTensors) -> torch.Tensor:
+    """Return the only buffer; where nothing trains, an empty one."""
+    return next(iter(flat.buffers.values()), torch.zeros(0, dtype=torch.int32))
+
+
+class Coverage:
+    """Cells of a group of submodels.
+
+    Attributes:
+        holders: for each cell, the keys of the members whose submodels contain it.
+        specs: spec of each member.
+    """
+
+    def __init__(self, ring: Ring, specs: Mapping[int, Spec]) -> None:
+        """Find the cells.
+
+        Args:
+            ring: of the model.
+            specs: spec of each member, by its key.
+
+        Raises:
+            BadInput: there are more than `MAX_SPECS` distinct submodels, or more than `MAX_CELLS` cells.
+        """
+        self._ring = ring
+        self.specs = {key: ring.submodels.normal(spec.cut) for key, spec in specs.items()}
+        distinct = list(dict.fromkeys(self.specs.values()))
+        if len(distinct) > MAX_SPECS:
+            raise BadInput(
+                f"a group has {len(distinct)} different submodels, at most {MAX_SPECS} can be summed securely"
+            )
+        codes = ring.zeros(dtype=torch.int64)
+        for bit, spec in enumerate(distinct):
+            ring.plan(spec, torch.int64).cover_(codes, 1 << bit)
+        found, cells = np.unique(buffer_of(codes).numpy(), return_inverse=True)
+        if len(found) > MAX_CELLS:
+            raise BadInput(f"a group's submodels have {len(found)} cells in common, at most {MAX_CELLS} can be opened")
+        self.holders = [
+            frozenset(key for key, spec in self.specs.items() if int(code) >> distinct.index(spec) & 1)
+            for code in found
+        ]
+        whole = ring.zeros(dtype=torch.int64)
+        buffer_of(whole).copy_(torch.from_numpy(cells.reshape(-1)))
+        self._whole = whole
+        self._cells: dict[Spec, np.ndarray] = {}
+
+    def cells_of(self, key: int) -> np.ndarray:
+        """Return, for each element that a member sends, in order, the number of its cell."""
+        spec = self.specs[key]
+        if spec not in self._cells:
+            plan = self._ring.plan(spec, torch.int64)
+            self._cells[spec] = buffer_of(plan.gather(self._whole)).numpy()
+        return self._cells[spec]
+
+    def own(self, key: int) -> list[int]:
+        """Return the cells that a member's submodel contains, ascending."""
+        return [cell for cell, holders in enumerate(self.holders) if key in holders]
+
+    def open_cells(self, survivors: frozenset[int], min_cover: int) -> list[int]:
+        """Return the cells that at least ``min_cover`` of the survivors have, ascending."""
+        return [cell for cell, holders in enumerate(self.holders) if len(holders & survivors) >= min_cover]
+
+    def common(self, key: int, other: int) -> np.ndarray | slice:
+        """Return which elements of a member's submodel another member has, too: a mask, or all of them."""
+        held = np.array([other in holders for holders in self.holders])
+        cells = self.cells_of(key)
+        return slice(None) if held[cells].all() else held[cells]
+
+    def within(self, key: int, cell: int) -> np.ndarray | slice:
+        """Return which elements of a member's submodel are in a cell."""
+        cells = self.cells_of(key)
+        chosen = cells == cell
+        return slice(None) if chosen.all() else chosen

@@ -1,0 +1,182 @@
+"""Describe a group of clients whose updates are summed, derive its keys, and expand seeds to masks.
+
+All cryptography is the library `cryptography`: X25519 to agree on keys, HKDF-SHA256 to derive them, AES-256 in counter mode to
+expand a seed to a mask, AES-256-GCM to encrypt shares. Every key is used for one group, and for one purpose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from raafl.parts.protect.secure.coverage import Coverage, Ring
+from raafl.submodel import Spec
+
+SEED_BYTES = 32
+TAG_BYTES = 16
+COMMITMENT_BYTES = 16
+
+
+class CannotOpen(Exception):
+    """A group's sum cannot be read.
+
+    Attributes:
+        reason: too-few (members that are left), bad-share (what a member sent does not restore a key), or bad-group (what a
+            client is asked to take part in is not what it agreed to).
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """One member as the others know it.
+
+    Attributes:
+        key: id of its assignment, unique in the run.
+        mask_key: its public key for masks, 32 bytes.
+        share_key: its public key for shares, 32 bytes.
+        spec: its submodel.
+    """
+
+    key: int
+    mask_key: bytes
+    share_key: bytes
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members of one sum.
+
+    Attributes:
+        id: hex text that no other group has.
+        members: ordered by key.
+        threshold: members that must help to open the sum.
+        min_cover: members that must have contributed to an element for it to be opened.
+    """
+
+    id: str
+    members: tuple[GroupMember, ...]
+    threshold: int
+    min_cover: int
+
+    @cached_property
+    def by_key(self) -> dict[int, GroupMember]:
+        """Members by key."""
+        return {member.key: member for member in self.members}
+
+    def point(self, key: int) -> int:
+        """Return the point of the field for a member's shares, from 1."""
+        return [member.key for member in self.members].index(key) + 1
+
+    def coverage(self, ring: Ring) -> Coverage:
+        """Find the cells of the members' submodels."""
+        return Coverage(ring, {member.key: member.spec for member in self.members})
+
+
+def threshold_of(num_members: int, share: float) -> int:
+    """Return the number of members that must help to open a sum: more than ``share`` of ``num_members``."""
+    return min(int(share * num_members + 1e-9) + 1, num_members)
+
+
+def share_bytes(coverage: Coverage, sender: int) -> int:
+    """Return the length of one encrypted share of a sender's secret: its private key and a seed for each of its cells."""
+    return SEED_BYTES * (1 + len(coverage.own(sender))) + TAG_BYTES
+
+
+def reveal_bytes(coverage: Coverage, key: int, survivors: frozenset[int], min_cover: int) -> int:
+    """Return the length of what each survivor reveals of a member; arguments as for `open_of`."""
+    return SEED_BYTES * (len(open_of(coverage, key, survivors, min_cover)) if key in survivors else 1)
+
+
+def open_of(coverage: Coverage, key: int, survivors: frozenset[int], min_cover: int) -> list[int]:
+    """Return the places, among a member's own cells, of those that are opened.
+
+    Args:
+        coverage: cells of the group.
+        key: of the member.
+        survivors: members that have contributed.
+        min_cover: least number of them that have an opened cell.
+    """
+    opened = set(coverage.open_cells(survivors, min_cover))
+    return [place for place, cell in enumerate(coverage.own(key)) if cell in opened]
+
+
+def commitment(seed: bytes) -> bytes:
+    """Return a digest that binds a member to a seed and, the seed being random, tells nothing of it."""
+    return hashlib.blake2b(seed, digest_size=COMMITMENT_BYTES, person=b"raafl seed").digest()
+
+
+def mask_seed(private: X25519PrivateKey, public: bytes, group: str, one: int, other: int) -> bytes:
+    """Return the seed that two members agree on, whichever of the two derives it.
+
+    Args:
+        private: mask key of one.
+        public: mask key of the other.
+        group: id of the group.
+        one: key of a member.
+        other: key of the other member.
+    """
+    low, high = sorted((one, other))
+    return _agreed(private, public, f"raafl mask {group} {low} {high}")
+
+
+def share_key(private: X25519PrivateKey, public: bytes, group: str, sender: int, receiver: int) -> bytes:
+    """Return the key for the one message from sender to receiver; each direction has its own.
+
+    Args:
+        private: share key of one of the two.
+        public: share key of the other.
+        group: id of the group.
+        sender: key of the member that encrypts.
+        receiver: key of the member that decrypts.
+    """
+    return _agreed(private, public, f"raafl share {group} {sender} {receiver}")
+
+
+def _agreed(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
+    try:
+        secret = private.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError as error:  # of a wrong length, or one of the few points that give away the result
+        raise CannotOpen("bad-group", f"a public key cannot be used: {error}") from None
+    return HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=purpose.encode()).derive(secret)
+
+
+def expand(seed: bytes, num: int) -> np.ndarray:
+    """Return ``num`` words of 32 bits that look random to who does not know the seed; the same everywhere."""
+    # the counter starts at 0: a seed is expanded for one mask only
+    stream = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(4 * num))
+    return np.frombuffer(stream, "<u4").astype(np.uint32, copy=False)
+
+
+def add_mask_(words: np.ndarray, where: np.ndarray | slice, seed: bytes, sign: int) -> None:
+    """Add a mask to chosen elements modulo 2^32, in place.
+
+    Args:
+        words: a member's numbers, uint32.
+        where: the elements, as a mask over ``words``, or all.
+        seed: of the mask.
+        sign: 1 adds, -1 subtracts.
+    """
+    num = len(words) if isinstance(where, slice) else int(np.count_nonzero(where))
+    combine: Callable[..., np.ndarray] = np.add if sign > 0 else np.subtract
+    if isinstance(where, slice):
+        combine(words, expand(seed, num), out=words)
+    else:
+        words[where] = combine(words[where], expand(seed, num))
+
+
+def pair_sign(key: int, other: int) -> int:
+    """Return the sign with which member ``key`` adds the mask that it shares with ``other``; the other has the opposite one."""
+    return 1 if key < other else -1

@@ -1,0 +1,258 @@
+"""Merge sums of masked updates: the server's part that is the same on both clocks and in a replay.
+
+An update arrives as whole numbers modulo 2^32. Those of a real client hide it behind masks that cancel in its group's sum; those
+of a simulation are bare. Their sums are equal to the bit, and so are the models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raafl.core.algorithm import Merge
+from raafl.core.memory import MergeMemory
+from raafl.core.state import GlobalState
+from raafl.core.types import SumGroup, Update
+from raafl.parts.merge.label_split import LabelSplit, joint_notes
+from raafl.parts.merge.mean import Deltas, Mean, zeros_like
+from raafl.parts.merge.wrapped import Wrapped
+from raafl.parts.protect.options import SecureAggregation
+from raafl.parts.protect.privacy import Private
+from raafl.parts.protect.secure.coverage import Ring, buffer_of
+from raafl.parts.protect.secure.fixed_point import FixedPoint, add_
+from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+
+
+@dataclass
+class SecureMemory(MergeMemory):
+    """Sums since the last merge, and counts for the report.
+
+    Attributes:
+        missing: assignments of the group at hand whose updates have not been received.
+        scale: of the group at hand.
+        group: spec, weight and factor of each of its updates that was received.
+        numbers: their sum modulo 2^32; None = nothing was received since a group was complete.
+        total: sum of complete groups' changes, float32; None = there is none.
+        weights: total weight on each element that was opened.
+        received: spec, staleness, client and assignment of each update since the last merge.
+        num_sums: groups that were summed.
+        num_unsound: groups whose sum was larger than its clients' bounds allow, and was not used.
+    """
+
+    key = "secure"
+    missing: list[int] = field(default_factory=list)
+    scale: float = 1.0
+    group: list[tuple[Spec, float, float]] = field(default_factory=list)
+    numbers: FlatTensors | None = None
+    total: FlatTensors | None = None
+    weights: FlatTensors | None = None
+    received: list[tuple[Spec, int, int, int]] = field(default_factory=list)
+    num_sums: int = 0
+    num_unsound: int = 0
+
+
+def weighing(merge: Merge) -> Mean | Deltas | None:
+    """Return the mean whose weights a sum can apply, if ``merge`` is one; None = it needs more than a sum."""
+    inner = merge.inner if isinstance(merge, Private | LabelSplit) else merge
+    inner = inner.inner if isinstance(inner, LabelSplit) else inner
+    return inner if isinstance(inner, Mean | Deltas) else None
+
+
+@dataclass(frozen=True)
+class SecureSum(Wrapped):
+    """Merge wrapper: ``theta <- theta + sum_n w_n a_n d_n / sum_n w_n`` over the clients n of whole groups that cover an element.
+
+    d_n is client n's change, which it multiplies by ``w_n a_n / scale``, encodes in fixed point and masks; w_n and a_n, weight and
+    factor of the inner mean, are public. An element that fewer than ``min_cover`` clients of a group have is not opened, and stays
+    as it is for that group. Every group is received as a whole before its sum is read. With privacy every weight is 1, and the sum
+    is released by `Private.release_sum`.
+
+    Attributes:
+        point: fixed point in which changes are encoded.
+        options: of the run.
+    """
+
+    point: FixedPoint
+    options: SecureAggregation
+
+    @property
+    def min_cover(self) -> int:
+        """Least number of contributors to an element that is opened."""
+        return self.options.min_cover or 0
+
+    @property
+    def clip_norm(self) -> float | None:
+        """L2 norm to which clients have clipped their changes; None = they have not."""
+        return self.options.clip_norm
+
+    def __post_init__(self) -> None:
+        """Ask clients for differences, whatever the inner merge takes."""
+        object.__setattr__(self, "sends", "delta")
+
+    # ---- weights, and what a client makes of them ----
+
+    def weigh(self, num_samples: int, staleness: int) -> tuple[float, float]:
+        """Return weight w_n and factor a_n of an update of a client with so many samples."""
+        inner = weighing(self.inner)
+        assert inner is not None
+        if isinstance(self.inner, Private):  # it discounts staleness itself, on the mean
+            return 1.0, 1.0
+        return inner.weigh(Update(0, 0, 0, FlatTensors.empty(Layout(())), num_samples), staleness)
+
+    def encoded(self, submodels: Submodels, spec: Spec, change: FlatTensors, share: float) -> FlatTensors:
+        """Return a client's change as whole numbers, in new storage on the CPU.
+
+        Args:
+            submodels: of the model.
+            spec: of its submodel.
+            change: trained minus received values.
+            share: ``w_n a_n / scale``, from 0 to 1.
+
+        Raises:
+            OutOfRange: an element is beyond the bound.
+        """
+        numbers = Ring(submodels).zeros(spec)
+        for buffer in numbers.buffers.values():
+            buffer.copy_(self.point.encode(buffer_of(change).cpu(), share, self.clip_norm))
+        return numbers
+
+    # ---- the merge ----
+
+    def check(self, state: GlobalState) -> list[str]:
+        """Return the inner merge's problems, and those of a model that trains anything but parameters of single precision."""
+        problems, trained = super().check(state), state.submodels.layout(part="trained").entries
+        others = [entry for entry in trained if entry.dtype != torch.float32]
+        if others:
+            problems = [
+                *problems,
+                f"secure_aggregation: '{others[0].name}' trains in {str(others[0].dtype)[6:]}: use a model in float32",
+            ]
+        statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
+        if statistics and not isinstance(self.inner, Private):  # which says the same
+            problems = [
+                *problems,
+                f"secure_aggregation: the model has running statistics ({statistics[0]}), which no bound holds for: set "
+                "submodels.batch_norm to static, or use GroupNorm or LayerNorm in the place of BatchNorm",
+            ]
+        return problems
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return the inner merge's notes, and the precision of a sum."""
+        own = [] if isinstance(self.inner, Private) else joint_notes(self.inner)
+        return [
+            *super().notes(state, num_clients), *own,
+            f"secure aggregation: changes up to {self.point.bound:g} in steps of 2^-{self.point.bits}, sums of at most "
+            f"{self.point.num_members} clients, opened where {self.min_cover} have contributed; metrics of clients stay with them",
+        ]  # fmt: skip
+
+    def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
+        """Return the layout of whole numbers in the place of what ``spec`` trains."""
+        return Ring(state.submodels).layout(spec)
+
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Refuse an update that is in no group."""
+        return None if update.group is not None and update.assignment in update.group.members else "no-group"
+
+    def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
+        """Return False: one update says nothing, and the sum is checked once it is whole."""
+        return False
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Add an update to its group's sum; with the last one, read the sum."""
+        memory, ring = state.memory.of(SecureMemory), Ring(state.submodels)
+        assert update.group is not None
+        if update.assignment not in memory.missing:
+            self._begin(memory, ring, update.group)
+        memory.missing.remove(update.assignment)
+        weight, factor = self.weigh(update.num_samples, staleness)
+        memory.group.append((spec, weight, weight * factor / memory.scale))
+        memory.received.append((spec, staleness, update.client, update.assignment))
+        assert memory.numbers is not None
+        arrived = FlatTensors(update.tensors.layout, {d: b.cpu() for d, b in update.tensors.buffers.items()})
+        if spec.is_full:
+            add_(buffer_of(memory.numbers), buffer_of(arrived))
+        else:
+            ring.plan(spec).apply_(memory.numbers, arrived, _add_views)
+        if not memory.missing:
+            self._read(state, memory, ring)
+
+    def _begin(self, memory: SecureMemory, ring: Ring, group: SumGroup) -> None:
+        """Start a group's sum; one that was never completed means nothing, and is dropped."""
+        if memory.missing:
+            memory.num_unsound += 1
+        memory.missing, memory.scale, memory.group = list(group.members), group.scale, []
+        memory.numbers = ring.zeros()
+
+    def _read(self, state: GlobalState, memory: SecureMemory, ring: Ring) -> None:
+        """Decode a complete sum, and add it to the changes of this merge."""
+        members, numbers = memory.group, memory.numbers
+        memory.group, memory.numbers, memory.num_sums = [], None, memory.num_sums + 1
+        assert numbers is not None
+        counts, weights, most = (ring.zeros(dtype=torch.float32) for _ in range(3))
+        for spec, weight, share in members:
+            for flat, amount in ((counts, 1.0), (weights, weight), (most, share)):
+                ring.plan(spec, torch.float32).cover_(flat, amount)
+        is_open = buffer_of(counts) >= self.min_cover
+        total = torch.where(is_open, self.point.decode(buffer_of(numbers)), 0.0)
+        if not self._is_sound(total, buffer_of(most), math.fsum(share for *_, share in members)):
+            memory.num_unsound += 1
+            return
+        if memory.total is None or memory.weights is None:
+            memory.total, memory.weights = ring.zeros(dtype=torch.float32), ring.zeros(dtype=torch.float32)
+        buffer_of(memory.total).add_((total * memory.scale).float())
+        buffer_of(memory.weights).add_(torch.where(is_open, buffer_of(weights), 0.0))
+
+    def _is_sound(self, total: torch.Tensor, shares: torch.Tensor, share: float) -> bool:
+        """Check that a sum is within what its clients were to keep to: each element, and the norm where they clip.
+
+        Args:
+            total: the sum, where it was opened.
+            shares: sum of the contributors' shares of the scale, on each element.
+            share: sum of all contributors' shares.
+        """
+        room = self.point.bound * (1 + 1e-6)  # `shares` is rounded to single precision
+        if bool((total.abs() > shares * room).any()):
+            return False
+        return self.clip_norm is None or float(torch.linalg.vector_norm(total)) <= share * self.clip_norm * (1 + 1e-6)
+
+    def detach(self, state: GlobalState) -> None:
+        """Do nothing: sums are separate storage already."""
+
+    def apply(self, state: GlobalState) -> None:
+        """Add the mean of all that was opened since the last merge; elements that were not opened keep their bits."""
+        memory = state.memory.of(SecureMemory)
+        total, weights, received = memory.total, memory.weights, memory.received
+        memory.total, memory.weights, memory.received = None, None, []
+        if total is None or weights is None:
+            return
+        if isinstance(self.inner, Private):
+            change = zeros_like(state.values)
+            for buffer in change.buffers.values():
+                if buffer.dtype == torch.float32:
+                    buffer[: buffer_of(total).numel()] = buffer_of(total).to(buffer.device)
+            self.inner.release_sum(state, change, received)
+            return
+        theta = state.values.buffers[torch.float32][: buffer_of(total).numel()]
+        sums, shares = (buffer_of(flat).to(theta.device) for flat in (total, weights))
+        # 0 / 0 = NaN where nothing was opened, which the next line leaves out
+        theta.copy_(torch.where(shares > 0, theta + sums / shares, theta))
+
+    def report(self, state: GlobalState) -> dict[str, Any]:
+        """Return, as "secure_aggregation", the number of sums and the precision."""
+        memory = state.memory.of(SecureMemory)
+        told = {
+            "sums": memory.num_sums, "unsound": memory.num_unsound, "min_cover": self.min_cover,
+            "bound": self.point.bound, "step": self.point.step,
+        }  # fmt: skip
+        return {**super().report(state), "secure_aggregation": told}
+
+    def __str__(self) -> str:
+        return f"sums of masked updates over {self.min_cover} clients or more, then {self.inner}"
+
+
+def _add_views(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Add whole numbers modulo 2^32 to a strided view, in place."""
+    add_(target, source)

@@ -1,0 +1,60 @@
+"""Share a secret among clients so that any `threshold` of them restore it, and fewer learn nothing (Shamir 1979).
+
+Each byte is shared on its own, over GF(2^8) modulo x^8 + x^4 + x^3 + x + 1, as in draft-mcgrew-tss-03, whose vectors are tests.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from functools import reduce
+
+import numpy as np
+
+MAX_SHARES = 255  # points of the field other than 0, at which the secret lies
+
+
+def _tables() -> tuple[np.ndarray, np.ndarray]:
+    """Return powers of the generator 3, twice in a row, and logarithms; that of 0 is never read."""
+    powers, logs, value = np.zeros(510, np.uint8), np.zeros(256, np.int64), 1
+    for exponent in range(255):
+        powers[exponent] = powers[exponent + 255] = value
+        logs[value] = exponent
+        value ^= value << 1  # times 3
+        value ^= 0x11B if value & 0x100 else 0
+    return powers, logs
+
+
+_POWERS, _LOGS = _tables()
+
+
+def _times(values: np.ndarray, factor: int) -> np.ndarray:
+    """Multiply bytes by a factor other than 0."""
+    return np.where(values == 0, 0, _POWERS[_LOGS[values] + _LOGS[factor]]).astype(np.uint8)
+
+
+def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
+    """Split a secret into shares of its length, for the points 1, 2 and so on.
+
+    Args:
+        secret: to share.
+        threshold: number of shares that restore it.
+        num: number of shares.
+    """
+    if not 1 <= threshold <= num <= MAX_SHARES:
+        raise ValueError(
+            f"threshold is {threshold} of {num} shares: give 1 to {MAX_SHARES} shares, all or fewer to restore"
+        )
+    # coefficients in Horner's order: the secret is the constant term
+    texts = [*(secrets.token_bytes(len(secret)) for _ in range(threshold - 1)), secret]
+    rows = [np.frombuffer(text, np.uint8) for text in texts]
+    return [reduce(lambda total, row: _times(total, point) ^ row, rows).tobytes() for point in range(1, num + 1)]
+
+
+def combine(shares: Mapping[int, bytes]) -> bytes:
+    """Restore a secret from shares by their points, as many as the threshold; from fewer, or others, comes another secret."""
+    total = np.zeros(len(next(iter(shares.values()))), np.uint8)
+    for point, text in shares.items():
+        exponent = sum(int(_LOGS[other]) - int(_LOGS[other ^ point]) for other in shares if other != point)
+        total ^= _times(np.frombuffer(text, np.uint8), int(_POWERS[exponent % 255]))
+    return total.tobytes()

@@ -58,7 +58,7 @@ def weighing(merge: Merge) -> Mean | Deltas | None:
     """Return the mean whose weights a sum can apply, if ``merge`` is one; None = it needs more than a sum."""
     inner = merge.inner if isinstance(merge, Private | LabelSplit) else merge
     inner = inner.inner if isinstance(inner, LabelSplit) else inner
-    return inner if isinstance(inner, Mean | Deltas) else None
+    return inner if isinstance(inner, Mean | Deltas) and type(inner) in (Mean, Deltas) else None  # a subclass does more
 
 
 @dataclass(frozen=True)

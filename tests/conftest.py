@@ -9,6 +9,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks a server
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ["XDG_STATE_HOME"] = "/dev/null"  # no test leaves notes of its runs with the user, or finds some
 
+import inspect
 import signal
 import socket
 from collections.abc import Generator, Iterator
@@ -31,6 +32,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Lightning's loading of a checkpoint and torchrun's rendezvous ask who called them; the lines of source that inspect finds for
+# each caller, through all modules that are imported, are read by nobody.
+inspect.stack.__defaults__ = (0,)
 
 NEEDS_GPU = "needs a GPU"
 

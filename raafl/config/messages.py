@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -321,6 +321,7 @@ class Explained(Check):
         raise Wrong(field, f"unknown field {field}: {nearest(str(name), takes)}")
 
 
+@lru_cache(maxsize=64)  # one message asks for the same few up to ten times, for 10 ms each
 def _parser_of(factory: Any) -> ArgumentParser:
     from jsonargparse import ArgumentParser
 

@@ -13,6 +13,7 @@ from raafl.runtime.run import Run
 from raafl.runtime.setup import build
 from tests.habits.source import ROOT
 from tests.helpers.methods import long_except
+from tests.helpers.small_runs import finish
 
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.yaml"))
 LARGE = (
@@ -73,3 +74,12 @@ def test_config_builds(config, tmp_path, request, monkeypatch):
     run = Run(parts, "", "simulated")
     run.close()
     assert (tmp_path / "run" / "metrics.csv").read_text().count("\n") == 2  # the header, and the initial model
+
+
+@pytest.mark.long("test_config_builds")
+@pytest.mark.parametrize("config", [path for path in CONFIGS if Path(path).stem not in LARGE])
+def test_config_runs(config, tmp_path, raafl_data):
+    more = ["--data.download=false", "--data.num_test=32"] if re.search(NEED_DATA, (ROOT / config).read_text()) else []
+    limits = ["--max_updates=3", "--max_time=1h", "--progress=quiet", f"--output={tmp_path / 'run'}"]
+    summary = finish(load_experiment(ROOT / config, *more, *limits)).summary
+    assert summary["updates_merged"] >= 3

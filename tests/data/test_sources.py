@@ -278,6 +278,7 @@ def test_real_cifar10(raafl_data):
     assert torch.allclose(x.std((0, 2, 3)), torch.ones(3), atol=2e-3)
 
 
+@pytest.mark.long("test_real_cifar10")  # that its labels are the fine ones is tested on a made file
 def test_real_cifar100(raafl_data):
     if not (raafl_data / "cifar100").is_dir():
         pytest.skip("this folder has no CIFAR-100")

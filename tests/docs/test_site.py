@@ -13,7 +13,7 @@ from tests.helpers.forked_command import command
 
 pytest.importorskip("material")
 pytest.importorskip("mkdocstrings")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]  # .ci/run builds the site by `make docs`
 FETCHED = re.compile(
     r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=\"?(https?:)?//|@import\s+(?:url\()?[\"']?(?:https?:)?//"
 )

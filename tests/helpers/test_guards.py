@@ -23,7 +23,7 @@ def test_process():
     test_process.child = subprocess.Popen(SLEEP)
 
 def test_thread():
-    threading.Thread(target=time.sleep, args=(8,), name="left over").start()
+    threading.Thread(target=time.sleep, args=(4,), name="left over").start()
 
 def test_group():
     import torch.distributed as dist

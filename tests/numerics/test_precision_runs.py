@@ -200,7 +200,7 @@ BOTH = {
 }
 
 
-@pytest.mark.parametrize("name", [*each_method(), *other_runs(BOTH)])
+@pytest.mark.parametrize("name", [*each_method(parts=["merge"]), *other_runs(BOTH)])
 def test_complex_parameters_move_as_pairs_of_reals_do(tmp_path, name):
     algorithm, more = BOTH[name]
     before, one = run(tmp_path / "complex", algorithm, waves, **more)

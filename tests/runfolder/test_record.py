@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -46,10 +47,15 @@ PLAIN = {
 }
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A function that runs a case of RUNS once; tests only read what it leaves."""
+    return cache(lambda name: finish(experiment(tmp_path_factory.mktemp("run") / "r", RUNS[name][0], **RUNS[name][1])))
+
+
 @pytest.mark.parametrize("name", [*each_method(parts=["trigger", "merge"]), *OTHERS])
-def test_every_task_ends_once_and_the_files_agree(tmp_path, name):
-    algorithm, more = RUNS[name]
-    run = finish(experiment(tmp_path / "r", algorithm, **more))
+def test_every_task_ends_once_and_the_files_agree(finished, name):
+    run = finished(name)
     summary, rows, assigned = run.summary, run.rows(), {e["id"]: e for e in run.events("assigned")}
     arrived = Counter(e["assignment"] for e in run.events("arrived"))
 
@@ -82,9 +88,8 @@ def test_every_task_ends_once_and_the_files_agree(tmp_path, name):
 
 # what methods with tensors of their own send is counted in their own tests
 @pytest.mark.parametrize("name", [*each_method(PLAIN, parts=["trigger"]), *OTHERS])
-def test_bytes_are_counted_down_for_each_assignment_and_up_for_each_arrival(tmp_path, name):
-    algorithm, more = RUNS[name]
-    run = finish(experiment(tmp_path / "r", algorithm, **more))
+def test_bytes_are_counted_down_for_each_assignment_and_up_for_each_arrival(finished, name):
+    algorithm, run = RUNS[name][0], finished(name)
 
     specs = {event["id"]: event["spec"] for event in run.events("assigned")}
 

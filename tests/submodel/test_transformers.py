@@ -18,13 +18,16 @@ few = settings(deadline=None, max_examples=4, derandomize=True, phases=[Phase.ex
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
+@pytest.mark.long("tests/submodel/test_every_model.py::test_axes_are_those_expected")
 @pytest.mark.parametrize("name", CASES)
 def test_axes_follow_from_the_types_of_the_layers(name):
     _, submodels, _ = built(name)
     assert {axis.name: axis.size for axis in submodels.axes.values()} == dict(CASES[name].axes)
 
 
-@pytest.mark.quick_cases(*COVERING)
+@pytest.mark.long(
+    "tests/submodel/test_every_model.py::test_a_small_module_equals_the_full_one_with_dropped_units_zeroed"
+)
 @pytest.mark.parametrize("name", CASES)
 @few
 @given(st.data())
@@ -63,7 +66,10 @@ def test_a_full_spec_gives_the_same_outputs_bit_for_bit(name):
         assert torch.equal(output(small.train(training), inputs), expected)
 
 
-@pytest.mark.quick_cases(*COVERING)
+@pytest.mark.long(
+    "tests/submodel/test_every_model.py::"
+    "test_extract_then_scatter_is_the_identity_on_what_is_kept_and_touches_nothing_else"
+)
 @pytest.mark.parametrize("name", CASES)
 @few
 @given(st.data())

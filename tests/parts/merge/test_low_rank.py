@@ -53,7 +53,7 @@ def test_a_round_ends_at_the_exact_mean_of_the_products(lora):
         for client, samples in ((2, 1), (1, 5), (3, 2)):
             wanted, after = give(coordinator, tasks[client], samples)
             answers.append(samples * wanted)
-        torch.testing.assert_close(weight(coordinator.state), base + sum(answers) / 8, rtol=0, atol=1e-6)
+        torch.testing.assert_close(weight(coordinator.state), base + sum(answers) / 8, rtol=3e-7, atol=1e-6)
         tasks = after
 
 

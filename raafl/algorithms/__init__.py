@@ -15,6 +15,7 @@ from raafl.algorithms.fadas import fadas as fadas
 from raafl.algorithms.fed_async import fed_async as fed_async
 from raafl.algorithms.fed_avg import fed_avg as fed_avg
 from raafl.algorithms.fed_buff import fed_buff as fed_buff
+from raafl.algorithms.fed_compass import fed_compass as fed_compass
 from raafl.algorithms.fed_dyn import fed_dyn as fed_dyn
 from raafl.algorithms.fed_mezo import fed_mezo as fed_mezo
 from raafl.algorithms.fed_nova import fed_nova as fed_nova

@@ -16,7 +16,7 @@ A toy algorithm, whole: clients train the full model one at a time, and the newe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -28,7 +28,7 @@ from raafl.core.sample import Sample
 from raafl.core.select import OwnTests, Select, SelectContext
 from raafl.core.state import GlobalState
 from raafl.core.training import Training
-from raafl.core.types import Update, Warn
+from raafl.core.types import Assignment, Update, Warn
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import Spec
 
@@ -91,6 +91,19 @@ class Trigger(Part, ABC):
     @abstractmethod
     def due(self, waiting: TriggerContext) -> bool:
         """Check whether to merge now; called after every event while at least one update waits."""
+
+    def merged_now(self, waiting: TriggerContext) -> Collection[int] | None:
+        """Return the assignments whose updates a due merge takes, by their ids; None = all. `Merge.apply` must take the same."""
+        return None
+
+    def client_waits(self, assignment: Assignment, memory: Memory) -> bool:
+        """Check whether a client that has just reported waits for the merge of its update before it may work again.
+
+        Args:
+            assignment: the task that it reported.
+            memory: `GlobalState.memory`; read only.
+        """
+        return self.restart == "merge"
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
         """Return the time at which to check again even if nothing happens, or None."""

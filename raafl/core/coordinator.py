@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from raafl.core.admission import ERROR, Admission
 from raafl.core.algorithm import Algorithm, OwnTests, SelectContext, Training, TriggerContext
@@ -94,7 +94,7 @@ class Coordinator(Admission):
             event: what happened.
             now: when, in seconds of the run's clock; never before the last event.
         """
-        self._actions = []
+        self._actions, self.state.now_s = [], now
         if self.finished is None:
             self._handlers[type(event)](event, now)
         while self.finished is None and self._go_on(now):
@@ -118,7 +118,8 @@ class Coordinator(Admission):
         if problem is not None or assignment is None:
             self._refuse(update, assignment, problem or "", now)
             return
-        self.roster.release(assignment, back=self.algorithm.trigger.restart == "arrival")
+        waits = self.algorithm.trigger.client_waits(assignment, self.state.memory)
+        self.roster.release(assignment, back=not waits)
         self.backoff.accept(assignment.client)
         self.waiting.append((assignment, update, self.state.version - assignment.version))
         self.arrived_s.append(now)
@@ -155,37 +156,48 @@ class Coordinator(Admission):
             self.started, self.opened_s = True, now
             if self.limits.max_time_s is not None:
                 self._actions.append(SetTimer(TIME_UP, self.limits.max_time_s))
-        if self.waiting:
-            trigger = self.algorithm.trigger
-            there, memory = len(self.roster.clients), self.state.memory
+        self._merge_if_due(now)
+        return self.finished is None and self._hand_out(now) and not self.roster.num_out
+
+    def _merge_if_due(self, now: float) -> None:
+        """Merge as often as the trigger is due; where it takes some of the waiting updates, it may be due again."""
+        trigger, memory = self.algorithm.trigger, self.state.memory
+        while self.waiting and self.finished is None:
+            there = len(self.roster.clients)
             waiting = TriggerContext(self.arrived_s, self.roster.num_out, there, self.opened_s, now, memory)
-            if trigger.due(waiting):
-                self._merge()
-                self.opened_s = now
-                self._after_merge()
-            else:
+            if not trigger.due(waiting):
                 self.algorithm.merge.detach(self.state)
                 self._set_timer(trigger.wake_at(waiting))
-        return self.finished is None and self._hand_out(now) and not self.roster.num_out
+                return
+            self._merge(trigger.merged_now(waiting))
+            self.opened_s = now
+            self._after_merge()
 
     def _set_timer(self, at: float | None) -> None:
         if at is not None and at != self.wake[1]:
             self.wake = (self.wake[0] + 1, at)
             self._actions.append(SetTimer(*self.wake))
 
-    def _merge(self) -> None:
-        """Merge the waiting updates into the next version."""
+    def _merge(self, ids: Collection[int] | None = None) -> None:
+        """Merge the waiting updates into the next version; where ``ids`` of assignments are given, only theirs."""
         self.is_merging = True  # and stays so where the method raises: half of the model may be merged
         self.algorithm.merge.apply(self.state)
         self.is_merging = False
+        before = self.state.version
         self.state.version += 1
-        for assignment, update, staleness in self.waiting:
+        left = []
+        for item, arrived_s in zip(self.waiting, self.arrived_s, strict=True):
+            assignment, update, _ = item
+            if ids is not None and assignment.id not in ids:
+                left.append((item, arrived_s))
+                continue
             self.state.counts[assignment.region] = self.state.counts.get(assignment.region, 0) + 1
-            self._settle(assignment, assignment.client, "merged", staleness, update)
+            # counted anew: others may have been merged since this one arrived
+            self._settle(assignment, assignment.client, "merged", before - assignment.version, update)
             self.roster.readmit(assignment.client)
-        self.merged += len(self.waiting)
-        self.waiting.clear()
-        self.arrived_s.clear()
+        self.merged += len(self.waiting) - len(left)
+        self.waiting[:] = [item for item, _ in left]
+        self.arrived_s[:] = [arrived_s for _, arrived_s in left]
         if self.algorithm.trigger.refuses_late:
             self.roster.late = set(self.roster.active)
 

@@ -104,6 +104,7 @@ class GlobalState:
         memory: records of the parts between updates, such as accumulators and moments of a server optimiser.
         clients: tensors stored for each client.
         num_clients: N.
+        now_s: time of the event that is being handled, in seconds of the run's clock; not saved.
         scratch: storage that merges reuse; its contents are never read or saved.
     """
 
@@ -115,6 +116,7 @@ class GlobalState:
     scratch: dict[str, Any] = field(default_factory=dict)
     clients: ClientState = field(default_factory=ClientState)
     num_clients: int = 1
+    now_s: float = 0.0
 
 
 def copied(state: GlobalState, but: str) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def test_arguments_reach_their_parts():
         "co_s2p": ({"trigger": "sync"}, "trigger", "all"),
         "ca2fl": ({"buffer_size": 7}, "trigger", "7 in the buffer"),
         "fadas": ({"delay": "none"}, "merge", "server amsgrad, lr 0.001"),
+        "fed_compass": ({"min_steps": 9}, "select", "full, 9 to 100 steps by speed"),
         "fed_async": ({"alpha": 0.25}, "merge", "mix with alpha 0.25"),
         "fed_avg": ({"cohort": 3}, "sample", "3 at random"),
         "fed_buff": ({"buffer_size": 7}, "trigger", "7 in the buffer"),

@@ -13,6 +13,7 @@ from raafl.algorithms import (
     fed_async,
     fed_avg,
     fed_buff,
+    fed_compass,
     fed_dyn,
     fed_mezo,
     fed_nova,
@@ -38,7 +39,8 @@ from raafl.algorithms import (
 from raafl.parts.select.rate_select import RateSelect
 from tests.conformance.clocks import on_both_clocks, order_of
 from tests.helpers.methods import each_method
-from tests.helpers.small_runs import SPEEDS, experiment, finish, unequal
+from tests.helpers.real_ranks import ranks
+from tests.helpers.small_runs import SPEEDS, equal_replay, experiment, finish, unequal
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -50,6 +52,8 @@ VARIANTS = {
     "ca2fl of submodels": ca2fl(2, submodel=RateSelect(rates=[1.0, 0.5])),
     "fadas": fadas(buffer_size=3),
     "fadas of submodels": fadas(2, submodel=RateSelect(rates=[1.0, 0.5])),
+    "fed_compass": fed_compass(2, 6),
+    "fed_compass of submodels": fed_compass(2, 6, submodel=RateSelect(rates=[1.0, 0.5])),
     "fed_raa": fed_raa(),
     "fed_raa random, staleness": fed_raa(select="random", staleness="polynomial", prox=0.1),
     "sync fed_raa": fed_raa(trigger="all"),
@@ -88,7 +92,11 @@ VARIANTS = {
 DEVICES = {"timely_fl": unequal([speed / 1e4 for speed in SPEEDS])}
 
 
-@pytest.mark.parametrize("name", each_method(VARIANTS, parts=["select", "local", "trigger"]))
+MEASURED = ("fed_compass", "fed_compass of submodels")
+"""Variants whose groups follow from measured seconds, which differ between the clocks."""
+
+
+@pytest.mark.parametrize("name", each_method(VARIANTS, but=MEASURED, parts=["select", "local", "trigger"]))
 def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, name):
     more = {"devices": DEVICES[name]} if name in DEVICES else {}
     base = experiment(tmp_path / "simulated", VARIANTS[name], max_updates=10, emulate=False, **more)
@@ -96,6 +104,17 @@ def test_a_scripted_order_gives_the_simulated_runs_model(tmp_path, name):
     assert (real.summary["runtime"], simulated.summary["runtime"]) == ("distributed", "simulated")
     for field in ("versions", "updates_merged", "staleness", "participation", "final"):
         assert real.summary[field] == simulated.summary[field]
+
+
+@pytest.mark.quick_cases(MEASURED[0])
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_real_run_by_measured_seconds_replays(tmp_path, name):
+    made = experiment(tmp_path / "real", VARIANTS[name], max_updates=16, emulate=False)
+    with ranks(made) as fleet:
+        real = fleet.serve()
+        assert set(fleet.exit_codes().values()) == {0}
+    assert real.summary["runtime"] == "distributed" and real.summary["updates_merged"] >= 16
+    assert equal_replay(made, real)
 
 
 def test_every_algorithm_is_among_the_variants():

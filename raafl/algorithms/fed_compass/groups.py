@@ -1,0 +1,230 @@
+"""Group clients by measured speed, so that those of a group report at about the same time (FedCompass's scheduler)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from raafl.core.memory import MergeMemory
+from raafl.errors import BadInput, fraction, positive
+from raafl.submodel import FlatTensors, Spec
+
+_FASTEST = 1e-9
+"""Least seconds for a step: on a virtual clock without costs a task takes no time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Settings of the grouping.
+
+    Attributes:
+        min_steps: fewest local steps of a task (Q_min).
+        max_steps: most local steps of a task (Q_max).
+        momentum: weight of the newest measurement in a client's speed.
+        late: latest arrival of a group's clients, as a multiple of their expected time (lambda).
+    """
+
+    min_steps: int = 20
+    max_steps: int = 100
+    momentum: float = 0.9
+    late: float = 1.2
+
+    def __post_init__(self) -> None:
+        positive("min_steps", self.min_steps)
+        if self.max_steps < self.min_steps:
+            raise BadInput(f"max_steps is {self.max_steps}: give min_steps, {self.min_steps}, or more")
+        fraction("momentum", self.momentum)
+        if not 1 <= self.late < math.inf:
+            raise BadInput(f"late is {self.late}: give a multiple of the expected time, 1 or more")
+
+
+@dataclass
+class Group:
+    """Clients that are to report at the same time.
+
+    Attributes:
+        out: clients at work.
+        reported: clients that have reported and wait for the merge.
+        tasks: ids of the assignments whose updates wait.
+        expected_s: when its clients are expected, in seconds on the run's clock.
+        latest_s: when it is merged without those that are still out.
+    """
+
+    out: list[int]
+    reported: list[int]
+    tasks: list[int]
+    expected_s: float
+    latest_s: float
+
+
+@dataclass
+class CompassMemory(MergeMemory):
+    """The groups, and what is known of clients.
+
+    Attributes:
+        speed: client -> seconds of one step, measured.
+        steps: client -> steps of its task.
+        group: client -> its group; missing in a client's first task.
+        planned_s: client -> when its group and steps were chosen.
+        groups: open groups by number, the oldest first.
+        num_groups: number of groups so far.
+        alone: assignments of first updates, each merged alone.
+        late: assignments whose updates came after their group was closed, merged with the next group.
+        waiting: for each waiting update its assignment, submodel, version it was cut from, and a copy of its tensors.
+    """
+
+    key = "fed_compass"
+    speed: dict[int, float] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    group: dict[int, int] = field(default_factory=dict)
+    planned_s: dict[int, float] = field(default_factory=dict)
+    groups: dict[int, Group] = field(default_factory=dict)
+    num_groups: int = 0
+    alone: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    waiting: list[tuple[int, Spec, int, FlatTensors]] = field(default_factory=list)
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the fields by name, each group as a dict."""
+        groups = {
+            number: {one.name: getattr(group, one.name) for one in fields(group)}
+            for number, group in self.groups.items()
+        }
+        return {**super().to_plain(), "groups": groups}
+
+    @classmethod
+    def from_plain(cls, data: Any) -> Self:
+        """Restore a record from what `to_plain` returned."""
+        return cls(**{**data, "groups": {number: Group(**group) for number, group in data["groups"].items()}})
+
+    # ---- a client starts ----
+
+    def start(self, client: int, now: float, pace: Pace) -> int:
+        """Return the number of steps of a client's task that starts now.
+
+        A group that was chosen at this instant, by `close`, stays; otherwise one is chosen. In its first task a client makes all
+        steps and is in no group.
+
+        Args:
+            client: its id.
+            now: seconds on the run's clock.
+            pace: the settings.
+        """
+        if self.planned_s.get(client) != now or client not in self.steps:
+            self.leave(client)
+            if client in self.speed:
+                self._choose(client, now, pace)
+            else:
+                self.steps[client], self.planned_s[client] = pace.max_steps, now
+        return self.steps[client]
+
+    def _choose(self, client: int, now: float, pace: Pace) -> None:
+        """Let a client join the group in which it makes the most steps, or found one."""
+        number, steps = self._joined(client, now, pace)
+        if number is None:
+            number, steps = self.num_groups, self._founded(client, now, pace)
+            seconds = steps * self.speed[client]
+            self.groups[number] = Group([], [], [], now + seconds, now + seconds * pace.late)
+            self.num_groups += 1
+        self.groups[number].out.append(client)
+        self.group[client], self.steps[client], self.planned_s[client] = number, steps, now
+
+    def _joined(self, client: int, now: float, pace: Pace) -> tuple[int | None, int]:
+        """Return the group in which a client makes the most steps until it is expected, and these; None = there is none."""
+        best, most = None, -1
+        for number, group in self.groups.items():
+            steps = math.floor((group.expected_s - now) / self.speed[client])
+            if pace.min_steps <= steps <= pace.max_steps and steps >= most:
+                best, most = number, steps
+        return best, most
+
+    def _founded(self, client: int, now: float, pace: Pace) -> int:
+        """Return the steps of a client that founds a group: it is to arrive with the fastest client of another's next round."""
+        most = -1
+        for group in self.groups.values():
+            if now < group.latest_s:
+                fastest = min(self.speed[other] for other in (*group.out, *group.reported))
+                steps = math.floor((group.latest_s + fastest * pace.max_steps - now) / self.speed[client])
+                most = max(most, steps) if steps <= pace.max_steps else most
+        return pace.max_steps if most < 0 else max(most, pace.min_steps)
+
+    # ---- a client reports, or leaves ----
+
+    def report(self, client: int, task: int, now: float, pace: Pace) -> None:
+        """Record that a client's update has arrived.
+
+        Args:
+            client: its id.
+            task: id of the assignment.
+            now: seconds on the run's clock.
+            pace: the settings.
+        """
+        measured = max((now - self.planned_s[client]) / self.steps[client], _FASTEST)
+        before = self.speed.get(client, measured)
+        self.speed[client] = (1 - pace.momentum) * before + pace.momentum * measured
+        group = self.groups.get(self.group.get(client, -1))
+        if group is None:
+            self.alone.append(task)
+        elif now > group.latest_s:
+            self.late.append(task)
+            self.leave(client)
+        else:
+            group.out.remove(client)
+            group.reported.append(client)
+            group.tasks.append(task)
+
+    def leave(self, client: int) -> None:
+        """Take a client out of its group; an update of it that waits stays there."""
+        number = self.group.pop(client, None)
+        group = None if number is None else self.groups.get(number)
+        if number is None or group is None:
+            return
+        for clients in (group.out, group.reported):
+            if client in clients:
+                clients.remove(client)
+        if not group.out and not group.tasks:
+            del self.groups[number]
+
+    def forget(self, client: int) -> None:
+        """Delete all that is known of a client."""
+        self.leave(client)
+        for known in (self.speed, self.steps, self.planned_s):
+            known.pop(client, None)
+
+    # ---- a merge ----
+
+    def due(self, now: float) -> Collection[int]:
+        """Return the assignments of the next merge, if it is due: a first update, or a group with the late ones; else none."""
+        if self.alone:
+            return self.alone[:1]
+        number = self._due_group(now)
+        return () if number is None else (*self.late, *self.groups[number].tasks)
+
+    def _due_group(self, now: float) -> int | None:
+        ripe = (n for n, group in self.groups.items() if group.tasks and (not group.out or now >= group.latest_s))
+        return next(ripe, None)
+
+    def next_s(self) -> float | None:
+        """Return when a group with a waiting update is merged at the latest, in seconds on the run's clock."""
+        return min((group.latest_s for group in self.groups.values() if group.tasks), default=None)
+
+    def close(self, now: float, pace: Pace) -> None:
+        """Finish a merge of what was `due`: let a group's clients choose new groups, the fastest first."""
+        if self.alone:
+            del self.alone[0]
+            return
+        number = self._due_group(now)
+        if number is None:
+            return
+        group = self.groups[number]
+        self.late.clear()
+        # the group stays until those that are out have come late, but nobody joins it
+        group.expected_s = group.latest_s = 0.0
+        for client in sorted(group.reported, key=self.speed.__getitem__):
+            del self.group[client]
+            self._choose(client, now, pace)
+        group.reported, group.tasks = [], []
+        if not group.out:
+            del self.groups[number]

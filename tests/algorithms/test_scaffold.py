@@ -35,6 +35,33 @@ def test_two_steps_with_option_two():
     assert steps(2) == (4.625 - 8.0, 2.875 - 0.5)
 
 
+class Tilted(Slope):
+    """A loss of 3 w, so that the gradient is 3 everywhere, with momentum."""
+
+    def training_step(self, batch, index):
+        return 3 * self.line.weight.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+
+
+def test_with_momentum_a_task_ends_where_a_correction_behind_the_momentum_ends():
+    """Flower's niid_bench adds eta (c - c_i) to the parameters behind each step, with variates (x - y) / (K eta) of eq. 4.
+
+    With a gradient of 3 such a variate is 3 A / K, A = sum over steps t and s <= t of 0.9^(t - s), where raafl's is 3.
+    """
+    steps, c, own = 6, 1.0, 3.0
+    reach = sum(0.9 ** (t - s) for t in range(steps) for s in range(t + 1))
+    sent = {"line.weight": whole(8.0), "c/line.weight": whole(c), "c_i/line.weight": whole(own)}
+    up, _ = task_of(scaffold(), Tilted(), sent, steps)
+    w, velocity = 8.0, 0.0
+    for _ in range(steps):
+        velocity = 0.9 * velocity + 3
+        w += -0.5 * velocity - 0.5 * (c - own) * reach / steps
+    assert up["line.weight"].item() == pytest.approx(w - 8.0)
+    assert up["c_i/line.weight"].item() == pytest.approx(3 - own)
+
+
 class StillInHalf(Slope):
     """w stays 8 at a learning rate of 0, and its gradient 4."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from raafl.compare.comparison import Comparison
 from raafl.compare.provenance import provenance
-from raafl.compare.results import differences, measure, summarize
+from raafl.compare.results import differences, gains, measure, summarize
 from raafl.compare.runs import Outcome
 from raafl.compare.search import Trial
 from raafl.compare.tables import as_csv, cells, latex, sentences
@@ -39,10 +39,12 @@ def result(
     runs: dict[str, list[dict[str, Any]]] = {label: [] for label in comparison.rows}
     for outcome in outcomes:
         runs[outcome.run.label].append(measure(outcome, comparison, root))
-    gaps = differences(runs, comparison.reference)
+    gaps, gaining = differences(runs, comparison.reference), gains(runs, comparison.reference)
     rows = []
     for label, some in runs.items():
         row = summarize(label, some, comparison) | {"difference": gaps[label]}
+        if gaining[label] is not None:
+            row["clients_gaining"] = gaining[label]
         if label in comparison.published:
             row["published"] = comparison.published[label]
         if label in trials:

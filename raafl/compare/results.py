@@ -16,7 +16,7 @@ from raafl.runfolder.schema import CLIENTS, JOURNAL, METRICS, TESTED, Summary
 
 COLUMNS = (
     "final", "best", "time_s", "megabytes", "updates", "versions", "utilisation", "participation", "participation_gini",
-    "worst_client", "peak_memory_mb", "wall_s",
+    "clients_mean", "worst_client", "peak_memory_mb", "wall_s",
 )  # fmt: skip
 """What is measured of a run, beside the metrics of its model."""
 
@@ -60,7 +60,7 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
         "time_to": {f"{target:g}": time_to(smooth, target, comparison.maximize) for target in comparison.targets},
         "curve": [[round(time_s, 6), value] for time_s, value in curve],
     }
-    return known | _costs(summary) | {"worst_client": _worst_client(outcome.folder, comparison)}
+    return known | _costs(summary) | _clients(outcome.folder, comparison)
 
 
 def _costs(summary: Summary) -> dict[str, Any]:
@@ -74,20 +74,32 @@ def _costs(summary: Summary) -> dict[str, Any]:
         "updates": summary["updates_merged"],
         "versions": summary["versions"],
         "utilisation": summary["utilisation"],
+        "merged": summary["participation"],
         "participation": summary["participation_rate"]["mean"],
         "participation_gini": gini(merged),
         "peak_memory_mb": None if not peak_bytes else peak_bytes / 1e6,
     }
 
 
-def _worst_client(folder: Path, comparison: Comparison) -> float | None:
-    """Return the worst of the clients' own last measurements; None where clients measure nothing."""
-    last: dict[str, float] = {}
+def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
+    """Return what clients last measured on data of their own: means of all metrics, weighted by samples, and the worst value."""
+    last: dict[str, dict[str, str]] = {}
     with (folder / CLIENTS).open(newline="") as file:
         for row in csv.DictReader(file):
-            if value := row.get(TESTED + comparison.metric):
-                last[row["client"]] = float(value)
-    return (min if comparison.maximize else max)(last.values()) if last else None
+            if row.get(TESTED + comparison.metric):
+                last[row["client"]] = row
+    if not last:
+        return {"clients_mean": None, "worst_client": None}
+    sizes = [float(row["num_samples"]) for row in last.values()]
+    names = [name for name in next(iter(last.values())) if name.startswith(TESTED)]
+    means = {
+        name.removeprefix(TESTED): sum(
+            size * float(row[name]) for size, row in zip(sizes, last.values(), strict=True)
+        ) / sum(sizes)
+        for name in names if all(row[name] for row in last.values())
+    }  # fmt: skip
+    worst = (min if comparison.maximize else max)(float(row[TESTED + comparison.metric]) for row in last.values())
+    return {"clients": means, "clients_mean": means[comparison.metric], "worst_client": worst}
 
 
 def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> dict[str, Any]:
@@ -131,6 +143,30 @@ def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str)
         label: _plain(paired(values, finals[reference])) if label != reference else None
         for label, values in finals.items()
     }
+
+
+def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
+    """Return the share of clients that take part in a larger share of the merges than in the reference, by label.
+
+    Args:
+        rows: runs of each row, by label.
+        reference: label of the row that the others are compared with.
+
+    Returns:
+        None for the reference itself; the mean over the seeds that both have, with its interval.
+    """
+    rates = {label: {run["seed"]: _rates(run) for run in runs if run.get("versions")} for label, runs in rows.items()}
+    return {
+        label: None if label == reference else _plain(interval([
+            sum(rate > rates[reference][seed].get(client, 0.0) for client, rate in own.items()) / len(own)
+            for seed, own in by_seed.items() if seed in rates[reference] and own
+        ]))
+        for label, by_seed in rates.items()
+    }  # fmt: skip
+
+
+def _rates(run: Mapping[str, Any]) -> dict[str, float]:
+    return {client: count / run["versions"] for client, count in run["merged"].items()}
 
 
 def _values(items: Sequence[Mapping[str, Any]], name: str) -> list[float]:

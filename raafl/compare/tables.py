@@ -11,8 +11,8 @@ Cells = list[list[str]]
 
 _FIGURES = (
     ("best", "best"), ("megabytes", "MB"), ("updates", "updates"), ("utilisation", "utilisation"),
-    ("participation", "participation"), ("participation_gini", "Gini"), ("worst_client", "worst client"),
-    ("peak_memory_mb", "peak MB"),
+    ("participation", "participation"), ("participation_gini", "Gini"), ("clients_gaining", "clients gaining"),
+    ("clients_mean", "clients' own test"), ("worst_client", "worst client"), ("peak_memory_mb", "peak MB"),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from raafl.compare.comparison import Comparison
-from raafl.compare.results import _worst_client, measure, summarize
+from raafl.compare.results import _clients, gains, measure, summarize
 from raafl.compare.runs import Outcome, Run
 from raafl.runfolder.schema import CLIENTS, METRICS, TESTED
 
@@ -23,17 +23,25 @@ def test_a_seed_that_failed_counts_as_one_that_never_got_there():
 
 @pytest.mark.parametrize(("maximize", "worst"), [(False, 0.9), (True, 0.2)])
 def test_the_worst_client_is_worst_in_the_metrics_own_direction(tmp_path, maximize, worst):
+    rows = [(1, 10, 5.0, 0.5), (1, 10, 0.2, 0.7), (2, 30, 0.9, "")]
+    names = ["client", "num_samples", TESTED + "loss", TESTED + "f1"]
     with (tmp_path / CLIENTS).open("w", newline="") as file:
-        writer = csv.DictWriter(file, ["client", TESTED + "loss"])
-        writer.writeheader()
-        writer.writerows(
-            [
-                {"client": 1, TESTED + "loss": 5.0},
-                {"client": 1, TESTED + "loss": 0.2},
-                {"client": 2, TESTED + "loss": 0.9},
-            ]
-        )
-    assert _worst_client(tmp_path, replace(LOSS, maximize=maximize)) == worst
+        writer = csv.writer(file)
+        writer.writerows([names, *rows])
+    found = _clients(tmp_path, replace(LOSS, maximize=maximize))
+    assert found["worst_client"] == worst
+    assert found["clients"] == {"loss": pytest.approx((10 * 0.2 + 30 * 0.9) / 40)}  # f1 is not there for all
+
+
+def test_clients_gain_by_their_share_of_the_merges():
+    """Client 1 is in 2 of 4 merges, then 3 of 5; client 2 in 4 of 4, then 4 of 5."""
+    runs = {
+        "A": [{"seed": 0, "versions": 4, "merged": {"1": 2, "2": 4}}],
+        "B": [{"seed": 0, "versions": 5, "merged": {"1": 3, "2": 4}}],
+        "C": [{"seed": 0, "error": "killed"}],
+    }
+    found = gains(runs, "A")
+    assert found["A"] is None and found["B"]["mean"] == 0.5 and found["C"] is None
 
 
 def test_a_metric_that_is_not_finite_at_the_end_is_a_failure(tmp_path):

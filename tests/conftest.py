@@ -36,6 +36,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # Lightning's loading of a checkpoint and torchrun's rendezvous ask who called them; the lines of source that inspect finds for
 # each caller, through all modules that are imported, are read by nobody.
 inspect.stack.__defaults__ = (0,)
+os.fsync = lambda descriptor: None  # no test takes the power away; some thousand files would wait for the disk
 
 NEEDS_GPU = "needs a GPU"
 

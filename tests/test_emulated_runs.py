@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from model_zoo import MLP
-from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
+from raafl.algorithms import ca2fl, fadas, fed_async, fed_avg, fed_buff, fed_raa, hetero_fl
 from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress
 from raafl.config.experiment import SubmodelOptions
@@ -30,7 +30,7 @@ CLIENTS = FabricOptions(accelerator="cuda")  # takes cuda:0
 QUICK = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 ON_GPUS = {"server_device": "cuda:1", "fabric": CLIENTS}
 SHORT = {"clients": 2, "eval_every": 100, "train": Training(num_epochs=None, num_steps=1)}
-SMALLER = {"fed_buff": fed_buff(buffer_size=2)}
+SMALLER = {"ca2fl": ca2fl(2), "fadas": fadas(2), "fed_buff": fed_buff(buffer_size=2)}
 
 
 @pytest.mark.parametrize("name", each_method(parts=["local", "merge"]))

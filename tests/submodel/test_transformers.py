@@ -128,6 +128,7 @@ def test_small_blocks_count_their_own_heads():
     assert (rnn.input_size, rnn.hidden_size, rnn.weight_ih_l1.shape) == (2, 3, (9, 3))
 
 
+@pytest.mark.quick_cases(*(name for name in COVERING if CASES[name].width is not None))
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.width is not None])
 def test_the_residual_width_shrinks_where_that_is_asked_for(name):
     assert CASES[name].width not in built(name)[1].axes

@@ -52,6 +52,8 @@ usage: raafl COMMAND [options]
                  raafl certs init | server HOST... | request SITE | sign FILE | renew SITE | revoke SITE | list
   replay       re-execute a recorded run from its journal, to the last bit:
                  raafl replay RUN [--until EVENT] [--workers N] [--json]
+  audit        check that nothing of a recorded run was altered: hash chain, signatures, digests, and a replay:
+                 raafl audit RUN [--key KEY] [--books_only] [--json]
   watch        show a run that goes on, or has ended, from its folder:
                  raafl watch RUN [--once [--json]] [--progress live|plain|verbose]
   report       write one HTML page about a run, or about several compared:
@@ -81,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "certs": _certs, "replay": _replay,
+        "audit": _audit,
         "watch": _watch, "report": _page, "compare": _comparing("compare"),
         "reproduce": _comparing("reproduce"),
         "plan": _printed("plan"), "axes": _printed("axes"), "algorithms": _algorithms,
@@ -265,6 +268,16 @@ def _replay(argv: list[str]) -> int:
     return 1 if result["equal"] is False else 0
 
 
+def _audit(argv: list[str]) -> int:
+    """Audit a run folder; exit code 0 if nothing was found, else 1."""
+    from raafl.commands.audit import audit
+
+    with _json_alone(argv):
+        text, sound = audit(argv)
+    print(text)
+    return 0 if sound else 1
+
+
 def _watch(argv: list[str]) -> int:
     """Show a run from its folder; 130 if interrupted."""
     from raafl.commands.watch import watch
@@ -346,7 +359,7 @@ def _algorithms(argv: list[str]) -> int:
 
 def _report(summary: dict[str, Any], folder: Path, parsed: Parsed) -> int:
     """Print the end of a run, or for a quiet run only what went wrong; return its exit code."""
-    from raafl.runfolder.journal import to_json
+    from raafl.runfolder.json_text import to_json
 
     ended = summary["finished"]
     try:

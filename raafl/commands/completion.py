@@ -17,7 +17,7 @@ from raafl.errors import BadInput
 SHELLS = ("bash", "zsh", "tcsh")
 _CONFIG_COMMANDS = ("fit", "simulate", "serve", "join", "plan", "axes")
 _REMOTE_COMMANDS = ("serve", "join", "key")
-_OWN_PARSERS = ("replay", "watch", "report", "compare", "reproduce", "plan", "axes", "certs")
+_OWN_PARSERS = ("replay", "audit", "watch", "report", "compare", "reproduce", "plan", "axes", "certs")
 _FLAGS = ("--json", "--trust_config", "--help", "--print_config")
 _FILES = frozenset({"--config", "--devices", "--secret_file", "--measure", "--client_data"})
 _FOLDERS = ("--output", "--resume")

@@ -21,6 +21,7 @@ from raafl.report.static import check_figure, draw
 from raafl.report.submodels import axes, regions, specs, staleness
 from raafl.report.timeline import time_spent, timeline
 from raafl.runfolder.append_file import atomic_file
+from raafl.runfolder.books import doubt
 from raafl.runfolder.reading import RecordedRun, read
 from raafl.units import size
 
@@ -130,7 +131,9 @@ def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
 
 def _top(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:
     parts: list[str] = []
-    noted = [f"<li>{escaped(run.name)}: {escaped(note)}</li>" for run in runs for note in overview.notes_of(run)]
+    books = {id(run): [line] if (line := doubt(run.path)) is not None else [] for run in runs}
+    notes_of = {id(run): [*books[id(run)], *overview.notes_of(run)] for run in runs}
+    noted = [f"<li>{escaped(run.name)}: {escaped(note)}</li>" for run in runs for note in notes_of[id(run)]]
     notes = f'<div class="notes"><ul>{"".join(noted[:60])}</ul></div>' if noted else ""
     if len(runs) == 1:
         parts.append(_cards(groups, runs[0]))

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from raafl.config.argv import options_of
 from raafl.config.options import MODES
 from raafl.errors import BadInput
+from raafl.runfolder.books import doubt
 from raafl.runfolder.tail import RunTail
 from raafl.units import duration
 from raafl.watch.progress import Progress
@@ -76,15 +77,17 @@ def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:
         found = {"run": str(path), **plain(watched.state.snapshot(None)), "silent_s": silent_s}
         if found["state"] == "running" and silent_s > SILENT_S:
             found["state"] = "silent"
-        file.write(json.dumps(found | {"damaged_lines": watched.num_damaged}) + "\n")
+        more = {"damaged_lines": watched.num_damaged, "books": doubt(path)}
+        file.write(json.dumps(found | more) + "\n")
         return
     progress = Progress(mode, file)
     progress.start(watched.state.title or str(path))
     if progress.mode == "plain" and watched.state.summary is None:
         progress.note(sentence(watched.state.snapshot()))
     progress.update(watched.state.snapshot, evaluated=True)
-    if (silent := _silence(watched)) is not None:
-        progress.note(silent)
+    for line in (_silence(watched), doubt(path)):
+        if line is not None:
+            progress.note(line)
     progress.stop()
 
 
@@ -103,6 +106,8 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
                 progress.note(to_say)
             said = to_say
             if watched.state.summary is not None:
+                if (line := doubt(path)) is not None:
+                    progress.note(line)
                 return
             sleep(LOOK_S)
     finally:

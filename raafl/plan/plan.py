@@ -17,7 +17,7 @@ from raafl.optimizers import configure
 from raafl.parts.select.axis_report import RATES, facts
 from raafl.plan.dry import Prediction, World, predict
 from raafl.plan.tasks import Advice, DeviceRow, SubmodelRow, advise, device_rows, submodel_rows
-from raafl.runfolder.journal import finite
+from raafl.runfolder.json_text import finite
 from raafl.submodel import FULL, Submodels
 from raafl.submodel.find.trace import MOST_VALUES
 from raafl.submodel.prove.narrow import num_values

@@ -94,6 +94,7 @@ class JournalReader:
                     raise ValueError(f"{where}: not a line of JSON ({error}); the journal was changed") from error
                 if not isinstance(row, dict):
                     raise ValueError(f"{where}: a {type(row).__name__} where an event (an object) was expected")
+                row.pop("chain", None)  # of the file, see raafl.runfolder.chain; no field of an event
                 yield cast(JournalRow, row)
 
     def __iter__(self) -> Iterator[JournalRow]:

@@ -6,6 +6,7 @@ metrics.csv     version, time_s, wall_s, then one column a metric, one a figure 
 clients.csv     one line a task
 checkpoints/    see raafl.runfolder.checkpoints
 summary.json    written once, at the end
+seals.jsonl     signed digests of all of these, see raafl.runfolder.seals
 
 Each row is one write to the operating system (about a microsecond), so a run that crashes leaves whole lines and loses
 none that were appended. What cannot be written never ends a run: see raafl.runfolder.append_file. One writer at a time: nothing
@@ -14,21 +15,18 @@ here is safe to call from several threads.
 
 from __future__ import annotations
 
-import csv
-import dataclasses
-import json
 import logging
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Self
 
 from raafl.errors import BadInput
-from raafl.runfolder.append_file import AppendFile, atomic_file, read_table, remove_leftovers, write_table
+from raafl.runfolder.append_file import AppendFile, atomic_file, remove_leftovers
+from raafl.runfolder.growing_files import JournalFile, TableFile
+from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import (
     CHECKPOINTS,
     CLIENT_COLUMNS,
@@ -40,13 +38,17 @@ from raafl.runfolder.schema import (
     MEMORY_COLUMNS,
     METRIC_COLUMNS,
     METRICS,
+    MODEL,
     RUN_COLUMNS,
+    SEALS,
     SUMMARY,
     TESTED,
     TIME_TO,
     JournalRow,
     Summary,
 )
+from raafl.runfolder.seals import Sealed, SealFile, digests
+from raafl.runfolder.signing import Signer
 from raafl.runfolder.tail import Reader
 
 _READ_BYTES = 2**16  # at a time, of a file's end
@@ -58,6 +60,7 @@ class RunFolder:
 
     Attributes:
         reader: receives each row as it is written, such as the progress view; None = none.
+        signer: signs the seals; None = they are unsigned.
 
     Args:
         path: The folder; made if it is not there.
@@ -70,6 +73,8 @@ class RunFolder:
     """
 
     reader: Reader | None = None
+    signer: Signer | None = None
+    _seals: SealFile | None = None
 
     def __init__(
         self, path: str | os.PathLike[str], config_yaml: str, warn: Callable[[str], None] = _log.warning
@@ -113,15 +118,16 @@ class RunFolder:
     def _open(self, *, new: bool) -> None:
         opened: list[AppendFile[Any]] = []
         try:
-            self._events = _Journal(self.path / JOURNAL, self._warn, self._remake, new=new)
+            self._events = JournalFile(self.path / JOURNAL, self._warn, self._remake, new=new)
             opened.append(self._events)
-            self._metrics = _Table(self.path / METRICS, (), self._warn, self._remake, new=new)
+            self._metrics = TableFile(self.path / METRICS, (), self._warn, self._remake, new=new)
             opened.append(self._metrics)
-            self._clients = _Table(self.path / CLIENTS, CLIENT_COLUMNS, self._warn, self._remake, new=new)
+            self._clients = TableFile(self.path / CLIENTS, CLIENT_COLUMNS, self._warn, self._remake, new=new)
         except OSError:
             for rows in opened:  # without a flush: the folder is given up
                 rows.abandon()
             raise
+        self._sealed_files: dict[str, str] = {}
 
     def _remake(self) -> None:
         """Create the folder and its config where they are missing."""
@@ -228,10 +234,53 @@ class RunFolder:
             self._warn(f"{self.path / 'summary.json'} cannot be written: {error.strerror or error}")
             summary["unwritten"][SUMMARY] = 1
 
+    # ---- seals ----
+
+    @property
+    def head(self) -> str:
+        """Return the head of the journal's hash chain."""
+        return self._events.head
+
+    def sealed(self) -> Sealed:
+        """Return the present state of the growing files, for `seal`."""
+        tables = {METRICS: self._metrics.sealed(), CLIENTS: self._clients.sealed()}
+        return Sealed(self._events.length, self._events.head, tables)
+
+    def seal(
+        self, sealed: Sealed, version: int, names: Iterable[str], *, final: bool = False, altered: Iterable[str] = ()
+    ) -> None:
+        """Write a seal; from any thread, one at a time. What cannot be written is reported, not raised.
+
+        Args:
+            sealed: the growing files, as `sealed` returned them then.
+            version: of the global model.
+            names: further files to digest, by their paths in the folder.
+            final: the run has ended: seal all files.
+            altered: what was found altered before a run was resumed.
+        """
+        if final:
+            names = [SUMMARY, CONFIG, MODEL, *self._checkpoints()]
+        files = digests(self.path, (name for name in names if not final or name not in self._sealed_files))
+        self._sealed_files |= files
+        if final:
+            files = {name: one for name, one in self._sealed_files.items() if (self.path / name).is_file()}
+        if self._seals is None:
+            try:
+                self._seals = SealFile(self.path / SEALS, self.signer, self._warn, remake=self._remake)
+            except OSError as error:
+                self._warn(f"{self.path / SEALS} cannot be written: {error.strerror}; the run's books are not sealed")
+                return
+        self._seals.add(sealed, version=version, files=files, final=final, altered=altered)
+
+    def _checkpoints(self) -> list[str]:
+        return [f"{CHECKPOINTS}/{path.name}" for path in sorted((self.path / CHECKPOINTS).glob("*.ckpt"))]
+
     def close(self) -> None:
         """Write pending rows if possible, and close the files; a second call does nothing."""
         for file in (self._events, self._metrics, self._clients):
             file.close()
+        if self._seals is not None:
+            self._seals.close()
 
     def __enter__(self) -> Self:
         return self
@@ -247,132 +296,6 @@ def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path
     while path.exists():
         path, number = first.with_name(f"{first.name}-{number}"), number + 1
     return path
-
-
-def to_json(value: object, indent: int | None = None) -> str:
-    """Return JSON text of plain data, tensors, numpy values and dataclasses; NaN and infinities become null."""
-    try:
-        return _ENCODE(value) if indent is None else json.dumps(value, indent=indent, allow_nan=False, default=_plain)
-    except ValueError:  # a float that JSON has no word for: rare, so only then is the value walked
-        return json.dumps(finite(value), indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
-
-
-def _plain(value: object) -> object:
-    """Return a JSON-compatible stand-in for an object."""
-    if hasattr(value, "to_json"):
-        return value.to_json()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if hasattr(value, "tolist"):  # tensors and numpy arrays; a plain number where they hold one without a dimension
-        return value.tolist()
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{type(value).__name__} {value!r} cannot be written as JSON; convert it to plain data first")
-
-
-def finite(value: object) -> Any:
-    """Return plain data with None for numbers that JSON cannot hold."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value if value is None or isinstance(value, str | int) else finite(_plain(value))
-
-
-_ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_plain).encode
-
-
-class _Journal(AppendFile[bytes]):
-    """Journal file: one JSON object a line, with a `gap` row where rows are missing."""
-
-    def __init__(self, path: Path, warn: Callable[[str], None], remake: Callable[[], None], **options: Any) -> None:
-        self._time_s, self._last_id = 0.0, 0
-        super().__init__(path, bytes, warn, remake=remake, **options)
-
-    def event(self, event: JournalRow) -> None:
-        self._time_s = event.get("time_s", self._time_s)
-        if event.get("event") == "assigned":
-            self._last_id = event["id"]
-        self.add(_line(event))
-
-    def gap(self, num_rows: int) -> None:
-        self.add(self._gap(num_rows))
-
-    def _gap(self, num_rows: int) -> bytes:
-        return _line({"time_s": self._time_s, "event": "gap", "rows": num_rows, "last_id": self._last_id})
-
-    def _put_gap(self, num_rows: int) -> None:
-        self._write(self._gap(num_rows))
-
-
-class _Table(AppendFile[list[Any]]):
-    """CSV file with a header. None becomes an empty cell, mappings become JSON."""
-
-    def __init__(
-        self, path: Path, columns: Sequence[str], warn: Callable[[str], None], remake: Callable[[], None], *,
-        new: bool = True, **options: Any,
-    ) -> None:  # fmt: skip
-        self._header: tuple[str, ...] = () if new else tuple(next(read_table(path), ()))  # as it is in the file
-        self.columns = self._header or tuple(columns)
-        self._rows: list[str] = []
-        self._writer = csv.writer(_Into(self._rows), lineterminator="\n")
-        super().__init__(path, self._text, warn, new=new, remake=remake, **options)
-        try:
-            self._prepare()
-        except OSError:
-            self.abandon()
-            raise
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        get = row.get
-        self.add([value if type(value := get(name)) in _AS_THEY_ARE else _cell(value) for name in self.columns])
-
-    def widen(self, new: Sequence[str]) -> None:
-        """Add columns at the end; the existing rows are rewritten with the next row."""
-        self.columns = (*self.columns, *new)
-
-    def _emptied(self) -> None:
-        self._header = ()
-
-    def _prepare(self) -> None:
-        if self._header == self.columns:
-            return
-        if not self._header:
-            self._write(self._text(list(self.columns)))
-        else:
-            old = islice(read_table(self.path), 1, None)
-            write_table(self.path, chain([self.columns], (row + [""] * (len(self.columns) - len(row)) for row in old)))
-            self._open("ab")
-        self._header = self.columns
-
-    def _text(self, cells: list[Any]) -> bytes:
-        self._writer.writerow(cells + [""] * (len(self.columns) - len(cells)))
-        return self._rows.pop().encode()
-
-
-_AS_THEY_ARE = frozenset({type(None), bool, int, float, str})
-
-
-class _Into:
-    """File object for `csv.writer` that appends each row to a list."""
-
-    def __init__(self, rows: list[str]) -> None:
-        self.write = rows.append
-
-
-def _line(value: JournalRow) -> bytes:
-    return (to_json(value) + "\n").encode()
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, (int, float, str)):
-        return value
-    plain = _plain(value) if not isinstance(value, dict | list | tuple) else value
-    return to_json(plain) if isinstance(plain, dict | list | tuple) else plain
 
 
 def _rounded(name: str, value: object) -> object:

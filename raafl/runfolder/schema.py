@@ -16,6 +16,8 @@ JOURNAL: Final = "events.jsonl"
 METRICS: Final = "metrics.csv"
 CLIENTS: Final = "clients.csv"
 SUMMARY: Final = "summary.json"
+SEALS: Final = "seals.jsonl"
+MODEL: Final = "model"
 CHECKPOINTS: Final = "checkpoints"
 GROWING: Final = (JOURNAL, METRICS, CLIENTS)
 """The files that grow by rows."""
@@ -43,6 +45,8 @@ class JournalRow(TypedDict, total=False):
     - timer: id; stop: reason;
     - gap, where rows could not be written: rows, last_id (of the assignments until then);
     - resumed: kept (how many events count of those before), last_id, version, goals, restarted, start.
+
+    In the file each row ends with ``chain`` (`raafl.runfolder.chain`), which readers leave out.
     """
 
     time_s: float
@@ -81,6 +85,7 @@ class JournalRow(TypedDict, total=False):
     last_id: int
     kept: int
     restarted: bool
+    chain: str
 
 
 # ---- clients.csv ----

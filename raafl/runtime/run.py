@@ -22,9 +22,11 @@ from raafl.loggers.loggers import Loggers
 from raafl.optimizers import configure
 from raafl.parts.select.axis_report import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
 from raafl.parts.select.submodels import Full
+from raafl.runfolder.books import check_books
 from raafl.runfolder.journal import RunFolder, default_run_folder
 from raafl.runfolder.record import RunRecord
-from raafl.runfolder.schema import CLIENT, JournalRow, Summary
+from raafl.runfolder.schema import CLIENT, CONFIG, JournalRow, Summary
+from raafl.runfolder.signing import Signer
 from raafl.runfolder.statistics import Coverage, RunStatistics
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.batch_norm import StaticStatistics, StatisticsHookList
@@ -75,6 +77,7 @@ class Run:
                 raise BadInput(
                     f"output is '{self.folder}', which cannot be made: {error}: name another folder"
                 ) from error
+            self._writer.signer = Signer.own()
             remember(config_yaml, self.folder)
             self._show(RunState())
             self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
@@ -117,9 +120,11 @@ class Run:
         coordinator, section = self.parts.coordinator, saved.section
         resume.check_limits(saved, coordinator.limits)
         try:
+            altered = check_books(self.folder).findings  # now: what is sealed from here on would hide it
             with resume.restoring(saved):
                 mended = resume.mend(saved)
             self._writer = RunFolder.reopen(self.folder, self.progress.warn)
+            self._writer.signer = Signer.own()
         except OSError as error:
             raise BadInput(f"resume is '{self.folder}', which cannot be written to: {error}") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
@@ -139,6 +144,9 @@ class Run:
             "start": self._start(),
         }
         self._writer.event(row)
+        if altered:
+            self.progress.warn(f"the books of the run were altered before it was resumed: {'; '.join(altered[:5])}")
+        self._writer.seal(self._writer.sealed(), coordinator.state.version, [CONFIG], altered=altered)
         watched = follow(self.folder)
         watched.look()
         self._show(watched.state)
@@ -252,6 +260,7 @@ class Run:
             "title": title, "goals": self._goals().to_json(), "guard": {"max_norm_ratio": max_norm_ratio(experiment)},
         }  # fmt: skip
         self._writer.event(row)
+        self._writer.seal(self._writer.sealed(), 0, [CONFIG])
         self.record.restart_clock()
         self.loggers.on_evaluate(0, 0.0, self.record.metrics)
 
@@ -308,13 +317,14 @@ class Run:
         if self.observer.error is not None:
             summary["traceback"] = leave_traceback(self.folder, reason, self.observer.error)
         self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
+        self._writer.seal(self._writer.sealed(), coordinator.state.version, [], final=True)
         return cast(dict[str, Any], summary)
 
     def close(self) -> None:
         """Restore the terminal, end the checkpointer's thread and flush the run folder, however the run ended."""
         self.progress.stop()
+        self.saver.close()  # first: it seals what it writes
         self._writer.close()
-        self.saver.close()
         self.loggers.close()
         self._interrupt.__exit__(None, None, None)
 

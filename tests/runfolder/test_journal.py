@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from raafl.errors import BadInput
 from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.events import JournalReader
-from raafl.runfolder.journal import RunFolder, default_run_folder, to_json
+from raafl.runfolder.journal import RunFolder, default_run_folder
+from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import CLIENT_COLUMNS
 
 

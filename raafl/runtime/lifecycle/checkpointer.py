@@ -19,6 +19,7 @@ from raafl.core.hooks import RunHooks
 from raafl.errors import BadInput
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.runfolder.record import RunRecord
+from raafl.runfolder.seals import Sealed
 from raafl.submodel import FlatTensors
 from raafl.units import size
 
@@ -80,9 +81,12 @@ class Checkpointer(RunHooks):
             "record": self._record.save(),
             "clock": clock,
         }
-        self._last = self._writer.submit(self._write, version, values, section)
+        books = None if self._record.folder is None else self._record.folder.sealed()
+        self._last = self._writer.submit(self._write, version, values, section, books)
 
-    def _write(self, version: int, values: FlatTensors, section: dict[str, Any]) -> Path | None:
+    def _write(
+        self, version: int, values: FlatTensors, section: dict[str, Any], books: Sealed | None
+    ) -> Path | None:  # fmt: skip
         named = with_ties(self._module, values)
         try:
             path = checkpoint.save(
@@ -98,6 +102,8 @@ class Checkpointer(RunHooks):
                 )
             return None
         self.num_failed = 0
+        if books is not None and self._record.folder is not None:
+            self._record.folder.seal(books, version, [str(path.relative_to(self._folder))])
         return path
 
     def wait(self) -> Path | None:

@@ -161,7 +161,7 @@ def test_a_full_disk_at_the_end_loses_no_run(tmp_path, monkeypatch, capsys):
     assert f"cannot be written to {run.folder / 'model'}: No space left on device; take it from the last" in warning
     assert warning in capsys.readouterr().err
     assert {path.name for path in run.folder.iterdir()} == {
-        "config.yaml", "events.jsonl", "metrics.csv", "clients.csv", "summary.json", "checkpoints",
+        "config.yaml", "events.jsonl", "metrics.csv", "clients.csv", "seals.jsonl", "summary.json", "checkpoints",
     }  # fmt: skip
 
 

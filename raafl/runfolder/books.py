@@ -1,0 +1,258 @@
+"""Check the books of a run: its journal's chain, its seals and their signatures, and the files that they stand for."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from raafl.runfolder.chain import MAX_NAMED, START, ChainCheck
+from raafl.runfolder.schema import CHECKPOINTS, GROWING, JOURNAL, MODEL, SEALS, SUMMARY
+from raafl.runfolder.seals import Seal, TableDigest, file_digest, read_seals, seal_digest
+from raafl.runfolder.signing import is_signed, key_name
+from raafl.sanitize import sanitize_text
+
+UNSIGNED: Final = "unsigned"
+ALTERED: Final = "altered"
+SIGNED: Final = "signed"
+
+
+@dataclass
+class Books:
+    """Result of a check of a run's books.
+
+    Attributes:
+        findings: what was altered, removed or added, a line each; empty where nothing was.
+        notes: what the books do not cover, a line each.
+        num_rows: rows of the journal.
+        num_signed: of them, those that the last signed seal stands for.
+        head: of the journal.
+        heads: every head that the journal had, if asked for.
+        key: the public key of the seals; None where no seal is signed.
+        num_seals: of the run.
+        final: whether the run's end is sealed.
+    """
+
+    findings: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    num_rows: int = 0
+    num_signed: int = 0
+    head: str = ""
+    heads: set[str] = field(default_factory=set)
+    key: str | None = None
+    num_seals: int = 0
+    final: bool = False
+
+    @property
+    def state(self) -> str:
+        """Return `ALTERED`, `UNSIGNED` or `SIGNED`."""
+        return ALTERED if self.findings else SIGNED if self.key is not None else UNSIGNED
+
+    def line(self) -> str:
+        """Return one line about the books."""
+        if self.findings:
+            more = f", and {len(self.findings) - 1} more: raafl audit names them" if len(self.findings) > 1 else ""
+            return f"books: {ALTERED}: {self.findings[0]}{more}"
+        if self.key is None:
+            return f"books: {UNSIGNED}{', ' + self.notes[0] if self.notes else ''}"
+        return f"books: {SIGNED} by {key_name(self.key)}, {self.num_signed} of {self.num_rows} journal rows"
+
+
+def doubt(folder: Path) -> str | None:
+    """Return the line of `Books.line` for a run that is unsigned or altered; None where it is signed, or there is nothing yet.
+
+    Checkpoints, model, config and summary, which may be large, are not read.
+    """
+    try:
+        if not (folder / JOURNAL).is_file():
+            return None
+        books = check_books(folder, whole_files=False)
+    except OSError as error:
+        return f"books: cannot be read: {error.strerror or error}"
+    return None if books.state == SIGNED else books.line()
+
+
+def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool = True, heads: bool = False) -> Books:
+    """Check the books of a run, also of one that goes on.
+
+    Args:
+        folder: of the run.
+        keys: public keys that may have signed them; empty = any one key.
+        whole_files: digest checkpoints, model, config and summary too, which reads all of them.
+        heads: collect every head of the journal.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    books = Books()
+    seals = _read_seals(folder, books)  # before the journal, which may grow meanwhile
+    seen = _check_journal(folder, books, {seal.data["rows"] for _, seal in seals}, collect=heads)
+    _check_seals(books, seals, seen, keys)
+    _check_end(folder, books, seals, keys)
+    if seals:
+        last = seals[-1][1].data
+        _check_tables(folder, books, last["tables"])
+        if whole_files:
+            _check_files(folder, books, [seal for _, seal in seals])
+    return books
+
+
+def _read_seals(folder: Path, books: Books) -> list[tuple[int, Seal]]:
+    """Return the seals with their numbers, from 1."""
+    path = folder / SEALS
+    found = read_seals(path) if path.is_file() else []
+    books.num_seals = len(found)
+    books.findings += [f"{SEALS}: line {number} is no seal" for number, seal in enumerate(found, 1) if seal is None]
+    before = START
+    lines = path.read_bytes().splitlines(keepends=True) if found else []
+    for number, seal in enumerate(found, 1):
+        if seal is not None and seal.data.get("before") != before:
+            books.findings.append(f"{SEALS}: seal {number} does not follow the line before it")
+        before = seal_digest(lines[number - 1])
+    return [(number, seal) for number, seal in enumerate(found, 1) if seal is not None]
+
+
+def _check_journal(folder: Path, books: Books, wanted: set[int], *, collect: bool) -> Mapping[int, str]:
+    """Check the chain; return the heads at the wanted numbers of rows."""
+    chain, seen = ChainCheck(), dict[int, str]()
+    seen[0] = chain.head
+    if not (folder / JOURNAL).is_file():
+        books.findings.append(f"{JOURNAL} was removed")
+        return seen
+    for line in _lines(folder / JOURNAL):
+        chain.add(line)
+        if collect:
+            books.heads.add(chain.head)
+        if chain.num_rows in wanted:
+            seen[chain.num_rows] = chain.next_head
+    books.num_rows, books.head = chain.num_rows, chain.next_head
+    for row in chain.broken:
+        books.findings.append(f"{JOURNAL}: row {row} was altered, or is not the one that followed row {row - 1}")
+    if chain.num_broken > MAX_NAMED:
+        books.findings.append(f"{JOURNAL}: {chain.num_broken - MAX_NAMED} more rows do not fit the chain")
+    if not chain.has_chain:
+        books.notes.append(
+            "no chain: the journal was written by a version of raafl before it, or its chain was removed"
+        )
+    elif chain.num_unlinked:
+        books.notes.append(f"no chain in the first {chain.num_unlinked} rows, which an earlier version of raafl wrote")
+    return seen
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line
+
+
+def _check_seals(
+    books: Books, seals: list[tuple[int, Seal]], heads: Mapping[int, str], keys: Collection[str]
+) -> None:  # fmt: skip
+    """Check signatures, keys and the heads that were sealed."""
+    for number, seal in seals:
+        data, name = seal.data, f"{SEALS}: seal {number} (version {sanitize_text(seal.data.get('version'), 20)})"
+        problem = _problem_of_signature(seal, books.key, keys)
+        if problem:
+            books.findings.append(f"{name} {problem}")
+        if data["rows"] > books.num_rows:
+            books.findings.append(
+                f"{JOURNAL}: rows {books.num_rows + 1} to {data['rows']}, which seal {number} stands for, are missing"
+            )
+        elif heads.get(data["rows"]) != data.get("head"):
+            books.findings.append(
+                f"{JOURNAL}: its first {data['rows']} rows are not those that seal {number} stands for"
+            )
+        elif not problem and data.get("key") is not None:
+            books.num_signed = data["rows"]
+        books.key = books.key or (data["key"] if isinstance(data.get("key"), str) else None)
+        told = data.get("altered")
+        for line in told if isinstance(told, list) else []:
+            books.findings.append(f"before seal {number}, when the run was resumed: {sanitize_text(line, 300)}")
+
+
+def _problem_of_signature(seal: Seal, before: str | None, keys: Collection[str]) -> str:
+    """Return what is wrong with who signed a seal; empty where nothing is.
+
+    Args:
+        seal: the seal.
+        before: the key of the seals before it; None = they are unsigned.
+        keys: that may sign; empty = any one key.
+    """
+    key = seal.data.get("key")
+    if key is None:
+        return "is unsigned, those before it are signed" if before is not None else ""
+    if not is_signed(seal.text, seal.signature, key):
+        return "was altered: its signature does not fit what it says"
+    if keys and key not in keys:
+        return f"is signed by {key_name(key)}, which is not the key asked for"
+    if not keys and before not in (None, key):
+        return f"is signed by {key_name(key)}, those before it by {key_name(str(before))}: name both keys if both are yours"
+    return ""
+
+
+def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: Collection[str]) -> None:
+    """Check that the end of a run that has ended is sealed, and that seals are signed where a key is asked for."""
+    books.final = bool(seals) and seals[-1][1].data.get("final") is True
+    if keys and books.key is None:
+        books.findings.append(f"{SEALS}: no seal is signed, and a key is asked for")
+    if not seals:
+        books.notes.append("no seals")
+    elif not books.final and (folder / SUMMARY).is_file():
+        was_resumed = any(seal.data.get("final") is True for _, seal in seals)
+        kind = books.notes if was_resumed else books.findings
+        kind.append(
+            f"{SEALS}: the run has ended, and its end is not sealed: seals were removed, or could not be written"
+        )
+
+
+def _check_tables(folder: Path, books: Books, tables: Mapping[str, Any]) -> None:
+    for name, sealed in tables.items():
+        if name not in GROWING:
+            books.findings.append(f"{SEALS}: it names '{sanitize_text(name)}', which is no table")
+            continue
+        path = folder / name
+        if not path.is_file():
+            books.findings.append(f"{name} was removed")
+            continue
+        try:
+            lines, columns, wanted = int(sealed["lines"]), list(sealed["columns"]), sealed["sha256"]
+            found = TableDigest.of_file(path, lines)
+            with path.open(encoding="utf-8", errors="replace", newline="") as file:
+                header = next(csv.reader(file), [])
+        except (KeyError, TypeError, ValueError, csv.Error):
+            books.findings.append(f"{name}: its seal cannot be read")
+            continue
+        if header[: len(columns)] != columns:
+            books.findings.append(f"{path.name}: its header was altered")
+        if found.lines < lines:
+            books.findings.append(f"{path.name}: {lines - found.lines} of its last {lines} sealed lines are missing")
+        elif found.seal(()).sha256 != wanted:
+            books.findings.append(f"{path.name}: a line of its first {lines} was altered")
+
+
+def _check_files(folder: Path, books: Books, seals: list[Seal]) -> None:
+    """Check each file that is there against the last seal that has it; at a sealed end none may be missing or more."""
+    sealed: dict[str, str] = {}
+    for seal in seals:
+        sealed |= seal.data["files"]
+    there = {*_files(folder, CHECKPOINTS), *_files(folder, MODEL)}
+    for name in sorted({*sealed, *there}):
+        path, shown = folder / name, sanitize_text(name)
+        if "\0" in name or not path.resolve().is_relative_to(folder.resolve()):
+            books.findings.append(f"{SEALS}: it names '{shown}', which is not in the folder")
+        elif path.is_file():
+            if name not in sealed:
+                kind = books.findings if books.final else books.notes
+                kind.append(f"{shown} is not sealed" + (": it was added after the end" if books.final else ""))
+            elif file_digest(path) != sealed[name]:
+                books.findings.append(f"{shown} was altered")
+        elif name in seals[-1].data["files"]:
+            books.findings.append(f"{shown} was removed")
+
+
+def _files(folder: Path, name: str) -> list[str]:
+    paths = (path for path in (folder / name).rglob("*") if path.is_file() and not path.name.startswith("."))
+    return [path.relative_to(folder).as_posix() for path in paths]

@@ -1,0 +1,252 @@
+"""Seal a run's books: sign the head of its journal with digests of its tables, checkpoints and other files.
+
+A seal is a row of `seals.jsonl`, written when a run starts, after each checkpoint and at the end. It says that the journal
+had so many rows and this head, and which digests the files had. Its signature covers all of its other fields; each seal has
+the digest of the one before.
+
+The seals are no rows of the journal: a journal depends on the run's events alone, and two equal simulations have one head.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+from raafl.runfolder.append_file import AppendFile
+from raafl.runfolder.chain import START
+from raafl.runfolder.json_text import to_json
+from raafl.runfolder.schema import GROWING
+from raafl.runfolder.signing import Signer
+
+_SIGNATURE: Final = b',"signature":"'
+_CONTEXT: Final = "raafl seal 1\n"
+"""Begins what is signed, so that no signature stands for anything else that the key signs."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TableSeal:
+    """Digest of the rows of a table.
+
+    Attributes:
+        lines: behind the header.
+        columns: of the header; later rows may bring more.
+        sha256: of the lines without the empty cells at their ends, which new columns add to old rows.
+    """
+
+    lines: int
+    columns: Sequence[str]
+    sha256: str
+
+
+class TableDigest:
+    """Running digest of the rows of a table, without its header."""
+
+    def __init__(self) -> None:
+        self.lines = 0
+        self._hash = hashlib.sha256()
+
+    @classmethod
+    def of_file(cls, path: Path, lines: int | None = None) -> Self:
+        """Digest the first ``lines`` lines behind the header of a file; None = all."""
+        found = cls()
+        with path.open(encoding="utf-8", errors="surrogateescape", newline="") as text:
+            header = csv.reader(text)
+            next(header, None)
+            skipped = header.line_num
+        with path.open("rb") as file:
+            for number, line in enumerate(file):
+                if number < skipped:
+                    continue
+                if found.lines == lines:
+                    break
+                found.add(line)
+        return found
+
+    def add(self, data: bytes) -> None:
+        """Add whole lines."""
+        for line in data.splitlines() if data.count(b"\n") > 1 else (data[:-1],):
+            self._hash.update(line.rstrip(b",\r") + b"\n")
+            self.lines += 1
+
+    def seal(self, columns: Sequence[str]) -> TableSeal:
+        """Return the digest of the rows so far."""
+        return TableSeal(self.lines, tuple(columns), self._hash.hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The state of the growing files at one moment, to be sealed then or later.
+
+    Attributes:
+        rows: of the journal.
+        head: of the journal.
+        tables: digest of each table, by file name.
+    """
+
+    rows: int
+    head: str
+    tables: Mapping[str, TableSeal]
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """A seal, read back.
+
+    Attributes:
+        data: its fields.
+        text: what is signed.
+        signature: of the text; None = unsigned.
+    """
+
+    data: Mapping[str, Any]
+    text: str
+    signature: str | None = field(default=None)
+
+
+class SealFile:
+    """Writer of a run's seals; one thread at a time.
+
+    Seals that cannot be written stay pending, as rows of `AppendFile` do.
+    """
+
+    def __init__(
+        self, path: Path, signer: Signer | None, warn: Callable[[str], None] = _log.warning, *,
+        remake: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Open the file, or go on with one that is there.
+
+        Args:
+            path: of the file.
+            signer: signs each seal; None = seals are unsigned.
+            warn: is called once when seals can no longer be written.
+            remake: recreates the folder if it was deleted.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self._signer, self._folder = signer, path.parent
+        self._before = _last_digest(path)
+        self._file: AppendFile[bytes] = AppendFile(path, bytes, warn, new=not path.exists(), remake=remake)
+
+    def add(
+        self,
+        sealed: Sealed,
+        *,
+        version: int,
+        files: Mapping[str, str],
+        final: bool = False,
+        altered: Iterable[str] = (),
+    ) -> None:
+        """Write a seal, once what it stands for is on the disk.
+
+        Args:
+            sealed: the growing files.
+            version: of the global model.
+            files: SHA-256 of further files, by path in the folder.
+            final: the run has ended, and ``files`` has every file that is digested whole.
+            altered: what was found altered before a run was resumed.
+        """
+        if version:
+            self._sync()
+        data: dict[str, Any] = {
+            "at": int(time.time()), "version": version, "rows": sealed.rows, "head": sealed.head,
+            "tables": {name: asdict(one) for name, one in sealed.tables.items()}, "files": dict(files),
+            "before": self._before, "key": None if self._signer is None else self._signer.public,
+        }  # fmt: skip
+        data |= ({"final": True} if final else {}) | ({"altered": list(altered)} if altered else {})
+        text = to_json(data)
+        line = text.encode() + b"\n"
+        if self._signer is not None:
+            signature = self._signer.sign(_CONTEXT + text).encode()
+            line = b"".join((text[:-1].encode(), _SIGNATURE, signature, b'"}\n'))
+        self._before = hashlib.sha256(line).hexdigest()
+        self._file.add(line)
+
+    def _sync(self) -> None:
+        """Have the system write the growing files: a seal must not survive a power failure that its rows do not."""
+        for name in GROWING:
+            with suppress(OSError):
+                descriptor = os.open(self._folder / name, os.O_RDONLY)
+                try:
+                    os.fdatasync(descriptor)
+                finally:
+                    os.close(descriptor)
+
+    def flush(self) -> None:
+        """Try once more to write pending seals."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write pending seals if possible, and close the file."""
+        self._file.close()
+
+
+def read_seals(path: Path) -> list[Seal | None]:
+    """Read the seals of a file, in order; None for a line that is none. A last line without an end is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return [_seal(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _seal(line: bytes) -> Seal | None:
+    text, signature = line[:-1], None
+    if _SIGNATURE in line:
+        text, _, tail = line.rpartition(_SIGNATURE)
+        text, signature = text + b"}", tail.removesuffix(b'"}\n').decode(errors="replace")
+    try:
+        data = json.loads(text)
+        rows, tables, files = data["rows"], data["tables"], data["files"]
+        sound = type(rows) is int and isinstance(tables, dict) and isinstance(files, dict)
+        return Seal(data, _CONTEXT + text.decode(), signature) if sound else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def seal_digest(line: bytes) -> str:
+    """Return the digest of a line of `seals.jsonl`, which the next one has as ``before``."""
+    return hashlib.sha256(line).hexdigest()
+
+
+def _last_digest(path: Path) -> str:
+    if not path.is_file():
+        return START
+    lines = path.read_bytes().splitlines(keepends=True)
+    return seal_digest(lines[-1]) if lines else START
+
+
+def file_digest(path: Path) -> str:
+    """Return the hex SHA-256 of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Return the SHA-256 of files in a folder by their paths in it; folders stand for all files in them.
+
+    Links, and what cannot be read, are left out.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        path = folder / name
+        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+        files = [one for one in inside if one.is_file() and not one.is_symlink() and not one.name.startswith(".")]
+        for one in files:
+            with suppress(OSError):
+                found[one.relative_to(folder).as_posix()] = file_digest(one)
+    return found

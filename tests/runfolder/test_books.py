@@ -1,0 +1,205 @@
+"""What a check of a run's books finds: each file of a run's folder altered, and what is no alteration."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from raafl.runfolder.append_file import read_table, write_table
+from raafl.runfolder.books import check_books
+from raafl.runfolder.chain import START, link, unlink
+from raafl.runfolder.journal import RunFolder
+from raafl.runfolder.signing import Signer
+
+
+@pytest.fixture(scope="module")
+def signer(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        return Signer.own()
+
+
+def timer(number):
+    return {"time_s": float(number), "event": "timer", "id": number}
+
+
+def write(path, signer, *, end=True):
+    """A run of two checkpoints, as `Run` writes it: a column comes late, rows follow the last checkpoint."""
+    with RunFolder(path, "seed: 1\n") as run:
+        run.signer = signer
+        run.event(timer(1))
+        run.seal(run.sealed(), 0, ["config.yaml"])
+        (path / "checkpoints").mkdir()
+        for version in (1, 2):
+            run.event(timer(1 + version))
+            run.metrics({"version": version, "time_s": 1.0, "wall_s": 1.0, "loss": 0.5} | {f"new{version}": 1})
+            run.client({"client": version, "task": 0, "outcome": "merged"})
+            books = run.sealed()
+            name = f"checkpoints/version-00000{version}.ckpt"
+            (path / name).write_bytes(b"values" * version)
+            run.client({"client": 3, "task": version, "outcome": "lost:x", "peak_bytes": 1})
+            run.seal(books, version, [name])
+        run.event(timer(4))
+        if end:
+            (path / "model").mkdir()
+            (path / "model" / "weights").write_bytes(b"w")
+            run.finish({"versions": 2}, 0, [])
+            run.seal(run.sealed(), 2, [], final=True)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path, signer):
+    return write(tmp_path / "run", signer)
+
+
+def test_books_as_they_were_written_are_signed_to_the_last_row(run, signer):
+    books = check_books(run, keys=[signer.public])
+    assert (books.findings, books.notes, books.state) == ([], [], "signed")
+    assert (books.num_rows, books.num_signed, books.num_seals, books.final) == (4, 4, 4, True)
+    assert books.line().startswith("books: signed by ") and books.line().endswith("4 of 4 journal rows")
+
+
+def test_a_run_that_goes_on_or_was_killed_is_signed_to_its_last_checkpoint(tmp_path, signer):
+    books = check_books(write(tmp_path / "run", signer, end=False))
+    assert (books.findings, books.num_rows, books.num_signed, books.final) == ([], 4, 3, False)
+
+
+def test_without_a_key_books_are_unsigned_and_still_checked(tmp_path):
+    path = write(tmp_path / "run", None)
+    assert check_books(path).line() == "books: unsigned"
+    flip(path / "clients.csv", -3)
+    assert check_books(path).state == "altered"
+
+
+def test_a_folder_of_an_earlier_version_says_unsigned_no_chain(tmp_path, signer):
+    path = write(tmp_path / "run", signer)
+    (path / "seals.jsonl").unlink()
+    (path / "events.jsonl").write_text(json.dumps(timer(1)) + "\n")
+    books = check_books(path)
+    assert books.state == "unsigned" and books.findings == [] and books.line().startswith("books: unsigned, no chain")
+
+
+def flip(path, place=-10):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_the_chain_finds_a_flipped_bit_and_names_the_row(run):
+    flip(run / "events.jsonl", 12)
+    books = check_books(run)
+    assert books.findings[0] == "events.jsonl: row 1 was altered, or is not the one that followed row 0"
+    assert books.line().startswith("books: altered: events.jsonl: row 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "finding"),
+    [
+        ("metrics.csv", "metrics.csv: a line of its first 2 was altered"),
+        ("clients.csv", "clients.csv: a line of its first 4 was altered"),
+        ("config.yaml", "config.yaml was altered"),
+        ("summary.json", "summary.json was altered"),
+        ("model/weights", "model/weights was altered"),
+        ("checkpoints/version-000001.ckpt", "checkpoints/version-000001.ckpt was altered"),
+    ],
+)
+def test_a_flipped_bit_of_any_file_is_found_and_named(run, name, finding):
+    flip(run / name, -3 if name != "model/weights" else 0)
+    assert check_books(run).findings == [finding]
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        (lambda run: (run / "model" / "weights").unlink(), "model/weights was removed"),
+        (lambda run: (run / "model" / "more").touch(), "model/more is not sealed: it was added after the end"),
+        (lambda run: (run / "clients.csv").unlink(), "clients.csv was removed"),
+        (lambda run: (run / "events.jsonl").unlink(), "events.jsonl was removed"),
+        (lambda run: cut(run / "clients.csv", 1), "clients.csv: 1 of its last 4 sealed lines are missing"),
+        (lambda run: cut(run / "events.jsonl", 1), "events.jsonl: rows 4 to 4, which seal 4 stands for, are missing"),
+        (lambda run: cut(run / "seals.jsonl", 1), "seals.jsonl: the run has ended, and its end is not sealed"),
+        (lambda run: rename_column(run / "metrics.csv"), "metrics.csv: its header was altered"),
+    ],
+)
+def test_what_is_removed_or_added_is_found(run, change, finding):
+    change(run)
+    assert any(line.startswith(finding) for line in check_books(run).findings)
+
+
+def cut(path, num):
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-num]))
+
+
+def rename_column(path):
+    header, *rows = read_table(path)
+    write_table(path, [[name.replace("loss", "gain") for name in header], *rows])
+
+
+def rewrite_chain(run):
+    """Change the second row and link all that follow anew, as somebody does who knows how."""
+    head, new = START, []
+    for number, line in enumerate((run / "events.jsonl").read_bytes().splitlines(keepends=True)):
+        row, _ = unlink(line)
+        line, head = link(head, row.replace(b'"id":2', b'"id":9') if number == 1 else row)
+        new.append(line)
+    (run / "events.jsonl").write_bytes(b"".join(new))
+
+
+def test_a_chain_that_was_rewritten_is_not_the_one_that_was_signed(run):
+    rewrite_chain(run)
+    findings = check_books(run).findings
+    assert findings == [
+        f"events.jsonl: its first {rows} rows are not those that seal {number} stands for"
+        for number, rows in ((2, 2), (3, 3), (4, 4))
+    ]
+
+
+def test_seals_that_were_altered_or_written_by_somebody_else_are_named(run, signer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "other"))
+    other = Signer.own()
+    forged = write(tmp_path / "forged", other)
+    assert check_books(forged).findings == []  # nothing but the key is wrong
+    (finding, *_) = check_books(forged, keys=[signer.public]).findings
+    assert "is signed by" in finding and "which is not the key asked for" in finding
+    assert check_books(write(tmp_path / "none", None), keys=[signer.public]).findings == [
+        "seals.jsonl: no seal is signed, and a key is asked for"
+    ]
+    seals = (run / "seals.jsonl").read_text().splitlines(keepends=True)
+    (run / "seals.jsonl").write_text("".join([seals[0], seals[1].replace('"version":1', '"version":7'), *seals[2:]]))
+    assert check_books(run).findings == [
+        "seals.jsonl: seal 3 does not follow the line before it",
+        "seals.jsonl: seal 2 (version 7) was altered: its signature does not fit what it says",
+    ]
+    (run / "seals.jsonl").write_text("".join([*seals[:3], (forged / "seals.jsonl").read_text().splitlines()[3] + "\n"]))
+    assert any("is signed by" in line and "those before it by" in line for line in check_books(run).findings)
+
+
+HOSTILE = [
+    '{"rows":1,"tables":{"../x":{}},"files":{"../../etc/passwd":"x","\\u0000":"y"},"key":{"a":1}}',
+    '{"rows":1,"tables":{"clients.csv":{"lines":"x"}},"files":{},"key":[],"version":["\\u001b[2J"],"altered":["\\u001b"]}',
+    '{"rows":true,"tables":{},"files":{}}', '{"rows":1', "[]", "[" * 10_000, "\x00\xff", '{"signature":"x"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", HOSTILE)
+def test_seals_that_somebody_made_up_raise_nothing(run, line):
+    with (run / "seals.jsonl").open("a") as file:
+        file.write(line + "\n")
+    found = check_books(run).findings
+    assert found and all(text.isprintable() for text in found)
+
+
+def test_a_resumed_run_is_sealed_as_it_goes_on(run, signer):
+    shutil.copy(run / "clients.csv", run / "clients.before")
+    header, *rows = read_table(run / "clients.csv")
+    write_table(run / "clients.csv", [header, *rows[:1]])  # as a resumption does: rows after the checkpoint come again
+    with RunFolder.reopen(run) as folder:
+        folder.signer = signer
+        folder.event({"time_s": 2.0, "event": "resumed", "kept": 2})
+        folder.seal(folder.sealed(), 1, ["config.yaml"], altered=["clients.csv was altered"])
+    books = check_books(run, whole_files=False)
+    assert books.findings == ["before seal 5, when the run was resumed: clients.csv was altered"]
+    assert (books.num_rows, books.num_signed) == (5, 5)

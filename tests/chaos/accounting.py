@@ -9,7 +9,17 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-NAMES = {"config.yaml", "events.jsonl", "metrics.csv", "clients.csv", "checkpoints", "summary.json", "seals.jsonl", "logs", "model"}
+NAMES = {
+    "config.yaml",
+    "events.jsonl",
+    "metrics.csv",
+    "clients.csv",
+    "checkpoints",
+    "summary.json",
+    "seals.jsonl",
+    "logs",
+    "model",
+}
 EVENTS = ("joined", "arrived", "lost", "timer", "stop")
 Row = dict[str, Any]
 

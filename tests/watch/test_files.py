@@ -175,7 +175,8 @@ def test_watching_writes_nothing_and_agrees_with_the_summary(tmp_path, capsys):
     )
     assert found["updates_per_s"] == pytest.approx(12 / summary["time_s"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and lines[1].endswith("ended: max_updates") and "eval:" in lines[2]
+    assert len(lines) == 4 and lines[1].endswith("ended: max_updates") and "eval:" in lines[2]
+    assert lines[3] == "books: unsigned"
 
 
 def test_the_view_of_the_run_itself_is_that_of_its_folder(tmp_path, monkeypatch):
@@ -261,7 +262,7 @@ def test_a_folder_that_appears_late_is_waited_for_and_silence_is_said_once(tmp_p
     assert lines[0] == str(folder)
     assert lines[1] == "waiting: there is no run in it yet"
     assert [line.split(" for ")[0] for line in lines[2:]].count("nothing has been written") == 1
-    assert lines[-1].endswith("ended: max_time")
+    assert lines[-2].endswith("ended: max_time") and lines[-1] == "books: unsigned, no seals"
     assert len(looks) == 7
 
 

@@ -85,9 +85,9 @@ def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:
     if progress.mode == "plain" and watched.state.summary is None:
         progress.note(sentence(watched.state.snapshot()))
     progress.update(watched.state.snapshot, evaluated=True)
-    for line in (_silence(watched), doubt(path)):
-        if line is not None:
-            progress.note(line)
+    if (silent := _silence(watched)) is not None:
+        progress.note(silent)
+    _note_books(path, progress)
     progress.stop()
 
 
@@ -106,12 +106,17 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
                 progress.note(to_say)
             said = to_say
             if watched.state.summary is not None:
-                if (line := doubt(path)) is not None:
-                    progress.note(line)
+                _note_books(path, progress)
                 return
             sleep(LOOK_S)
     finally:
         progress.stop()
+
+
+def _note_books(path: Path, progress: Progress) -> None:
+    """Note that the run's books are unsigned or altered, if they are."""
+    if (line := doubt(path)) is not None:
+        progress.note(line)
 
 
 def _silence(watched: RunTail[RunState]) -> str | None:

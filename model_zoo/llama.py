@@ -14,13 +14,15 @@ from model_zoo.sizes import shape_of
 SIZES: Final = {
     "micro": (2, 32, 88, 4, 2),
     "nano": (3, 64, 176, 4, 4),
+    "tiny": (4, 160, 432, 4, 4),
     "mini": (4, 256, 688, 8, 4),
     "char": (6, 384, 1024, 8, 8),
     "small": (12, 768, 2048, 12, 4),
     "tinyllama": (22, 2048, 5632, 32, 4),
 }
 """Blocks, width, width of the gated MLP, query heads, key-value heads. tinyllama is Zhang et al. 2024 (arXiv:2401.02385),
-1.1 B parameters, Co-S2P's largest model; micro is for tests, nano and mini for a CPU, char (10.7 M) for texts by character."""
+1.1 B parameters, Co-S2P's largest model; micro is for tests, nano, tiny (1.3 M) and mini for a CPU, char (10.7 M)
+for texts by character."""
 
 
 class LLaMA(HFLanguageModel):
@@ -32,7 +34,7 @@ class LLaMA(HFLanguageModel):
 
     def __init__(
         self,
-        size: Literal["micro", "nano", "mini", "char", "small", "tinyllama"] = "tinyllama",
+        size: Literal["micro", "nano", "tiny", "mini", "char", "small", "tinyllama"] = "tinyllama",
         vocab_size: int = 32000,
         max_length: int = 2048,
         tied: bool = False,

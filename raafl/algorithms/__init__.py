@@ -11,6 +11,7 @@ from collections.abc import Callable
 from raafl.algorithms.ada_vit import ada_vit as ada_vit
 from raafl.algorithms.ca2fl import ca2fl as ca2fl
 from raafl.algorithms.co_s2p import co_s2p as co_s2p
+from raafl.algorithms.diloco import diloco as diloco
 from raafl.algorithms.fadas import fadas as fadas
 from raafl.algorithms.fed_async import fed_async as fed_async
 from raafl.algorithms.fed_avg import fed_avg as fed_avg

@@ -174,8 +174,11 @@ class Admission:
         most = self._max_samples(client)
         return num_samples if most is None else min(num_samples, most)
 
-    def _clip(self, client: ClientInfo, update: Update) -> None:
-        """Cut what a client says of its number of samples to what it may count as, for training and for its own tests."""
+    def _clip(self, client: ClientInfo, assignment: Assignment, update: Update) -> None:
+        """Cut the steps and samples that a client says to what it may count as, for training and for its own tests."""
+        # an epoch has at most a step for each sample
+        steps = self.fleet.training.samples(assignment, client.num_samples, 1)
+        update.num_steps = min(update.num_steps, max(steps, 1))
         most = self._max_samples(client)
         if most is not None and update.num_samples > most:
             self.clipped[client.id] += 1

@@ -133,7 +133,7 @@ class Coordinator(Admission):
         if problem is not None:
             return problem
         self.algorithm.select.on_update(client, assignment, now - assignment.assigned_s, self.fleet)
-        self._clip(client, update)
+        self._clip(client, assignment, update)
         if self.algorithm.merge.overflows(self.state, update, cut, staleness):
             return OVERFLOW
         self.algorithm.merge.receive(self.state, update, cut, staleness)

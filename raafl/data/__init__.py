@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from raafl.data.sources import CIFAR10, CIFAR100, MNIST, Digits, HuggingFace
     from raafl.data.tensors import TensorImages
     from raafl.data.text import FPB, SST2, AGNews, HuggingFaceText
+    from raafl.data.text_folder import TextFolder
     from raafl.data.tokens import TensorTokens, TensorWindows
 
 _HOME = {
@@ -43,6 +44,7 @@ _HOME = {
     "TensorImages": "tensors",
     "TensorTokens": "tokens",
     "TensorWindows": "tokens",
+    "TextFolder": "text_folder",
 }
 
 __all__ = list(_HOME)

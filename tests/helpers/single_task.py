@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from raafl.core.algorithm import Algorithm, Training
-from raafl.core.payload import Payload
 from raafl.core.types import Arrived, Assignment, Update
 from raafl.data.federated import ClientData
 from raafl.local.train import LocalTrainer
@@ -45,8 +44,8 @@ def task_of(algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: 
     submodels = Submodels(module, (torch.ones(1, 1), torch.zeros(1, 1)))
     merge = algorithm.merge
     trainer = LocalTrainer(submodels, algorithm.local, merge.sends, Training(num_steps=steps, num_epochs=None))
-    payload = Payload(submodels, algorithm.local.down, algorithm.local.up)
-    received = FlatTensors.from_named({name: torch.as_tensor(value) for name, value in sent.items()}, payload.layout())
+    layout = algorithm.local.payload(submodels).layout()
+    received = FlatTensors.from_named({name: torch.as_tensor(value) for name, value in sent.items()}, layout)
     (assignment,) = assigned(join(coordinator_for(algorithm), [1])).values()
     data = ClientData(TensorDataset(torch.ones(1, 1), torch.full((1, 1), y)), torch.arange(1), batch_size=1)
     update = trainer.run(assignment, received, data)

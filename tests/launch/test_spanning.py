@@ -16,19 +16,21 @@ from raafl.runtime.client.multiprocess import ClientGroup, _hello, processes, re
 from tests.habits.source import ROOT
 from tests.helpers import forkserver
 from tests.helpers.forked_command import command, wait_for
-from tests.launch.one_task import site, tasks
+from tests.launch.one_task import METHODS, site, tasks
 
 TORCHRUN = ("--standalone", "--nproc-per-node=2")
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 pytestmark = pytest.mark.timeout(480)
 
 
-def test_two_processes_come_to_the_update_of_one(tmp_path):
+@pytest.mark.quick_cases("fed_raa")
+@pytest.mark.parametrize("name", METHODS)
+def test_two_processes_come_to_the_update_of_one(tmp_path, name):
     """Batches of 64 in float32: 32 and 32 rows summed apart; the last batch is of another size, whose halves may differ."""
-    argv = (*TORCHRUN, str(ROOT / "tests" / "launch" / "one_task.py"), str(tmp_path))
+    argv = (*TORCHRUN, str(ROOT / "tests" / "launch" / "one_task.py"), str(tmp_path), name)
     with command(tmp_path / "c", *argv, before=forkserver.start, entry=forkserver.torchrun) as started:
         assert started.end() == 0, started.err
-    found, expected = torch.load(tmp_path / "found.pt"), tasks(site(tmp_path))
+    found, expected = torch.load(tmp_path / "found.pt"), tasks(site(tmp_path, name))
     assert found.keys() == expected.keys()
     for name, one in expected.items():
         assert found[name]["num_steps"] == one["num_steps"] > 1

@@ -1,0 +1,116 @@
+"""DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023), in rounds or not.
+
+Each worker makes H steps of AdamW from the global model. The mean of their deltas is the gradient of an outer Nesterov step
+(Algorithm 1): ``m <- beta m + Delta; theta <- theta + eta (Delta + beta m)``, eta = 0.7, beta = 0.9.
+
+The asynchronous form is that of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: *delayed Nesterov*
+(Algorithm 3, `raafl.parts.merge.nesterov.DelayedNesterov`) at each arrival, and *dynamic local updates* (`steps` "speed"), where
+a slow worker makes fewer steps. The quorum with a grace window, and its weights by tokens, are those of Douillard et al.,
+"Decoupled DiLoCo for Resilient Distributed Pre-training", 2026; their formula is taken from a second source, without fragments.
+
+Choices that the papers leave open, and this does:
+- H is `train.num_steps`; the inner optimizer is the model's own.
+- A client keeps nothing between tasks, so the inner optimizer starts anew in each (as in the authors' public toy of the
+  asynchronous form). `inner_state` "kept" is DiLoCo's own: the moments of AdamW travel with the task, three times the bytes.
+- Submodels: means, momentum and N are over the updates that cover an element (`raafl.parts.merge.nesterov`).
+- Algorithm 3's c, which spreads the momentum over the N updates, is 0, the paper's default.
+- A client that is lost takes part again when it returns, from the model as it is then.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from raafl.algorithms.diloco.inner import KeptInner, WithInner
+from raafl.core.algorithm import Algorithm, Local, Merge, Select, Trigger
+from raafl.core.sample import Sample
+from raafl.errors import one_of, refuse_unused
+from raafl.parts.merge.nesterov import DelayedNesterov, Nesterov, Weights
+from raafl.parts.merge.staleness import Kind, Staleness
+from raafl.parts.select.by_speed import BySpeed
+from raafl.parts.select.submodels import Full
+from raafl.parts.trigger import AllReported, EachArrival, MinRatio
+
+When = Literal["all", "quorum", "each"]
+Steps = Literal["equal", "speed"]
+InnerState = Literal["new", "kept"]
+
+
+def diloco(
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    trigger: When = "all",
+    quorum: float = 0.5,
+    grace_s: float = 0.0,
+    delay: int | None = None,
+    steps: Steps = "equal",
+    least_steps: int = 5,
+    weights: Weights = "equal",
+    staleness: Kind = "constant",
+    staleness_a: float = 0.5,
+    inner_state: InnerState = "new",
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    submodel: Select | None = None,
+) -> Algorithm:
+    """Return DiLoCo, whose server steps with Nesterov momentum along what clients have trained in many local steps.
+
+    Args:
+        outer_lr: outer learning rate (eta).
+        outer_momentum: outer momentum (beta); 0 = none.
+        trigger: all (rounds), quorum (a share of the clients, then a grace window) or each (asynchronous, delayed Nesterov).
+        quorum: for trigger quorum: share of the clients at work that must have reported, 0 to 1.
+        grace_s: for trigger quorum: seconds that a merge waits for others after that; for trigger each: after the first arrival, so
+            that clients that end together start again from one model.
+        delay: for trigger each: updates from one step with momentum to the next (N), at least the number of clients; 1 = momentum
+            at each arrival, the naive form; None = the number of clients.
+        steps: equal (H) or speed (dynamic local updates: H for the fastest client, fewer for slower ones).
+        least_steps: for steps speed: smallest number of steps of a task.
+        weights: for triggers all and quorum: equal; samples = by |D_n|; tokens = by tokens x tokens / steps.
+        staleness: kind of the staleness factor s(.): constant, polynomial or hinge.
+        staleness_a: a of polynomial and hinge.
+        inner_state: new = the inner optimizer starts anew in each task; kept = it goes on from the client's last task (Adam and
+            AdamW), whose moments travel with each task and lie on the server.
+        cohort: number of clients in a round, or at work, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+            every client.
+    """
+    for name, value, allowed in (
+        ("trigger", trigger, When), ("steps", steps, Steps), ("inner_state", inner_state, InnerState)
+    ):  # fmt: skip
+        one_of(name, value, allowed)
+    if steps == "equal":
+        refuse_unused("steps is 'equal'", least_steps=(least_steps, 5))
+    stale = Staleness(staleness, staleness_a)
+    select: Select = submodel or Full()
+    merge = _merge(trigger, outer_lr, outer_momentum, delay, weights, stale)
+    return Algorithm(
+        name="diloco",
+        paper="Douillard et al. 2023",
+        sample=Sample(cohort, concurrency),
+        select=BySpeed(select, least_steps) if steps == "speed" else select,
+        local=KeptInner() if inner_state == "kept" else Local(),
+        trigger=_trigger(trigger, quorum, grace_s),
+        merge=WithInner(merge) if inner_state == "kept" else merge,
+    )
+
+
+def _trigger(when: When, quorum: float, grace_s: float) -> Trigger:
+    if when == "quorum":
+        return MinRatio(quorum, grace_s)
+    refuse_unused(f"trigger is '{when}'", quorum=(quorum, 0.5))
+    if when == "each":
+        return MinRatio(0.0, grace_s) if grace_s else EachArrival()
+    refuse_unused(f"trigger is '{when}'", grace_s=(grace_s, 0.0))
+    return AllReported()
+
+
+def _merge(when: When, lr: float, beta: float, delay: int | None, weights: Weights, stale: Staleness) -> Merge:
+    if when == "each":
+        refuse_unused("trigger is 'each', which moves by 1/N of each update", weights=(weights, "equal"))
+        return DelayedNesterov(lr, beta, staleness=stale, every=delay)
+    refuse_unused(f"trigger is '{when}', whose merges are whole steps", delay=(delay, None))
+    if when == "all":
+        refuse_unused("in a round nothing is late", staleness=(stale.kind, "constant"))
+    return Nesterov(lr, beta, weights, stale)

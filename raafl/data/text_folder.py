@@ -1,0 +1,121 @@
+"""Read a folder of plain texts as windows of tokens, to train a language model from random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from raafl.data import readers
+from raafl.data.sources import Classes
+from raafl.data.tokens import TensorWindows, Tokenizer, load_tokenizer, located
+from raafl.errors import BadInput, at_least
+
+_PARTS = ("tokens", "starts")
+
+
+class TextFolder(Classes):
+    """The text files of a folder as windows of tokens to predict one by one.
+
+    A sample is `(tokens, targets)`, both `(length,)` int64; a batch's loss counts every token. Each file is tokenised and cut into
+    windows, the last of which are held out; `raafl.data.ByColumn("speaker")` makes the files the clients. Files are tokenised once
+    per machine; its ranks share the tokens.
+
+    Args:
+        path: folder with the texts, UTF-8; `package:NAME/FOLDER` for a folder of an installed Python package.
+        glob: pattern of the files within it; `**` stands for any depth.
+        tokenizer: of transformers: name on the hub, folder, `package:NAME/FOLDER`, or `bytes`, which needs no files and has 261
+            tokens. The model's `vocab_size` must be at least its number of tokens.
+        length: tokens of a window.
+        batch_size: windows in a batch.
+        test_share: share of each file's windows that is held out, between 0 and 1.
+        num_train: train on so many windows, evenly spaced; null = all.
+        num_test: evaluate on so many windows, evenly spaced; null = all.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        glob: str = "**/*.txt",
+        tokenizer: str = "bytes",
+        length: int = 64,
+        batch_size: int = 8,
+        test_share: float = 0.1,
+        num_train: int | None = None,
+        num_test: int | None = None,
+    ) -> None:
+        """Check the arguments; nothing is read yet."""
+        super().__init__(batch_size, num_train, num_test)
+        at_least("TextFolder: length", length, 1)
+        if not 0 < test_share < 1:
+            raise BadInput(f"TextFolder: test_share is {test_share}: give a share between 0 and 1, such as 0.1")
+        self.path, self.glob, self.length, self.test_share = path, glob, length, test_share
+        self._tokenizer = tokenizer
+
+    @property
+    def tokenizer(self) -> Any:  # a transformers.PreTrainedTokenizerBase
+        """Return the tokenizer; it is saved with the model."""
+        return load_tokenizer(self._tokenizer)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Tokenise the files, or memory-map the tokens that an earlier run wrote, and cut them.
+
+        Raises:
+            BadInput: there is no such folder, file or tokenizer, a file is not UTF-8, or all are too short.
+        """
+        if hasattr(self, "train"):
+            return
+        files = self._files()
+        # the tokens are cached apart from the texts, whose folder may be a package's
+        facts = [*files, *Tokenizer(self._tokenizer).facts()]
+        tokens, starts = readers.cached(
+            facts, readers.data_root(None), "text-folder", lambda: self._read(files), _PARTS
+        )
+        train: list[torch.Tensor] = []
+        test: list[torch.Tensor] = []
+        names: tuple[list[str], list[str]] = ([], [])
+        for file, (start, end) in zip(files, zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True), strict=True):
+            windows = self._cut(tokens[start:end])
+            num_test = max(1, round(self.test_share * len(windows)))
+            if len(windows) <= num_test:
+                continue
+            for rows, into, speakers in ((windows[:-num_test], train, names[0]), (windows[-num_test:], test, names[1])):
+                into.append(rows)
+                speakers += [file.name] * len(rows)
+        if not train:
+            raise BadInput(
+                f"TextFolder: none of the {len(files)} files of {self.path} has 2 windows of {self.length} tokens: lower length"
+            )
+        self._set(TensorWindows(torch.cat(train), names[0]), TensorWindows(torch.cat(test), names[1]))
+
+    def _files(self) -> list[Path]:
+        folder = Path(located(self.path))
+        files = sorted(path for path in folder.glob(self.glob) if path.is_file()) if folder.is_dir() else []
+        if not files:
+            reason = f"has no file {self.glob}" if folder.is_dir() else "is no folder"
+            raise BadInput(f"TextFolder: path is '{self.path}', which {reason}: name a folder of texts, and their glob")
+        return files
+
+    def _read(self, files: list[Path]) -> readers.Arrays:
+        """Return the tokens of all files, one after the other, and where each starts, with the end of the last."""
+        tokenizer, found, starts = self.tokenizer, [], [0]
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        for file in files:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise BadInput(
+                    f"TextFolder: {file} is not UTF-8 ({error.reason}): convert it, or leave it out"
+                ) from None
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            found.append(np.array([*ids, *end], np.int32))
+            starts.append(starts[-1] + len(found[-1]))
+        return np.concatenate(found), np.array(starts, np.int64)
+
+    def _cut(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return windows `(n, length + 1)`, which overlap by one token; the remainder is left out."""
+        if len(tokens) <= self.length:
+            return tokens.new_empty((0, self.length + 1))
+        return tokens.unfold(0, self.length + 1, self.length)

@@ -1,0 +1,212 @@
+"""Step the global model with Nesterov momentum on the server: DiLoCo's outer step, and its delayed form for single arrivals.
+
+Shapes: everything is elementwise on the tensors of the whole model; a sum or count has the layout of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from raafl.core.algorithm import Merge
+from raafl.core.state import GlobalState
+from raafl.core.types import Update
+from raafl.errors import BadInput, one_of, positive
+from raafl.parts.merge.mean import Accumulator, SumMemory, chunks, trained_values, zeros_like
+from raafl.parts.merge.staleness import Staleness
+from raafl.submodel import FlatTensors, Spec
+
+Weights = Literal["equal", "samples", "tokens"]
+
+
+@dataclass
+class NesterovMemory(SumMemory):
+    """The sum of a merge's deltas, and the outer optimizer's state.
+
+    Attributes:
+        m: momentum, of the model's size; None = before the first step with momentum.
+        pending: sum of the deltas as applied since the last step with momentum; None = delayed steps have not begun.
+        recent: specs of the last N updates, the newest last (`DelayedNesterov`).
+        num_pending: updates since the last step with momentum.
+    """
+
+    key = "nesterov"
+    m: FlatTensors | None = None
+    pending: FlatTensors | None = None
+    recent: list[Spec] = field(default_factory=list)
+    num_pending: int = 0
+
+    def momentum(self, state: GlobalState) -> FlatTensors:
+        """Return m, which starts at 0."""
+        self.m = zeros_like(state.values) if self.m is None else self.m
+        return self.m
+
+
+@dataclass(frozen=True)
+class Nesterov(Merge):
+    """DiLoCo's outer step (Douillard et al. 2023, Algorithm 1): Nesterov momentum along the mean delta of a merge.
+
+    ``m <- beta m + Delta``; ``theta <- theta + eta (Delta + beta m)``, as `torch.optim.SGD` with ``nesterov=True`` and the gradient
+    ``-Delta``. Delta is ``sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the n that cover the element, each against the values
+    that this client received. Elements that no update covers keep theta and m. Floating-point buffers (running statistics) get
+    the plain mean.
+
+    Attributes:
+        lr: outer learning rate (eta).
+        beta: outer momentum (beta); 0 = none, and no memory for it.
+        weights: weight w_n of an update: equal = 1; samples = |D_n|; tokens = the square of the tokens trained, divided by the
+            steps (Decoupled DiLoCo). In batches of one size that is proportional to the steps, which are what counts here.
+        staleness: staleness factor s.
+    """
+
+    lr: float = 0.7
+    beta: float = 0.9
+    weights: Weights = "equal"
+    staleness: Staleness = field(default_factory=Staleness)
+    sends: Literal["values", "delta"] = "delta"
+
+    def __post_init__(self) -> None:
+        positive("outer_lr", self.lr)
+        if not 0 <= self.beta < 1:
+            raise BadInput(f"outer_momentum is {self.beta}: give a number from 0 to below 1")
+        one_of("weights", self.weights, Weights)
+
+    def weigh(self, update: Update) -> float:
+        """Return the weight w_n of an update."""
+        return float({"equal": 1, "samples": update.num_samples, "tokens": update.num_steps}[self.weights])
+
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Return "no-steps" for an update without a step where steps are its weight."""
+        return "no-steps" if self.weights == "tokens" and update.num_steps < 1 else None
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Add the delta, times its weight and staleness factor, to the sum."""
+        sums = Accumulator(state, state.memory.of(NesterovMemory))
+        sums.add(update.tensors, spec, self.weigh(update), self.staleness(staleness))
+
+    def apply(self, state: GlobalState) -> None:
+        """Take one outer step along the mean delta."""
+        memory = state.memory.of(NesterovMemory)
+        sums = Accumulator(state, memory)
+        count = None if _is_whole(sums) else sums.cover()
+        for name, theta in trained_values(state).items():
+            is_stepped = name in state.submodels.parameter_names
+            flats = [theta, sums.total[name]]
+            flats += [memory.momentum(state)[name]] if is_stepped and self.beta else []
+            flats += [] if count is None else [count[name]]
+            for old, total, *more in chunks(*flats):
+                weight = sums.weight if count is None else more.pop()
+                # 0 / tiny = 0 on elements that no update covers
+                delta = total / (weight if isinstance(weight, float) else weight.clamp_min(_tiny(theta)))
+                where = weight > 0 if isinstance(weight, Tensor) else None
+                self._step(old, delta, more[0] if more else None, where, self.lr if is_stepped else 1.0)
+        sums.clear()
+
+    def _step(self, theta: Tensor, delta: Tensor, m: Tensor | None, where: Tensor | None, lr: float) -> None:
+        if m is not None:
+            new = torch.add(delta, m, alpha=self.beta)
+            m.copy_(new if where is None else torch.where(where, new, m))
+            # an element that no update covers has its old momentum in m, and is not moved by it
+            moved = m if where is None else torch.where(where, m, 0.0)
+            delta = torch.add(delta, moved, alpha=self.beta)
+        theta.add_(delta, alpha=lr)
+
+    def __str__(self) -> str:
+        words = "mean of deltas" + ("" if self.weights == "equal" else f" weighted by {self.weights}")
+        words += f" x {self.staleness}" if str(self.staleness) else ""
+        return f"{words}, Nesterov lr {self.lr:g}, momentum {self.beta:g}"
+
+
+@dataclass(frozen=True)
+class DelayedNesterov(Nesterov):
+    """Delayed Nesterov for asynchronous arrivals (Liu et al. 2024, Algorithm 3 with c = 0).
+
+    Each delta moves the model at once by ``theta <- theta + eta Delta / N``. Every N-th one also updates the momentum with the mean
+    of the last N, and applies it: ``m <- beta m + sum Delta / N``; ``theta <- theta + eta beta m``. So stale deltas do not enter
+    the momentum N times as often as in rounds. N deltas from one start end where one step of `Nesterov` does. N = 1 is Nesterov
+    momentum at each arrival, the naive asynchronous form.
+
+    Submodels: N is, for each element, the number of the last N updates that cover it, so that an element that few clients
+    hold moves as far as one that all hold. Before there have been N updates, the missing ones count as covering it.
+
+    Attributes:
+        every: number of updates from one step with momentum to the next (N); None = the number of clients in the run.
+    """
+
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("delay", self.every, optional=True)
+
+    def apply(self, state: GlobalState) -> None:
+        """Move the model by its part of each delta; after N of them also by the momentum."""
+        memory = state.memory.of(NesterovMemory)
+        sums, every = Accumulator(state, memory), self.every or state.num_clients
+        memory.recent = [*memory.recent, *(spec for spec, _ in sums.updates)][-every:]
+        memory.num_pending += len(sums.updates)
+        is_due = memory.num_pending >= every
+        count = self._count(state, memory, every)
+        for name, theta in trained_values(state).items():
+            flats = [theta, sums.total[name]]
+            is_stepped = name in state.submodels.parameter_names
+            if is_stepped and self.beta:
+                memory.pending = zeros_like(state.values) if memory.pending is None else memory.pending
+                flats += [memory.pending[name], memory.momentum(state)[name]]
+            flats += [] if count is None else [count[name]]
+            for old, total, *more in chunks(*flats):
+                num = every if count is None else more.pop()
+                delta = total / (num if isinstance(num, int) else num.clamp_min(1.0))
+                old.add_(delta, alpha=self.lr if is_stepped else 1.0)
+                self._delay(old, delta, more, is_due, num > 0 if isinstance(num, Tensor) else None)
+        memory.num_pending = 0 if is_due else memory.num_pending
+        sums.clear()
+
+    def _delay(self, theta: Tensor, delta: Tensor, state: Sequence[Tensor], is_due: bool, where: Tensor | None) -> None:
+        """Add a delta to what is pending; if momentum is due, update m with it and move theta.
+
+        Args:
+            theta: changed in place.
+            delta: as it was applied.
+            state: pending deltas and m, changed in place; empty = no momentum.
+            is_due: whether N updates are pending.
+            where: elements that a recent update covers; others keep theta and m. None = all.
+        """
+        if not state:
+            return
+        pending, m = state
+        pending.add_(delta)
+        if not is_due:
+            return
+        new = torch.add(pending, m, alpha=self.beta)
+        m.copy_(new if where is None else torch.where(where, new, m))
+        theta.add_(m if where is None else torch.where(where, m, 0.0), alpha=self.lr * self.beta)
+        pending.zero_()
+
+    def _count(self, state: GlobalState, memory: NesterovMemory, every: int) -> FlatTensors | None:
+        """Return for each element how many of the last N updates cover it; None = all of them do."""
+        if all(spec.is_full for spec in memory.recent):
+            return None
+        count: FlatTensors = state.scratch.setdefault("recent", zeros_like(state.values))
+        for buffer in trained_values(state).buffers:
+            count.buffers[buffer].fill_(every - len(memory.recent))
+        for spec in set(memory.recent):
+            state.submodels.plan(spec).cover_(count, float(memory.recent.count(spec)))
+        return count
+
+    def __str__(self) -> str:
+        every = "as many as clients" if self.every is None else str(self.every)
+        stale = f" x {self.staleness}" if str(self.staleness) else ""
+        return f"deltas{stale}, Nesterov lr {self.lr:g}, momentum {self.beta:g} delayed to every {every}"
+
+
+def _is_whole(sums: Accumulator) -> bool:
+    return sums.common is not None and sums.common.is_full
+
+
+def _tiny(theta: Tensor) -> float:
+    return torch.finfo(theta.dtype).tiny

@@ -1,0 +1,145 @@
+"""Give slow clients fewer local steps, so that all tasks take about as long: DiLoCo's dynamic local updates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from raafl.core.algorithm import SelectContext
+from raafl.core.memory import MergeMemory
+from raafl.core.types import Assignment, ClientInfo, Work
+from raafl.errors import positive
+from raafl.parts.merge.wrapped import WrappedSelect
+
+Table = Literal["measured", "predicted"]
+
+
+@dataclass
+class SpeedMemory(MergeMemory):
+    """Speeds of the clients that are present.
+
+    Attributes:
+        measured: client -> seconds of a step of the submodel that it had last, of clients with a ratio.
+        predicted: client -> the same as predicted, of clients without one; before a first task, of the whole model.
+        ratio: client -> real time of its latest task by the predicted time.
+        latest: the newest ratio of any client, which stands for clients that have none.
+    """
+
+    key = "by_speed"
+    measured: dict[int, float] = field(default_factory=dict)
+    predicted: dict[int, float] = field(default_factory=dict)
+    ratio: dict[int, float] = field(default_factory=dict)
+    latest: float = 1.0
+
+
+@dataclass(frozen=True)
+class BySpeed(WrappedSelect):
+    """Select wrapper that sets each task's steps by speed: dynamic local updates (Liu et al. 2024, section 5).
+
+    A client whose step takes s_i seconds makes ``floor(H min_j s_j / s_i)`` steps, but at least `least`, where H is
+    `train.num_steps` and j runs over the clients that are present. s_i is of the submodel that the inner select assigns, so that
+    a client with a narrower one makes more steps. It is predicted from the client's profile, and scaled by the ratio of measured to
+    predicted time of its last task.
+
+    Attributes:
+        least: smallest number of steps.
+    """
+
+    least: int = 5
+
+    def __post_init__(self) -> None:
+        positive("least_steps", self.least)
+
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
+        """Return the inner select's work with as many steps as suit the client's speed."""
+        work = super().__call__(client, fleet)
+        most = work.num_steps or fleet.training.num_steps
+        if most is None or work.num_epochs is not None:
+            return work
+        own_s = self._record(client, work, fleet)
+        share = _fastest_s(fleet) / own_s if own_s > 0 else 1.0
+        return replace(work, num_steps=min(max(math.floor(most * share + 1e-9), self.least), most))
+
+    def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Predict the client's speed, and delete its measured ratio, since it may be on another device."""
+        super().on_join(client, fleet)
+        fleet.state.memory.of(SpeedMemory).ratio.pop(client.id, None)
+        self._record(client, Work(), fleet)
+
+    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Forget the client's speed."""
+        super().on_loss(client, fleet)
+        fleet.state.memory.of(SpeedMemory).ratio.pop(client.id, None)
+        for table in get_args(Table):
+            _forget(table, client.id, fleet)
+
+    def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
+        """Update the client's ratio of measured to predicted time."""
+        super().on_update(client, assignment, seconds, fleet)
+        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
+        predicted_s = fleet.cost_s(client, work)
+        if predicted_s <= 0 or seconds <= 0:
+            return
+        memory, ratio = fleet.state.memory.of(SpeedMemory), seconds / predicted_s
+        # on a virtual clock sums of seconds differ in the last bits alone, and steps must not
+        memory.latest = memory.ratio[client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
+
+    def check(self, fleet: SelectContext) -> list[str]:
+        """Return the inner select's problems, and one if local work is not given in steps."""
+        if fleet.training.num_steps is not None:
+            return super().check(fleet)
+        return [
+            *super().check(fleet),
+            "train.num_steps is null, but steps by speed need the steps of the fastest client: give it, such as 500",
+        ]
+
+    def _record(self, client: ClientInfo, work: Work, fleet: SelectContext) -> float:
+        """Record and return the seconds of one local step, without what a task takes besides."""
+        one_s, two_s = (fleet.task_time(client, replace(work, num_steps=num)).compute_s for num in (1, 2))
+        step_s, memory = two_s - one_s, fleet.state.memory.of(SpeedMemory)
+        ratio = memory.ratio.get(client.id)
+        if ratio is None:
+            _forget("measured", client.id, fleet)
+            _set("predicted", client.id, step_s, fleet)
+            return step_s * memory.latest
+        _forget("predicted", client.id, fleet)
+        _set("measured", client.id, step_s * ratio, fleet)
+        return step_s * ratio
+
+    def __str__(self) -> str:
+        return f"{self.inner}, steps by speed, at least {self.least}"
+
+
+def _set(table: Table, client: int, step_s: float, fleet: SelectContext) -> None:
+    """Set a client's seconds, and keep the table's least value where it is cached."""
+    _table(table, fleet)[client] = step_s
+    least = fleet.cache.get(f"least {table}")
+    if least is not None and step_s < least[1]:
+        fleet.cache[f"least {table}"] = (client, step_s)
+    elif least is not None and least[0] == client:  # it may have become slower than another
+        del fleet.cache[f"least {table}"]
+
+
+def _forget(table: Table, client: int, fleet: SelectContext) -> None:
+    if _table(table, fleet).pop(client, None) is not None:
+        fleet.cache.pop(f"least {table}", None)
+
+
+def _least_s(table: Table, fleet: SelectContext) -> float:
+    """Return the least seconds in a table; cached, as few events change it, and a fleet may be large."""
+    found, key = _table(table, fleet), f"least {table}"
+    if found and key not in fleet.cache:
+        client = min(found, key=found.__getitem__)
+        fleet.cache[key] = (client, found[client])
+    return float(fleet.cache[key][1]) if found else math.inf
+
+
+def _fastest_s(fleet: SelectContext) -> float:
+    """Return the seconds of a step on the fastest client that is present."""
+    return min(_least_s("measured", fleet), _least_s("predicted", fleet) * fleet.state.memory.of(SpeedMemory).latest)
+
+
+def _table(table: Table, fleet: SelectContext) -> dict[int, float]:
+    memory = fleet.state.memory.of(SpeedMemory)
+    return memory.measured if table == "measured" else memory.predicted

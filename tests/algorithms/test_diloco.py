@@ -1,0 +1,213 @@
+"""DiLoCo: what it is equal to, its inner optimizer's moments by hand, and a run of each kind that a replay finds again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model_zoo import MLP
+from raafl.algorithms import ALGORITHMS, diloco, fed_avg
+from raafl.core.algorithm import Training
+from raafl.core.snapshots import Snapshots
+from raafl.core.types import Joined, Lost, Update
+from raafl.data import Iid
+from raafl.errors import BadInput
+from raafl.parts import RateSelect
+from raafl.runfolder import checkpoints as checkpoint
+from raafl.submodel import FULL, FlatTensors, Spec
+from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state
+from tests.helpers.single_task import Slope, give, task_of, whole
+from tests.helpers.small_runs import equal_replay, experiment, finish
+
+SLICES = RateSelect(rates=[1.0, 1.0, 0.5, 0.25], rate_of="width")
+KINDS = {
+    "rounds, steps by speed": diloco(steps="speed", least_steps=2),
+    "each arrival, slices": diloco(0.4, trigger="each", steps="speed", least_steps=1, submodel=SLICES),
+    "a quorum by tokens, moments kept": diloco(
+        0.4, trigger="quorum", grace_s=0.01, weights="tokens", inner_state="kept", submodel=SLICES
+    ),
+}
+
+
+class SteepSlope(Slope):
+    """`Slope` with AdamW."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.5, weight_decay=0.1)
+
+
+def values(finished):
+    return checkpoint.load(finished.folder).state_dict
+
+
+# ---- what it is equal to ----
+
+
+def test_a_plain_outer_step_is_unweighted_fed_avg_but_for_rounding(tmp_path):
+    """With SGD inside, eta 1 and no momentum: theta + mean(theta_n - theta) is the mean of the models."""
+    one = values(finish(experiment(tmp_path / "a", diloco(1.0, 0.0))))
+    other = values(finish(experiment(tmp_path / "b", fed_avg(by_samples=False))))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_wave_of_equal_workers_ends_where_a_round_does(tmp_path):
+    """Four alike, N = 4: the four deltas of the first wave are all from one model, in both forms."""
+    alike = {"devices": None, "partition": Iid(), "max_updates": 4}
+    one = values(finish(experiment(tmp_path / "a", diloco(), **alike)))
+    other = values(finish(experiment(tmp_path / "b", diloco(trigger="each"), **alike)))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_grace_window_without_waiting_is_the_round_again(tmp_path):
+    """Tasks that end within the window start again from one model, so that N = 4 deltas are always from one."""
+    window = {"max_updates": 12}
+    one = values(finish(experiment(tmp_path / "a", diloco(), **window)))
+    other = values(finish(experiment(tmp_path / "b", diloco(trigger="each", grace_s=10.0), **window)))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-3, atol=1e-5)
+
+
+def test_one_worker_without_waiting_is_one_worker_in_rounds(tmp_path):
+    alone = {"clients": 1, "max_updates": 5}
+    one = values(finish(experiment(tmp_path / "a", diloco(), **alone)))
+    other = values(finish(experiment(tmp_path / "b", diloco(trigger="each"), **alone)))
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_run_replays_to_the_same_bits(tmp_path, name):
+    def made():
+        return experiment(tmp_path / "run", KINDS[name], model=small, train=Training(num_epochs=None, num_steps=8))
+
+    run = finish(made())
+    assert run.summary["updates_merged"] >= 12 and equal_replay(made(), run)
+    by_client = {row["client"]: int(row["num_steps"]) for row in run.rows() if row["outcome"] == "merged"}
+    assert by_client["1"] == 8 and (by_client["2"] == 5) == ("moments" not in name)  # 5/8 as fast
+
+
+class WithAdam(MLP):
+    """The zoo's perceptron with Adam."""
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def small():
+    return WithAdam(64, (16,), 10)
+
+
+# ---- the inner optimizer ----
+
+
+def plain_steps(num):
+    """Weight and moments of AdamW after so many steps from 8, for y = 4."""
+    weight = torch.nn.Parameter(torch.tensor([[8.0]]))
+    optimizer = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.1)
+    for _ in range(num):
+        weight.grad = (weight - 4.0).detach()
+        optimizer.step()
+    state = optimizer.state[weight]
+    return weight.item(), state["exp_avg"].item(), state["exp_avg_sq"].item()
+
+
+def sent(weight, first, second, steps):
+    named = {"line.weight": weight, "exp_avg/line.weight": first, "exp_avg_sq/line.weight": second}
+    return {name: whole(value) for name, value in named.items()} | {"inner_steps/steps": [steps]}
+
+
+def test_two_tasks_with_kept_moments_are_one_long_run():
+    algorithm = diloco(inner_state="kept")
+    up, _ = task_of(algorithm, SteepSlope(), sent(8.0, 0.0, 0.0, 0.0), 3)
+    assert up["line.weight"].item() == pytest.approx(plain_steps(3)[0] - 8.0)
+    after = [8.0 + up["line.weight"].item(), *(up[f"{name}/line.weight"].item() for name in ("exp_avg", "exp_avg_sq"))]
+    assert after == pytest.approx(plain_steps(3)) and up["inner_steps/steps"].item() == 3.0
+    more, _ = task_of(algorithm, SteepSlope(), sent(*after, 3.0), 2)
+    assert after[0] + more["line.weight"].item() == pytest.approx(plain_steps(5)[0])
+    assert after[1] + more["exp_avg/line.weight"].item() == pytest.approx(plain_steps(5)[1])
+    assert more["inner_steps/steps"].item() == 2.0
+
+
+def test_a_new_inner_state_sends_nothing_more():
+    up, _ = task_of(diloco(), SteepSlope(), {"line.weight": whole(8.0)}, 3)
+    assert list(up) == ["line.weight"] and up["line.weight"].item() == pytest.approx(plain_steps(3)[0] - 8.0)
+
+
+def test_an_optimizer_of_another_kind_is_refused():
+    with pytest.raises(BadInput, match="inner_state is 'kept', but the model's optimizer is SGD"):
+        task_of(diloco(inner_state="kept"), Slope(), sent(8.0, 0.0, 0.0, 0.0), 1)
+
+
+def told(coordinator, assignment):
+    """The first and the last element of what the client is sent: of the first moment, and its number of steps."""
+    flat = Snapshots(coordinator).cut(assignment)
+    _, bundles = coordinator.payload.split(flat, assignment.spec, "sent")
+    return bundles["exp_avg"]["fc2.weight"][0].tolist(), bundles["inner_steps"]["steps"].item()
+
+
+def test_moments_lie_on_the_server_and_outlive_their_client():
+    """A client that is lost and returns has its moments again; of another submodel it has those that it has trained."""
+    coordinator = coordinator_for(diloco(inner_state="kept"), num_clients=1)
+    (first,) = assigned(join(coordinator, [1])).values()
+    assert told(coordinator, first) == ([0.0] * 4, 0.0)
+    (second,) = give(coordinator, first, 0.5, exp_avg=0.25, exp_avg_sq=0.5, inner_steps=3.0).values()
+    assert told(coordinator, second) == ([0.25] * 4, 3.0)
+    client = coordinator.roster.clients[1]
+    coordinator.handle(Lost(1, "disconnected"), 1.0)
+    (third,) = assigned(coordinator.handle(Joined(client), 3600.0)).values()
+    assert told(coordinator, third) == ([0.25] * 4, 3.0)
+    assert coordinator.state.clients.find("exp_avg", 1) is not None
+
+
+def test_moments_of_a_slice_change_only_there():
+    merge, state = diloco(inner_state="kept").merge, line_state()
+    slice_ = Spec.select({"hidden": range(0, 2)})
+    for spec, moment in ((FULL, 1.0), (slice_, 2.0)):
+        steps = merge_steps(state, 4.0)
+        bundles = {
+            "exp_avg": filled(state, moment, spec),
+            "exp_avg_sq": filled(state, moment, spec),
+            "inner_steps": steps,
+        }
+        update = Update(1, 1, 0, filled(state, 0.5, spec), 1, 4, bundles=bundles)
+        assert merge.reject_reason(state, update, spec, 0) is None
+        merge.receive(state, update, spec, 0)
+        merge.apply(state)
+    assert state.clients.find("exp_avg", 1)["fc2.weight"][0].tolist() == [3.0, 3.0, 1.0, 1.0]
+    assert state.clients.find("inner_steps", 1)["steps"].item() == 8.0
+    update.bundles["inner_steps"]["steps"].fill_(-1.0)
+    assert merge.reject_reason(state, update, FULL, 0) == "bad-inner"
+
+
+def merge_steps(state, value):
+    layout = diloco(inner_state="kept").local.layout_of(state.submodels, "inner_steps", FULL)
+    flat = FlatTensors.zeros(layout, "cpu")
+    flat["steps"].fill_(value)
+    return flat
+
+
+def test_what_keeping_moments_costs_is_said():
+    algorithm, state = diloco(inner_state="kept"), line_state()
+    # 2 x 4 + 4 + 1 parameters of 4 bytes, twice
+    (note,) = algorithm.merge.notes(state, 3)
+    assert note.startswith("inner_state kept: 104 bytes more each way") and "312 bytes on the server" in note
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"quorum": 0.7}, "quorum is 0.7"), ({"grace_s": 1.0}, "grace_s is 1.0"), ({"delay": 4}, "delay is 4"),
+        ({"trigger": "each", "weights": "tokens"}, "weights is tokens"), ({"least_steps": 3}, "least_steps is 3"),
+        ({"staleness": "polynomial"}, "staleness is polynomial"), ({"trigger": "eech"}, "trigger"),
+        ({"outer_momentum": 1.0}, "outer_momentum is 1.0"), ({"trigger": "each", "delay": 0}, "delay is 0"),
+        ({"inner_state": "old"}, "inner_state"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_go_together_are_refused(fields, named):
+    with pytest.raises(BadInput, match=named):
+        ALGORITHMS["diloco"](**fields)

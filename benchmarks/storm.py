@@ -23,9 +23,9 @@ from typing import Any
 import psutil
 
 from benchmarks.common import Row, main
+from raafl.certs.authority import Authority, request
 
 CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml")
-SECRET = "a secret of the benchmark alone"
 KEPT = 400  # connections that the attacker holds at a time
 OPTIONS = (
     "--clients",
@@ -43,11 +43,12 @@ OPTIONS = (
 )
 
 
-def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
+def attack(address: str, folder: str, seconds: float, per_s: float) -> dict[str, Any]:
     """Join as client 2 as often as possible, and return the counts of outcomes.
 
     Args:
         address: ``HOST:PORT`` of the server.
+        folder: its certificates.
         seconds: duration.
         per_s: largest number of connections per second.
     """
@@ -56,7 +57,7 @@ def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
     from raafl.core.records_json import client_to_json
     from raafl.runtime.client.setup import ClientSetup
     from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-    from raafl.transport.tcp.handshake import Secret
+    from raafl.transport.tcp.credentials import TlsFiles
     from raafl.transport.tcp.listener import connect
 
     parsed = parse("join", ["--config", CONFIG, *OPTIONS])
@@ -67,12 +68,13 @@ def attack(address: str, seconds: float, per_s: float) -> dict[str, Any]:
     }  # fmt: skip
     print("ready", flush=True)
     sys.stdin.readline()
-    key, kept, tried, joined = Secret(SECRET.encode()).for_client(2), deque[Any](), 0, 0
+    files = TlsFiles.find(Path(folder), server=False, given=dict.fromkeys(("ca", "cert", "key")))
+    kept, tried, joined = deque[Any](), 0, 0
     began = time.monotonic()
     while (now := time.monotonic()) < began + seconds:
         tried += 1
         try:
-            pair = connect(address, key, timeout_s=2.0)
+            pair = connect(address, 2, files, timeout_s=2.0)
             pair.send(Message(Kind.HELLO, meta=meta))
             joined += 1
             kept.append(pair)
@@ -121,7 +123,8 @@ def phase(address: str, folder: Path, server: psutil.Process, seconds: float, pe
         seconds: duration.
         per_s: largest number of connections per second.
     """
-    command = [sys.executable, "-m", "benchmarks.storm", "--attack", address, str(seconds + 1), str(per_s)]
+    command = [sys.executable, "-m", "benchmarks.storm", "--attack", address, str(folder.parent / "certs")]
+    command += [str(seconds + 1), str(per_s)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attacker:
         assert attacker.stdin and attacker.stdout
         attacker.stdout.readline()
@@ -156,14 +159,18 @@ def measure(pairs: int, seconds: float, per_s: float) -> list[dict[str, Any]]:
         seconds: duration of a phase.
         per_s: largest number of connections per second.
     """
-    environment = {**os.environ, "RAAFL_SECRET": SECRET, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     raafl = [sys.executable, "-m", "raafl"]
     with tempfile.TemporaryDirectory() as scratch, socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         listener.set_inheritable(True)
         address, folder = f"127.0.0.1:{listener.getsockname()[1]}", Path(scratch) / "run"
-        where = ["--config", CONFIG, *OPTIONS, "--progress", "quiet"]
+        authority = Authority.create(Path(scratch) / "certs", "storm")
+        authority.issue_server(["127.0.0.1"])
+        authority.sign(request(authority.folder, "site"))
+        certs = ["--certs", str(authority.folder)]
+        where = ["--config", CONFIG, *OPTIONS, "--progress", "quiet", *certs]
         serve = [*raafl, "serve", *where, "--min_clients", "1", "--output", str(folder)]
-        join = [*raafl, "join", "--config", CONFIG, *OPTIONS, "--address", address, "--client", "1"]
+        join = [*raafl, "join", "--config", CONFIG, *OPTIONS, *certs, "--address", address, "--client", "1"]
         server = subprocess.Popen(
             [*serve, "--address", f"fd:{listener.fileno()}"], env=environment, pass_fds=[listener.fileno()]
         )
@@ -204,7 +211,7 @@ def rows(pairs: int = 3, seconds: float = 5.0, per_s: float = 200.0) -> list[Row
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--attack"]:
-        address, seconds, per_s = sys.argv[2], min(float(sys.argv[3]), 60.0), min(float(sys.argv[4]), 1000.0)
-        print(json.dumps(attack(address, seconds, per_s)), flush=True)
+        address, certs, seconds, per_s = *sys.argv[2:4], min(float(sys.argv[4]), 60.0), min(float(sys.argv[5]), 1000.0)
+        print(json.dumps(attack(address, certs, seconds, per_s)), flush=True)
     else:
         main("storm", rows)

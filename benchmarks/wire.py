@@ -1,9 +1,10 @@
 """One task's round trip over the wire against the raw Gloo transfer of the same bytes.
 
 A task is an assignment out and an update back, with every check: header, JSON, checksum of both payloads, finiteness of
-the update. It goes over `GlooConnection` (torchrun), `TcpConnection` (serve and join), and `TcpConnection` with encryption.
-Raw is one Gloo send and receive of one buffer each way. All run between the same two processes, in turn, one thread each for
-torch; a row holds the medians and the ratio to raw. The last rows are the ciphers that encryption could use, alone.
+the update. It goes over `GlooConnection` (torchrun), `TcpConnection` between processes of one machine (fit --local), and over
+TLS 1.3 (serve and join). "raw" is one Gloo send and receive of one buffer each way, "raw tcp" the same bytes over a plain socket.
+All run between the same two processes, in turn, one thread each for torch; a row holds the medians, the CPU seconds of both ends
+together, and the ratio to raw. The last row is what a TLS session holds in memory, both ends together.
 
 `python -m benchmarks.wire counts` has another table, which needs no time: how often a task between two GPUs is copied and
 waited for, by the number of its pieces, on the emulated GPUs of `tests/helpers/emulated_cuda.py`. `synchronisations` hold
@@ -15,32 +16,33 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import queue
-import secrets
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as _distributed
 
 from benchmarks.common import Row, main
+from raafl.certs.authority import Authority, request
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import Connection, Kind, Message
 from raafl.transport.gloo import GlooConnection
-from raafl.transport.tcp.cipher import RECORD_BYTES
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.handshake import load_secret
+from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 from raafl.transport.tcp.listener import Listener, connect
 
-SIZES = {4 << 10: 400, 4 << 20: 100, 344 << 20: 15}
+SIZES = {4 << 10: 400, 64 << 10: 400, 4 << 20: 100, 344 << 20: 5}
 """Bytes each way, and how often."""
 
 _TIMEOUT_S = 60.0
@@ -49,8 +51,8 @@ dist: Any = _distributed
 
 
 def rows() -> list[Row]:
-    """Measure with a second process as the client, and the ciphers alone."""
-    return trips() + _ciphers()
+    """Measure with a second process as the client, and the memory of a session."""
+    return [*trips(), sessions()]
 
 
 def trips(device: str = "cpu", sizes: dict[int, int] = SIZES, only: str | None = None) -> list[Row]:
@@ -62,19 +64,61 @@ def trips(device: str = "cpu", sizes: dict[int, int] = SIZES, only: str | None =
         only: the one transport that is measured beside the raw transfer; None = all.
     """
     store = dist.TCPStore(_HOST, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
-    os.environ["RAAFL_SECRET"] = secrets.token_hex(32)
-    told = json.dumps([device, list(sizes.items()), only])
-    client = subprocess.Popen([sys.executable, "-m", "benchmarks.wire", "client", str(store.port), told])
-    try:
-        measured = _run(store, True, device, sizes, only)
-        client.wait(_TIMEOUT_S)
-    finally:
-        client.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        _certify(Path(folder))
+        told = json.dumps([device, list(sizes.items()), only, folder])
+        client = subprocess.Popen([sys.executable, "-m", "benchmarks.wire", "client", str(store.port), told])
+        try:
+            measured, cpu = _run(store, True, device, sizes, only, folder)
+            theirs = json.loads(store.get("cpu"))
+            client.wait(_TIMEOUT_S)
+        finally:
+            client.kill()
     made = []
     for num_bytes, times in measured.items():
         raw = times.pop("raw")
-        made += [_row(name, num_bytes, seconds, raw) for name, seconds in times.items()]
+        for name, seconds in {"raw gloo": raw, **times}.items():
+            both = [
+                ours + other for ours, other in zip(cpu[num_bytes, name], theirs[f"{num_bytes} {name}"], strict=True)
+            ]
+            made.append({**_row(name, num_bytes, seconds, raw), "cpu_seconds": statistics.median(both)})
     return made
+
+
+def sessions(number: int = 100) -> Row:
+    """Return the memory that TLS sessions hold, both ends together, after a message each way."""
+    admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        _certify(Path(folder))
+        pairs: list[Connection] = []
+        with Listener(f"{_HOST}:0", _files(folder, "server"), lambda pair, _: admitted.put(pair), print) as door:
+
+            def open_some(count: int) -> None:
+                for _ in range(count):
+                    client = connect(door.address, 1, _files(folder, "site"), timeout_s=_TIMEOUT_S)
+                    server = admitted.get(timeout=_TIMEOUT_S)
+                    for one, other in ((client, server), (server, client)):
+                        one.send(Message(Kind.KEEPALIVE))
+                        other.recv(lambda *_: None, _TIMEOUT_S)
+                    pairs.extend((client, server))
+
+            open_some(10)
+            before = psutil.Process().memory_info().rss
+            open_some(number)
+            each = (psutil.Process().memory_info().rss - before) / number
+        for pair in pairs:
+            pair.close()
+    return {"transport": "tls", "sessions": number, "bytes_a_session": round(each)}
+
+
+def _certify(folder: Path) -> None:
+    authority = Authority.create(folder, "wire")
+    authority.issue_server([_HOST])
+    authority.sign(request(folder, "site"))
+
+
+def _files(folder: str, name: str) -> TlsFiles:
+    return TlsFiles(*(Path(folder) / file for file in ("ca.crt", f"{name}.crt", f"{name}.key")))
 
 
 def pinned_s(num_bytes: int, device: str) -> float:
@@ -138,12 +182,17 @@ def _row(name: str, num_bytes: int, seconds: list[float], raw_seconds: list[floa
 
 
 def _run(
-    store: Any, server: bool, device: str, sizes: dict[int, int], only: str | None
-) -> dict[int, dict[str, list[float]]]:
+    store: Any, server: bool, device: str, sizes: dict[int, int], only: str | None, folder: str
+) -> tuple[dict[int, dict[str, list[float]]], dict[tuple[int, str], list[float]]]:
     torch.set_num_threads(1)
     raw_group = _raw_group(store, 0 if server else 1)
+    raw_socket = _raw_socket(store, server)
     measured: dict[int, dict[str, list[float]]] = {}
-    pairs = {"gloo": GlooConnection.connect(store, "pair", server, _TIMEOUT_S, _HOST), **_tcp_pairs(store, server)}
+    cpu: dict[tuple[int, str], list[float]] = {}
+    pairs = {
+        "gloo": GlooConnection.connect(store, "pair", server, _TIMEOUT_S, _HOST),
+        **_tcp_pairs(store, server, folder),
+    }
     for name in [name for name in pairs if only not in (None, name)]:
         pairs.pop(name).close()
     for num_bytes, repeats in sizes.items():
@@ -155,47 +204,65 @@ def _run(
         trip = _serve_task if server else _answer_task
         steps = {name: trip(pair, down, up) for name, pair in pairs.items()}
         steps["raw"] = _raw_trip(raw_group, *raw, server)
+        if only is None:
+            steps["raw tcp"] = _raw_tcp_trip(raw_socket, num_bytes, server)
         times = measured[num_bytes] = {name: [] for name in steps}
         for repeat, (name, step) in itertools.product(range(-2, repeats), steps.items()):
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             step()
             if repeat >= 0:  # the first two warm up
                 times[name].append(time.perf_counter() - start)
+                cpu.setdefault((num_bytes, "raw gloo" if name == "raw" else name), []).append(
+                    time.process_time() - busy
+                )
     for pair in pairs.values():
         pair.close()
-    return measured
+    raw_socket.close()
+    if not server:
+        store.set("cpu", json.dumps({f"{num_bytes} {name}": seconds for (num_bytes, name), seconds in cpu.items()}))
+    return measured, cpu
 
 
-def _tcp_pairs(store: Any, server: bool) -> dict[str, Connection]:
-    """Return this end's pairs through a door, plain and encrypted."""
-    secret, pairs = load_secret(), dict[str, Connection]()
-    for name, encrypt in (("tcp", False), ("tcp, encrypted", True)):
+def _raw_socket(store: Any, server: bool) -> socket.socket:
+    if not server:
+        return socket.create_connection((_HOST, int(store.get("raw tcp"))), _TIMEOUT_S)
+    with socket.create_server((_HOST, 0)) as listener:
+        store.set("raw tcp", str(listener.getsockname()[1]))
+        return listener.accept()[0]
+
+
+def _raw_tcp_trip(sock: socket.socket, num_bytes: int, server: bool) -> Callable[[], None]:
+    out, into = memoryview(bytearray(num_bytes)), memoryview(bytearray(num_bytes))
+
+    def recv() -> None:
+        filled = 0
+        while filled < num_bytes:
+            filled += sock.recv_into(into[filled:])
+
+    def step() -> None:
+        if server:
+            sock.sendall(out)
+        recv()
         if not server:
-            pairs[name] = connect(store.get(name).decode(), secret.for_client(1), timeout_s=_TIMEOUT_S)
+            sock.sendall(out)
+
+    return step
+
+
+def _tcp_pairs(store: Any, server: bool, folder: str) -> dict[str, Connection]:
+    """Return this end's pairs through a door: within a machine, and over TLS."""
+    token, pairs = LocalToken(bytes(32)), dict[str, Connection]()
+    for name, certified in (("tcp", False), ("tls", True)):
+        if not server:
+            theirs = _files(folder, "site") if certified else token
+            pairs[name] = connect(store.get(name).decode(), 1, theirs, timeout_s=_TIMEOUT_S)
             continue
         admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        with Listener(f"{_HOST}:0", secret, lambda pair, *_, q=admitted: q.put(pair), print, encrypt=encrypt) as door:
+        ours = _files(folder, "server") if certified else token
+        with Listener(f"{_HOST}:0", ours, lambda pair, _, q=admitted: q.put(pair), print) as door:
             store.set(name, door.address)
             pairs[name] = admitted.get(timeout=_TIMEOUT_S)
     return pairs
-
-
-def _ciphers() -> list[Row]:
-    """Return the GB/s, there and back, of the ciphers of TLS 1.3 on records of the length that `EncryptedStream` uses."""
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
-
-    plain, sealed, repeats = bytearray(os.urandom(RECORD_BYTES)), bytearray(RECORD_BYTES + 16), 400
-    made = []
-    for cipher in (AESGCM, ChaCha20Poly1305):
-        one, seconds = cipher(os.urandom(32)), []
-        for repeat in range(repeats):
-            nonce, start = repeat.to_bytes(12, "little"), time.perf_counter()
-            one.encrypt_into(nonce, plain, None, sealed)
-            one.decrypt_into(nonce, sealed, None, plain)
-            seconds.append(time.perf_counter() - start)
-        rate = 2 * RECORD_BYTES / statistics.median(seconds) / 1e9
-        made.append({"cipher": cipher.__name__, "bytes": RECORD_BYTES, "gb_per_s": rate, "repeats": repeats})
-    return made
 
 
 def _raw_group(store: Any, rank: int) -> Any:
@@ -244,9 +311,9 @@ def _answer_task(pair: Connection, down: FlatTensors, up: FlatTensors) -> Callab
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["client"]:
-        port, (on, counts, chosen) = int(sys.argv[2]), json.loads(sys.argv[3])
+        port, (on, counts, chosen, certs) = int(sys.argv[2]), json.loads(sys.argv[3])
         store = dist.TCPStore(_HOST, port, None, False, timeout=timedelta(seconds=_TIMEOUT_S))
-        _run(store, False, on, dict(counts), chosen)
+        _run(store, False, on, dict(counts), chosen, certs)
     else:
         has_counts = sys.argv[1:2] == ["counts"]
         main("wire", counts if has_counts else rows, sys.argv[2:] if has_counts else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -18,10 +19,17 @@ usage: raafl certs COMMAND [--folder certs] [--days 30]
   init [--federation NAME]   make the federation's certificate authority: ca.crt for everybody, ca.key for nobody else
   server HOST...             make the server's key and certificate for the names and addresses by which it is called
   request SITE               at a site: make its key, which stays there, and SITE.csr, which goes to the authority
-  sign FILE.csr              at the authority: sign it as SITE.crt, which goes back to the site with ca.crt
+  sign FILE.csr [--clients 1,2]   at the authority: sign it as SITE.crt, which goes back to the site with ca.crt; the server's
+                             list, sites.yaml, lets the site be these clients
   renew SITE|server          issue the next certificate for the key that the site has
   revoke SITE                take a site's certificates back: a server that runs cuts it within a second
   list [--json]              list certificates, days left, revocations"""
+
+SITES = """\
+# Which site may be which client; the server watches this file. For each site, a line such as
+#   hospital-a: {clients: [1, 2], max_samples: 60000, own_data: false, profile: {flops_per_s: 5.0e12}}
+"""
+"""Begin of a server's list of sites."""
 
 
 def command(argv: list[str]) -> str:
@@ -48,6 +56,8 @@ def parser(name: str = "") -> ArgumentParser:
         found.add_argument("--federation", default="federation")
     if name in ("server", "sign", "renew", ""):
         found.add_argument("--days", default="30")
+    if name in ("sign", ""):
+        found.add_argument("--clients")
     if name in ("list", ""):
         found.add_argument("--json", action="store_true")
     if name == "server":
@@ -59,8 +69,11 @@ def parser(name: str = "") -> ArgumentParser:
 
 def _init(options: Namespace) -> str:
     from raafl.certs.authority import Authority
+    from raafl.certs.files import write
 
     made = Authority.create(options.folder, options.federation)
+    if not (options.folder / "sites.yaml").exists():
+        write(options.folder / "sites.yaml", SITES.encode())
     return f"made the authority of federation '{made.federation}' in {options.folder}: keep {options.folder / 'ca.key'} to yourself"
 
 
@@ -90,11 +103,23 @@ def _sign(options: Namespace) -> str:
         sys.stdin.buffer.read(1 << 20) if options.name == "-" else read(Path(options.name)), options.name
     )
     site = request_site(request)
+    clients = [] if options.clients is None else [whole_number("clients", one) for one in options.clients.split(",")]
     made = authority.sign(request, options.days)
+    if clients:
+        _list_site(options.folder / "sites.yaml", site, clients)
     return (
         f"signed {options.folder / site}.crt for site '{site}', valid until {_day(made.certificate)}: send it back with "
         f"{options.folder / 'ca.crt'}, if this is the fingerprint that the site told you:\n{fingerprint(request)}"
     )
+
+
+def _list_site(path: Path, site: str, clients: list[int]) -> None:
+    """Append a site to the server's list, unless it is there."""
+    from raafl.certs.files import read, write
+
+    text = read(path).decode() if path.exists() else SITES
+    if not re.search(rf"^{re.escape(site)}:", text, re.M):
+        write(path, f"{text.rstrip()}\n{site}: {{clients: {clients}}}\n".encode())
 
 
 def _renew(options: Namespace) -> str:

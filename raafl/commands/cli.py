@@ -42,12 +42,9 @@ usage: raafl COMMAND [options]
                  raafl fit --config configs/quickstart.yaml --local 4
                  torchrun --standalone --nproc-per-node 5 -m raafl fit --config configs/quickstart.yaml
   serve        coordinate clients on other machines, which come and go:
-                 raafl serve --config C --address HOST:PORT --secret_file FILE [--min_clients N]
+                 raafl serve --config C --address HOST:PORT [--certs FOLDER] [--min_clients N]
   join         be such a client:
-                 raafl join --address HOST:PORT --client ID --secret_file FILE [--config C] [--data ...]
-  key          make a run's secret, or the key of one client, which is handed to it instead; files that only you can read:
-                 raafl key --output raafl.secret
-                 raafl key --client ID --secret_file raafl.secret --output client-ID.key
+                 raafl join --address HOST:PORT --client ID [--certs FOLDER] [--config C] [--data ...]
   certs        make, sign, renew and revoke the certificates of a server and its sites:
                  raafl certs init | server HOST... | request SITE | sign FILE | renew SITE | revoke SITE | list
   replay       re-execute a recorded run from its journal, to the last bit:
@@ -82,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
-        "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "key": _key, "certs": _certs, "replay": _replay,
+        "fit": _fit, "simulate": _simulate, "serve": _serve, "join": _join, "certs": _certs, "replay": _replay,
         "audit": _audit,
         "watch": _watch, "report": _page, "compare": _comparing("compare"),
         "reproduce": _comparing("reproduce"),
@@ -193,7 +190,7 @@ def _num_ranks() -> int:
 
 def _serve(argv: list[str]) -> int:
     from raafl.config.plain import check_plain
-    from raafl.config.remote_options import split
+    from raafl.config.remote_options import credentials, split
 
     own, rest = split("serve", argv)
     check_plain("serve", rest)
@@ -201,14 +198,14 @@ def _serve(argv: list[str]) -> int:
         resolves(own.address)
     with _json_alone(rest):
         with quick_imports():
-            from raafl.commands.serve import serve
+            from raafl.commands.serve import allow_list, serve
             from raafl.config.parse import parse
-            from raafl.transport.tcp.handshake import load_secret
 
             parsed = parse("serve", rest)
-            secret = load_secret(own.secret_file)
+            proof = credentials(own, server=True)
+            sites = allow_list(own, proof)
         result = serve(
-            parsed.experiment, parsed.config_yaml, own.address, secret, min_clients=own.min_clients, encrypt=own.encrypt
+            parsed.experiment, parsed.config_yaml, own.address, proof, sites=sites, min_clients=own.min_clients
         )
     return _report(*result, parsed)
 
@@ -218,27 +215,6 @@ def _join(argv: list[str]) -> int:
     from raafl.commands.join import command
 
     return command(argv)
-
-
-def _key(argv: list[str]) -> int:
-    """Create a run's secret, or one client's key: in a file that only its owner can read, or printed."""
-    from raafl.config.remote_options import split
-    from raafl.transport.tcp.handshake import load_secret
-    from raafl.transport.tcp.secret_files import new_secret, write_new
-
-    own, rest = split("key", argv)
-    if rest:
-        raise BadInput(f"unknown option '{rest[0]}': raafl key takes --client, --secret_file and --output")
-    if own.client is None and own.secret_file is not None:
-        raise BadInput(
-            "--secret_file and --client ID go together: give both for a client's key, neither for a new secret"
-        )
-    text = new_secret() if own.client is None else load_secret(own.secret_file).for_client(own.client).text()
-    if own.output is None:
-        print(text)
-    else:
-        write_new(own.output, text)
-    return 0
 
 
 def _certs(argv: list[str]) -> int:

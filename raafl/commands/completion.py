@@ -16,11 +16,23 @@ from raafl.errors import BadInput
 
 SHELLS = ("bash", "zsh", "tcsh")
 _CONFIG_COMMANDS = ("fit", "simulate", "serve", "join", "plan", "axes")
-_REMOTE_COMMANDS = ("serve", "join", "key")
+_REMOTE_COMMANDS = ("serve", "join")
 _OWN_PARSERS = ("replay", "audit", "watch", "report", "compare", "reproduce", "plan", "axes", "certs")
 _FLAGS = ("--json", "--trust_config", "--help", "--print_config")
-_FILES = frozenset({"--config", "--devices", "--secret_file", "--measure", "--client_data"})
-_FOLDERS = ("--output", "--resume")
+_FILES = frozenset(
+    {
+        "--config",
+        "--devices",
+        "--tls_ca",
+        "--tls_cert",
+        "--tls_key",
+        "--tls_crl",
+        "--sites",
+        "--measure",
+        "--client_data",
+    }
+)
+_FOLDERS = ("--output", "--resume", "--certs")
 
 
 def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:

@@ -1,6 +1,6 @@
 """Run a server and N clients on this machine with one command, without torchrun (`raafl fit --local N`).
 
-It starts `raafl serve` on a loopback socket and N times `raafl join`, with a secret made for this run, and leaves the rest to
+It starts `raafl serve` on a loopback socket and N times `raafl join`, with a token made for this run, and leaves the rest to
 `raafl.runtime.local.supervisor`. It imports no torch: the server reports errors of the config.
 """
 
@@ -26,8 +26,18 @@ from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
 NOTE: Final = "RAAFL_FOLDER_NOTE"
 """Environment variable: the file in which a server is to leave the path of its run folder; `raafl.commands.serve` does."""
 
+TOKEN: Final = "RAAFL_LOCAL_TOKEN"
+"""Environment variable of the token by which the processes of a run know each other: `credentials.TOKEN_VARIABLE`."""
+
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TAKEN: Final = ("address", "client", "secret_file")  # options of serve and join that are decided here
+_TAKEN: Final = (
+    "address",
+    "client",
+    "certs",
+    "tls_ca",
+    "tls_cert",
+    "tls_key",
+)  # options of serve and join that are decided here
 _SERVER_ONLY: Final = ("--output", "--resume", "--progress", "--name")
 _RAAFL: Final = (sys.executable, "-m", "raafl")
 _log = logging.getLogger(__name__)
@@ -137,14 +147,14 @@ def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
     return [*_RAAFL, "join", *mine, "--address", f"127.0.0.1:{port}", "--client", str(number)]
 
 
-def child_environment(environment: Mapping[str, str], secret: str) -> dict[str, str]:
-    """Return the environment of the ranks: one thread each unless set, as torchrun does, and the secret."""
+def child_environment(environment: Mapping[str, str], token: str) -> dict[str, str]:
+    """Return the environment of the ranks: one thread each unless set, as torchrun does, and the run's token."""
     kept = {
         name: value
         for name, value in environment.items()
-        if name not in (*_TORCHRUN, "RAAFL_SECRET_FILE") and not name.startswith("TORCHELASTIC_")
+        if name not in _TORCHRUN and not name.startswith("TORCHELASTIC_")
     }
-    return {"OMP_NUM_THREADS": "1", **kept, "RAAFL_SECRET": secret}
+    return {"OMP_NUM_THREADS": "1", **kept, TOKEN: token}
 
 
 def read(argv: Sequence[str]) -> LocalOptions:

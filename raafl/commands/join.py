@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from raafl.config.argv import name_of, names_section
 from raafl.config.plain import check_plain
-from raafl.config.remote_options import split
+from raafl.config.remote_options import credentials, split
 from raafl.errors import resolves
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import REASONS
@@ -19,7 +19,7 @@ def command(argv: list[str]) -> int:
     """Run a client until the server dismisses it; return 0 then.
 
     Raises:
-        BadInput: an option, the config, or the secret is invalid.
+        BadInput: an option, the config, or a certificate is invalid.
         RunFailed: refused, or the server stayed away.
     """
     own, rest = split("join", argv)
@@ -31,7 +31,6 @@ def command(argv: list[str]) -> int:
         from raafl.runtime.client.join import join
         from raafl.runtime.client.multiprocess import together
         from raafl.runtime.client.setup import ClientSetup
-        from raafl.transport.tcp.handshake import load_secret
 
         has_config = any(name_of(item) in ("--config", "--resume", "--help", "-h") for item in rest)
         parsed = parse("join", rest) if has_config else None
@@ -52,8 +51,8 @@ def command(argv: list[str]) -> int:
 
     def work(make: Callable[[str | None], ClientSetup]) -> int:
         reason = join(
-            own.address, own.client, load_secret(own.secret_file), make,
-            needs_config=parsed is None, encrypt=own.encrypt, alone_s=alone_s, say=say,
+            own.address, own.client, credentials(own, server=False), make,
+            needs_config=parsed is None, proxy=own.proxy, alone_s=alone_s, say=say,
         )  # fmt: skip
         say(f"the run has ended: {REASONS.get(reason, reason)}")
         return 0

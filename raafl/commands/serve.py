@@ -1,6 +1,6 @@
 """Coordinate clients on other machines, which come and go (`raafl serve`).
 
-The server listens on one TCP port; it tells nobody anything before the shared secret is proven (`raafl.transport.tcp.listener`).
+The server listens on one TCP port; it tells nobody anything before a certificate is proven (`raafl.transport.tcp.listener`).
 Of two clients with one id the newer takes part and the older is told and ends: after a broken network the older connection
 is the dead one.
 """
@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import os
 import socket
+from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from raafl.certs.authority import read_revoked
+from raafl.certs.files import read_certificate
 from raafl.commands.fit_local import NOTE
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
@@ -19,11 +23,10 @@ from raafl.errors import BadInput, parse_address
 from raafl.runtime.server.host import host
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Terms
-from raafl.transport import TRANSPORTS, ConnectOptions
-from raafl.transport.tcp.secret_files import bind, check_run
-
-if TYPE_CHECKING:
-    from raafl.transport.tcp.handshake import Secret
+from raafl.runtime.server.sites import ANYTHING, Sites
+from raafl.transport import ConnectOptions
+from raafl.transport.tcp.credentials import LocalToken, TlsFiles
+from raafl.transport.tcp.transport import TcpTransport
 
 
 def listener(address: str | socket.socket) -> str | socket.socket:
@@ -48,14 +51,34 @@ def listener(address: str | socket.socket) -> str | socket.socket:
     return inherited
 
 
+def allow_list(own: Namespace, credentials: TlsFiles | LocalToken) -> Sites | None:
+    """Return the list of sites that serve's options name; None where a token lets in processes of one command alone.
+
+    Raises:
+        BadInput: there is no list, or it makes no sense.
+    """
+    if not isinstance(credentials, TlsFiles):
+        return None
+    folder = Path(own.certs)
+    revoked = Path(own.tls_crl) if own.tls_crl is not None else folder / "revoked.crl"
+    if own.tls_crl is not None and not revoked.is_file():
+        raise BadInput(f"tls_crl is '{revoked}', which does not exist: name a revocation list, or leave --tls_crl away")
+
+    def serials() -> frozenset[int]:
+        return read_revoked(revoked, read_certificate(credentials.ca)) if revoked.is_file() else frozenset()
+
+    sites = Path(own.sites) if own.sites is not None else folder / "sites.yaml"
+    return Sites(sites, serials, (revoked, credentials.ca))
+
+
 def serve(
     experiment: Experiment,
     config_yaml: str,
     address: str | socket.socket,
-    secret: Secret,
+    credentials: TlsFiles | LocalToken,
     *,
+    sites: Sites | None = None,
     min_clients: int | None = None,
-    encrypt: bool | None = None,
     inbox: Inbox | None = None,
 ) -> tuple[dict[str, Any], Path]:
     """Coordinate clients that come and go; return the summary and the run folder.
@@ -64,32 +87,34 @@ def serve(
         experiment: the run.
         config_yaml: its config, which a client without one is given.
         address: where to listen; see `listener`.
-        secret: what clients prove before they are told anything.
+        credentials: certificate with which the server proves itself, and the authority of its clients'; or a token.
+        sites: which site may be which client; None = each may be any.
         min_clients: how many must have joined before work starts, also after a restart; None = as many as the run to
             resume needed, or all.
-        encrypt: encrypt all that is said after the handshake; None = unless only this machine can reach ``address``.
         inbox: where events pass through on their way to the coordinator.
 
     Raises:
-        BadInput: the config, the address, the secret, or a folder that cannot be resumed.
+        BadInput: the config, the address, the credentials, or a folder that cannot be resumed.
     """
     experiment.check()
     if min_clients is not None and not 1 <= min_clients <= experiment.clients:
         raise BadInput(f"min_clients is {min_clients}: give 1 to {experiment.clients}, the run's number of clients")
     idle_s = experiment.waits.idle_s
     meeting = ConnectOptions(
-        experiment.clients, piece_s=idle_s, address=listener(address), secret=secret, encrypt=encrypt
-    )
-    check_run(secret, Path(experiment.resume) if experiment.resume else None)
+        experiment.clients, piece_s=idle_s, address=listener(address), credentials=credentials,
+        authorize=(lambda peer: None) if sites is None else sites.authorize,
+    )  # fmt: skip
 
     def note(folder: Path) -> None:
-        bind(secret, folder)
         if NOTE in os.environ:  # for the supervisor of `raafl fit --local`
             Path(os.environ[NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
 
     # failures alike of a client's code: one where all are ours, and started again
     max_failures = 1 if NOTE in os.environ else None
-    return host(
-        experiment, config_yaml, TRANSPORTS["tcp"](meeting), inbox=inbox, max_failures=max_failures, min_clients=min_clients,
-        terms=Terms(for_clients(config_yaml), sections(config_yaml), experiment.guard.own_data), note=note,
-    )  # fmt: skip
+    transport = TcpTransport(meeting)
+    with nullcontext() if sites is None else sites.watch(transport.recheck):
+        return host(
+            experiment, config_yaml, transport, inbox=inbox, max_failures=max_failures, min_clients=min_clients,
+            terms=Terms(for_clients(config_yaml), sections(config_yaml), experiment.guard.own_data), note=note,
+            rules=(lambda client: ANYTHING) if sites is None else sites.rules,
+        )  # fmt: skip

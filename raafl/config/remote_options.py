@@ -4,40 +4,71 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raafl.config.argv import own_options, whole_number
 from raafl.errors import BadInput
+
+if TYPE_CHECKING:
+    from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 
 SERVE = """
 Options of serve itself:
   --address HOST:PORT   where to listen (default 127.0.0.1:0: this machine only, any free port); 0.0.0.0:PORT lets others in
   --min_clients N       start once so many have joined (default: all)
-  --secret_file FILE    the run's secret (or the variable RAAFL_SECRET, or RAAFL_SECRET_FILE)
-  --encrypt true|false  encrypt everything after the handshake (default: true, but for a server that only this machine can reach)"""
+  --certs FOLDER        of `raafl certs`, with ca.crt, server.crt and server.key (default: certs)
+  --tls_ca FILE, --tls_cert FILE, --tls_key FILE   certificates of one's own instead
+  --sites FILE          which site may be which client (default: sites.yaml in that folder); watched while the run goes on
+  --tls_crl FILE        certificates that were taken back (default: revoked.crl in that folder, if it is there)"""
 JOIN = """
 Options of join itself:
-  --address HOST:PORT   the server's
+  --address HOST:PORT   the server's; its certificate must be for this host
   --client ID           who this is: 1 to the run's number of clients
-  --secret_file FILE    the run's secret, or this client's own key (or the variable RAAFL_SECRET, or RAAFL_SECRET_FILE)
-  --encrypt true|false  refuse a server that does not encrypt (default: true, but for one at an address of this machine alone)
+  --certs FOLDER        with ca.crt, and SITE.crt and SITE.key of one site (default: certs)
+  --tls_ca FILE, --tls_cert FILE, --tls_key FILE   certificates of one's own instead
+  --proxy URL           an HTTP proxy to pass through (default: the environment's HTTPS_PROXY), or none
   --share_of_data true  with --data: train on this client's share of it, not on all of it
 Without --config the server's is taken, if it is names of raafl's own parts and plain values. With --data, or any --data.FIELD, the
 client trains on data of its own. Processes started by torchrun are one client: torchrun --nproc-per-node 2 -m raafl join ..."""
 
 
 def parser(command: str) -> ArgumentParser:
-    """Return the parser of the options of serve, join or key that are no fields of a config."""
+    """Return the parser of the options of serve or join that are no fields of a config."""
     found = ArgumentParser(prog=f"raafl {command}", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--address", default="127.0.0.1:0" if command == "serve" else None)
-    found.add_argument("--secret_file")
-    found.add_argument("--encrypt")
+    found.add_argument("--certs", default="certs")
+    for name in ("ca", "cert", "key"):
+        found.add_argument(f"--tls_{name}")
     if command == "serve":
         found.add_argument("--min_clients")
+        found.add_argument("--sites")
+        found.add_argument("--tls_crl")
     else:
         found.add_argument("--client")
+        found.add_argument("--proxy")
         found.add_argument("--share_of_data", default="false")
-    if command == "key":
-        found.add_argument("--output")
+    return found
+
+
+def credentials(own: Namespace, *, server: bool) -> TlsFiles | LocalToken:
+    """Return the credentials of serve or join: the parent process's token, or the certificates that are named or found.
+
+    Args:
+        own: options, from `split`.
+        server: they are of serve.
+
+    Raises:
+        BadInput: there is no certificate, or it is not clear which is meant.
+    """
+    from raafl.transport.tcp.credentials import LocalToken, TlsFiles
+
+    named = {name: getattr(own, f"tls_{name}") for name in ("ca", "cert", "key")}
+    if not any(named.values()) and (token := LocalToken.from_environment()) is not None:
+        return token
+    found = TlsFiles.find(Path(own.certs), server=server, given=named)
+    found.context(server=server)
+    found.check()
     return found
 
 
@@ -48,18 +79,15 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         BadInput: an option is missing or makes no sense.
     """
     own, rest = own_options(parser(command), argv)
-    for name in ("encrypt", "share_of_data"):
-        if getattr(own, name, None) is not None:
-            setattr(own, name, _truth(name, getattr(own, name)))
+    if command == "join":
+        own.share_of_data = _truth("share_of_data", own.share_of_data)
     if command == "serve":
         own.min_clients = None if own.min_clients is None else whole_number("min_clients", own.min_clients)
     elif not {"--help", "-h", "--print_config"} & set(rest):
-        if own.address is None and command == "join":
+        if own.address is None:
             raise BadInput("join needs --address HOST:PORT, where the server listens")
-        if own.client is None and command == "key" and own.output is not None:
-            return own, rest
         if own.client is None:
-            raise BadInput(f"{command} needs --client ID: a number from 1 to the run's number of clients")
+            raise BadInput("join needs --client ID: a number from 1 to the run's number of clients")
         own.client = whole_number("client", own.client)
     return own, rest
 

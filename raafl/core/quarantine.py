@@ -11,7 +11,7 @@ LONGEST_S = 3600.0
 HOPELESS = 7
 """How often in a row a client was kept out before nothing is hoped of it: 21 minutes in all."""
 
-DAMAGED = frozenset({"bad-magic", "bad-version", "bad-checksum", "bad-seal", "slow"})
+DAMAGED = frozenset({"bad-magic", "bad-version", "bad-checksum", "bad-record", "slow"})
 """Refusals of a frame that may have been damaged on its way: they speak against a connection, not against a client."""
 
 

@@ -11,11 +11,17 @@ from collections.abc import Callable
 
 from raafl.transport.codec import GIVEN_UP, Expect, Kind, Message, Refused
 from raafl.transport.connection import Connection, PeerLost, PeerTimeout
-from raafl.transport.tcp.transport import TcpTransport
 from raafl.transport.torchrun import TorchrunTransport
 from raafl.transport.transport import Admit, ConnectOptions, Transport
 
+
+def _tcp(meeting: ConnectOptions) -> Transport:
+    from raafl.transport.tcp.transport import TcpTransport  # here, so that ranks of torchrun import no TLS
+
+    return TcpTransport(meeting)
+
+
 TRANSPORTS: dict[str, Callable[[ConnectOptions], Transport]] = {
     "ranks": TorchrunTransport.from_environment,
-    "tcp": TcpTransport,
+    "tcp": _tcp,
 }

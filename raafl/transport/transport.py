@@ -10,12 +10,15 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from raafl.transport.connection import Connection
-from raafl.transport.tcp.handshake import Secret
+
+if TYPE_CHECKING:
+    from raafl.transport.tcp.credentials import LocalToken, TlsFiles
+    from raafl.transport.tcp.opening import Peer
 
 Admit = Callable[[int, str, Callable[[], Connection]], None]
 """Takes a client's id, where it calls from, and what makes its pair; raises `Refused` to turn it away."""
@@ -30,19 +33,21 @@ class ConnectOptions:
         wait_s: seconds to wait for the other end.
         piece_s: seconds that each piece of a message may take.
         address: ``HOST:PORT``, or a listening socket; empty = the environment says where.
-        secret: with which clients authenticate; None = whoever reaches the address is trusted.
+        credentials: files of mutual TLS, or a token of this machine; None = whoever reaches the address is trusted.
+        authorize: server: raises `Refused` for a peer that may not come in.
+        proxy: client: URL of an HTTP proxy; "none" = no proxy; None = the environment's.
         client: id of the client that connects; 0 = the server, or the one that the environment names.
         nccl: transfer between GPUs by NCCL where possible.
-        encrypt: encrypt, and refuse a server that does not; None = unless the address is of this machine alone.
     """
 
     num_clients: int = 1
     wait_s: float = 10.0
     piece_s: float = 30.0
     address: str | socket.socket = ""
-    secret: Secret | None = None
+    credentials: TlsFiles | LocalToken | None = None
+    authorize: Callable[[Peer], None] = lambda peer: None
+    proxy: str | None = None
     client: int = 0
-    encrypt: bool | None = None
     nccl: bool = False
 
 

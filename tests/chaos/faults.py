@@ -18,7 +18,7 @@ EARLY = {
     "corrupt up": 1.5,  # one bit of what a client sends
     "corrupt down": 1.5,  # one bit of what the server sends
     "twin": 0.7,  # a second client with the id of one that is there
-    "wrong secret": 0.3,  # a client that does not know the secret
+    "wrong credentials": 0.3,  # a client with another token, or of another authority
     "garbage": 0.7,  # a caller that is no raafl
     "silent caller": 0.5,  # callers that connect and say nothing
 }

@@ -18,10 +18,11 @@ from typing import Any
 
 import psutil
 
-from raafl.commands.fit_local import NOTE, ServerProcess, child_environment
+from raafl.commands.fit_local import NOTE, TOKEN, ServerProcess, child_environment
 from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
 from tests.chaos.faults import Fault
 from tests.chaos.proxy import FaultProxy, Link
+from tests.helpers.certificates import CertifiedSites
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "chaos.yaml"
@@ -42,12 +43,12 @@ class Federation:
     """
 
     def __init__(
-        self, out: Path, num_clients: int, max_updates: int, seed: int, *, encrypt: bool = False, restart_s: float = 0.3
+        self, out: Path, num_clients: int, max_updates: int, seed: int, *, tls: bool = False, restart_s: float = 0.3
     ) -> None:
         """Prepare; entering makes the sockets, `supervisor.run` starts."""
         self.out, self.seed = out, seed
         self._before = {child.pid for child in psutil.Process().children()}
-        self.mark, self.secret = uuid.uuid4().hex, secrets.token_hex(32)
+        self.mark, token = uuid.uuid4().hex, "" if tls else secrets.token_hex(32)
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port = self.listener.getsockname()[1]
         self.proxy = FaultProxy(self.port, seed)
@@ -57,9 +58,12 @@ class Federation:
         self._server_log = (out / "server.log").open("ab")
         options = [
             "--config", str(CONFIG), "--clients", str(num_clients), "--max_updates", str(max_updates), "--seed", str(seed),
-            "--progress", "plain", *(["--encrypt", "true"] if encrypt else []),
+            "--progress", "plain", *(["--certs", str(out / "certs")] if tls else []),
         ]  # fmt: skip
-        environment = {**child_environment(os.environ, self.secret), MARK: self.mark}
+        if tls:
+            for folder in ("certs", "others"):
+                CertifiedSites(out / folder).site()
+        environment = {**child_environment(os.environ, token), MARK: self.mark}
         self.server = ServerProcess([*options, "--output", str(out / "run")], self.listener, out / "note")
         (out / "clients").mkdir()
         self.supervisor = Supervisor(
@@ -213,8 +217,10 @@ class Federation:
         return f"a second client {fault.client}", 0.0, lambda: None
 
     def _wrong(self, fault: Fault, more: str) -> tuple[str, float, Undo] | None:
-        environment = {**self._environment, "RAAFL_SECRET": secrets.token_hex(32)}
-        self._stranger("client with a wrong secret", self.join(fault.client), environment, (1, 2))
+        token = self._environment[TOKEN]
+        environment = {**self._environment, TOKEN: token and secrets.token_hex(32)}
+        others = ["--certs", str(self.out / "others")] if not token else []
+        self._stranger("client of another federation", [*self.join(fault.client), *others], environment, (1, 2))
         return f"as client {fault.client}", 0.0, lambda: None
 
     def _stranger(self, name: str, command: list[str], environment: Mapping[str, str], codes: tuple[int, ...]) -> None:

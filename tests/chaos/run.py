@@ -105,7 +105,7 @@ def torment(options: argparse.Namespace) -> dict[str, Any]:
     options.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with Federation(
-        options.out, options.clients, options.updates, options.seed, encrypt=options.encrypt, restart_s=options.restart
+        options.out, options.clients, options.updates, options.seed, tls=options.tls, restart_s=options.restart
     ) as federation:
         injector = Injector(federation, options)
         injector.start()
@@ -188,7 +188,7 @@ def _command(options: argparse.Namespace) -> str:
         (name, getattr(options, name)) for name in ("seconds", "kills", "faults", "gap", "clients", "updates", "seed")
     ]
     words = " ".join(f"--{name} {value:g}" for name, value in given if value is not None)
-    return f"python -m tests.chaos.run {words}{' --encrypt' if options.encrypt else ''} --out DIR"
+    return f"python -m tests.chaos.run {words}{' --tls' if options.tls else ''} --out DIR"
 
 
 def _journal(folder: Path) -> list[dict[str, Any]]:
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--updates", type=int, help="max_updates of the run; default: 15 for each fault expected")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--encrypt", action="store_true")
+    parser.add_argument("--tls", action="store_true")
     parser.add_argument("--out", type=Path, required=True, help="a new folder: run, logs, report.json")
     parser.add_argument("--keep", type=Path, help="also write the report, with date and hardware, to this file")
     options = parser.parse_args(argv)

@@ -41,7 +41,7 @@ def server(tmp_path):
         (["--local=2.5"], "--local is '2.5': give a whole number from 1"),
         (["--local", "3", "--clients", "4"], "--clients is 4, but --local 3 starts 3: leave out --clients"),
         (["--local", "3", "--max_restarts", "-1"], "--max_restarts is '-1': give a whole number from 0"),
-        (["--local", "3", "--secret_file", "s"], "--secret_file is not for fit --local, which chooses it: use "),
+        (["--local", "3", "--tls_key", "s"], "--tls_key is not for fit --local, which chooses it: use "),
         (["--local", "3", "--address=:80"], "--address is not for fit --local, which chooses it: use "),
     ],
 )
@@ -125,8 +125,8 @@ def test_a_later_server_begins_anew_where_there_is_no_checkpoint(server, tmp_pat
 
 
 def test_ranks_compute_with_one_thread_unless_told_and_know_nothing_of_torchrun():
-    before = {"PATH": "/bin", "RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "RAAFL_SECRET_FILE": "s"}
-    assert child_environment(before, "k") == {"PATH": "/bin", "OMP_NUM_THREADS": "1", "RAAFL_SECRET": "k"}
+    before = {"PATH": "/bin", "RANK": "3", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+    assert child_environment(before, "k") == {"PATH": "/bin", "OMP_NUM_THREADS": "1", "RAAFL_LOCAL_TOKEN": "k"}
     assert child_environment({"OMP_NUM_THREADS": "4"}, "k")["OMP_NUM_THREADS"] == "4"
 
 

@@ -20,16 +20,17 @@ from raafl.devices import load_devices
 from raafl.errors import BadInput
 from raafl.runtime.identity import Identity, agree
 from raafl.runtime.server.session import Terms
+from tests.helpers.certificates import TOKEN
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def test_own_options_are_taken_out_wherever_they_stand():
     own, rest = split("serve", ["--config", "c.yaml", "--address=0.0.0.0:99", "--seed", "3", "--min_clients", "2"])
-    assert (own.address, own.min_clients, own.encrypt, own.secret_file) == ("0.0.0.0:99", 2, None, None)
+    assert (own.address, own.min_clients, own.certs, own.tls_cert) == ("0.0.0.0:99", 2, "certs", None)
     assert rest == ["--config", "c.yaml", "--seed", "3"]
-    own, rest = split("join", ["--data.root", "/d", "--client", "3", "--encrypt", "true", "--address", "h:1"])
-    assert (own.client, own.encrypt, own.share_of_data, rest) == (3, True, False, ["--data.root", "/d"])
+    own, rest = split("join", ["--data.root", "/d", "--client", "3", "--certs", "c", "--address", "h:1"])
+    assert (own.client, own.certs, own.share_of_data, rest) == (3, "c", False, ["--data.root", "/d"])
     assert split("serve", [])[0].address == "127.0.0.1:0"  # loopback unless told otherwise
 
 
@@ -41,7 +42,7 @@ def test_own_options_are_taken_out_wherever_they_stand():
         ("join", ["--address", "h:1", "--client", "0"], "client is '0': give a whole number from 1"),
         ("join", ["--address", "h:1", "--client", "two"], "client is 'two': give a whole number from 1"),
         ("serve", ["--min_clients", "-1"], "min_clients is '-1': give a whole number from 1"),
-        ("serve", ["--encrypt", "yes"], "encrypt is 'yes': give true or false"),
+        ("join", ["--share_of_data", "yes"], "share_of_data is 'yes': give true or false"),
         ("serve", ["--address"], "--address: expected one argument"),
     ],
 )
@@ -66,29 +67,30 @@ def test_own_data_is_what_a_data_option_asks_for():
     ],
 )
 def test_bad_input_ends_with_one_line_and_exit_code_2(monkeypatch, capsys, argv, named):
-    monkeypatch.setenv("RAAFL_SECRET", "a secret of the tests")
+    monkeypatch.setenv("RAAFL_LOCAL_TOKEN", TOKEN.token.hex())
     assert main([*argv, "--config", str(QUICKSTART), "--progress=quiet"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("raafl: ") and named in line
 
 
-def test_without_a_secret_nothing_starts_and_the_remedy_is_named(monkeypatch, capsys):
-    for name in ("RAAFL_SECRET", "RAAFL_SECRET_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    for argv in (["serve"], ["join", "--address", "127.0.0.1:1", "--client", "1"]):
+def test_without_certificates_nothing_starts_and_the_remedy_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAAFL_LOCAL_TOKEN", raising=False)
+    for argv, remedy in (
+        (["serve"], "tls_ca is 'certs/ca.crt', which does not exist: make one with `raafl certs`"),
+        (["join", "--address", "127.0.0.1:1", "--client", "1"], "'certs' has no site's certificate with its key: `raafl certs"),
+    ):  # fmt: skip
         assert main([*argv, "--config", str(QUICKSTART)]) == 2
-        assert "no secret: give --secret_file FILE" in capsys.readouterr().err
+        assert remedy in capsys.readouterr().err
 
 
-def test_an_operator_can_hand_out_one_client_s_key(monkeypatch, capsys):
-    from raafl.transport.tcp.handshake import Secret
-
-    monkeypatch.setenv("RAAFL_SECRET", "a secret of the tests")
-    assert main(["key", "--client", "3"]) == 0
-    text = capsys.readouterr().out
-    assert text.strip() == Secret(b"a secret of the tests").for_client(3).text()
-    assert main(["key"]) == 2
-    assert "key needs --client ID" in capsys.readouterr().err
+def test_a_token_is_good_on_this_machine_alone(monkeypatch, capsys):
+    monkeypatch.setenv("RAAFL_LOCAL_TOKEN", TOKEN.token.hex())
+    assert main(["serve", "--address", "0.0.0.0:0", "--config", str(QUICKSTART)]) == 2
+    assert "which others can reach: a token is good on this machine alone" in capsys.readouterr().err
+    monkeypatch.setenv("RAAFL_LOCAL_TOKEN", "short")
+    assert main(["serve", "--config", str(QUICKSTART)]) == 2
+    assert "RAAFL_LOCAL_TOKEN is set, but not by `raafl fit --local`: unset it" in capsys.readouterr().err
 
 
 def test_an_inherited_socket_must_listen():

@@ -37,8 +37,8 @@ def _victim(told, kind, doing):
     gc.freeze()
     try:
         place, client = told.recv()
-        name, _, encrypt = KINDS[kind]
-        pair = ENDS[name](place, client, encrypt, WAIT_S).connect()
+        name, _, tls = KINDS[kind]
+        pair = ENDS[name](place, client, tls, WAIT_S).connect()
         pair.send(Message(Kind.HELLO))
         if doing == "sending":
             pair.send(Message(Kind.UPDATE, 1, 0, {}, flat(w=torch.zeros(16 << 20))))

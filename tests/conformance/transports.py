@@ -14,25 +14,26 @@ import torch.distributed as dist
 from raafl.errors import parse_address
 from raafl.transport import Connection, ConnectOptions, Transport
 from raafl.transport.gloo import GlooConnection
-from raafl.transport.tcp.handshake import Secret
 from raafl.transport.tcp.transport import TcpTransport
 from raafl.transport.torchrun import TorchrunTransport
+from tests.helpers.certificates import TOKEN, federation
 
 HOST = "127.0.0.1"
 WAIT_S = 60.0
 NUM_CLIENTS = 300  # each test takes ids that none before it has had: a rank comes once
-SECRET = Secret(b"a secret for tests only")
+SERVER, SITE = federation().server, federation().site()  # made here: processes that are forked later know them, too
 
 
-def ranks(place: int, client: int, encrypt: bool, wait_s: float) -> Transport:
+def ranks(place: int, client: int, tls: bool, wait_s: float) -> Transport:
     """One end among ranks that meet at the store of port ``place``."""
     store = dist.TCPStore(HOST, place, None, False, timeout=timedelta(seconds=WAIT_S), wait_for_workers=False)
     return TorchrunTransport(client, NUM_CLIENTS, store, wait_s, local=True)
 
 
-def tcp(place: str, client: int, encrypt: bool, wait_s: float) -> Transport:
+def tcp(place: str, client: int, tls: bool, wait_s: float) -> Transport:
     """One end of sockets at the address ``place``."""
-    return TcpTransport(ConnectOptions(NUM_CLIENTS, wait_s, WAIT_S, place, SECRET, client, encrypt))
+    credentials = TOKEN if not tls else SITE if client else SERVER
+    return TcpTransport(ConnectOptions(NUM_CLIENTS, wait_s, WAIT_S, place, credentials, client=client))
 
 
 ENDS = {"ranks": ranks, "tcp": tcp}
@@ -40,9 +41,9 @@ ENDS = {"ranks": ranks, "tcp": tcp}
 
 KINDS = {
     "ranks": ("ranks", False, False), "ranks, staged": ("ranks", True, False), "tcp": ("tcp", False, False),
-    "tcp, staged": ("tcp", True, False), "tcp, encrypted": ("tcp", False, True),
+    "tcp, staged": ("tcp", True, False), "tcp, TLS": ("tcp", False, True),
 }  # fmt: skip
-"""Name, whether all tensors pass through staging memory as those of GPUs do, and whether it is encrypted."""
+"""Name, whether all tensors pass through staging memory as those of GPUs do, and whether it is TLS."""
 
 
 def started(num_threads: int) -> ThreadPoolExecutor:
@@ -59,7 +60,7 @@ class Hub:
         self, kind: str, admit: Callable[[int], None] = lambda client: None, *, listening: bool = True
     ) -> None:
         """Enter; with ``listening`` listen at once. ``admit`` may refuse a client."""
-        self.name, self._staged, self._encrypt = KINDS[kind]
+        self.name, self._staged, self._tls = KINDS[kind]
         self._admit, self._next, self._awaited = admit, 0, 0
         self._quiet: socket.socket | None = None
         self.refused: queue.Queue[str] = queue.Queue()
@@ -79,7 +80,7 @@ class Hub:
             self.listen()
 
     def _end(self, client: int, wait_s: float = WAIT_S) -> Transport:
-        return ENDS[self.name](self.place, client, self._encrypt, wait_s)
+        return ENDS[self.name](self.place, client, self._tls, wait_s)
 
     def listen(self) -> None:
         """Let clients in."""

@@ -110,7 +110,7 @@ def test_with_a_client_that_was_merged_once_and_left_there_is_hope_for_a_while()
     assert rounds == HOPELESS and now == 1.0 + FIRST_S * (2 ** (HOPELESS - 1) - 1)
 
 
-@pytest.mark.parametrize("reason", ["bad-checksum", "bad-seal", "slow"])
+@pytest.mark.parametrize("reason", ["bad-checksum", "bad-record", "slow"])
 def test_what_was_damaged_on_its_way_speaks_against_no_client(reason):
     coordinator = coordinator_for(fed_async())
     task = assigned(join(coordinator, [1]))[1]

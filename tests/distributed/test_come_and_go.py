@@ -15,8 +15,8 @@ from raafl.commands.replay import replay
 from raafl.config.options import Timeouts
 from raafl.config.parse import parse
 from raafl.core.types import Arrived, Joined, Lost, Stop
-from raafl.transport.tcp.handshake import Secret
-from tests.helpers.joining_clients import SECRET, remote
+from tests.helpers.certificates import federation
+from tests.helpers.joining_clients import SITE, remote
 from tests.helpers.real_ranks import Watched
 
 pytestmark = pytest.mark.timeout(120)
@@ -159,11 +159,10 @@ def test_clients_that_do_not_belong_here_are_told_why_in_one_line_and_counted(tm
     strangers = [
         (2, {"config_yaml": other}),
         (2, {"raafl": "0.0.9"}),
-        (2, {"secret": Secret(b"not the run's secret")}),
-        (2, {"secret": SECRET, "key_of": 3}),
+        (2, {"credentials": replace(federation("strangers").site(), ca=SITE.ca)}),
         (7, {}),
     ]
-    with remote(experiment, config, tmp_path, [1, *strangers], held_back=[1, 2, 3, 4, 5]) as fleet:
+    with remote(experiment, config, tmp_path, [1, *strangers], held_back=[1, 2, 3, 4]) as fleet:
         begin = [joiner.begin for joiner in fleet.joiners[1:]]
         on = On((arrived(1), lambda: [let() for let in begin]), (lambda event: done.is_set(), stop_serving))
         waiting = threading.Thread(target=lambda: [j.exit_code() for j in fleet.joiners[1:]] and done.set())
@@ -174,13 +173,13 @@ def test_clients_that_do_not_belong_here_are_told_why_in_one_line_and_counted(tm
         waiting.join()
         codes = [joiner.exit_code() for joiner in fleet.joiners]
     words = [joiner.words().strip().splitlines()[-1] for joiner in fleet.joiners]
-    assert codes == [0, 1, 1, 1, 1, 1]
+    assert codes == [0, 1, 1, 1, 1]
     assert words[1] == "client 2: refused: different config: 'model' is not as in the server's config.yaml"
     assert words[2].startswith("client 2: refused: different raafl: the server has ")
-    assert "wrong-secret" in words[3] and "wrong-secret" in words[4]
-    assert words[5] == "client is 7: this run has clients 1 to 3" or "clients 1 to 3" in words[5]
+    assert "bad-certificate" in words[3]
+    assert words[4] == "client is 7: this run has clients 1 to 3" or "clients 1 to 3" in words[4]
     refused = run.summary["connections_refused"]
-    assert refused["incompatible"] == 2 and refused["wrong-secret"] >= 2
+    assert refused["incompatible"] == 2 and refused["bad-certificate"] >= 2
     assert run.summary["finished"] == "interrupted"
     assert run.summary["updates_lost"] == 0 and sorted(run.summary["participation"]) == ["1"]
 

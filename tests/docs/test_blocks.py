@@ -33,14 +33,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A reader's folder: the checkout's configs, a secret, nothing else; what is imported from it is forgotten again."""
+    """A reader's folder: the checkout's configs, nothing else; what is imported from it is forgotten again."""
     modules, paths = set(sys.modules), list(sys.path)
     for name in ("configs", "launch"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "C").symlink_to(ROOT / "configs" / "quickstart.yaml")
-    for name in ("raafl.secret", "client-3.key"):
-        (tmp_path / name).write_text(SECRET)
-        (tmp_path / name).chmod(0o600)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAAFL_DATA", str(tmp_path / "no-data"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -113,11 +110,11 @@ def test_the_pages_have_blocks_of_every_kind():
 def test_a_block_is_found_wherever_it_stands(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(
-        "# A\n\nText.\n\n    raafl key --client 3   # of three\n\n- item\n\n    goes on\n\n`a.yaml`:\n\n```yaml\nclients: 2\n```\n"
+        "# A\n\nText.\n\n    raafl certs list   # of three\n\n- item\n\n    goes on\n\n`a.yaml`:\n\n```yaml\nclients: 2\n```\n"
         "<!-- not run: needs two hosts -->\n```bash\nraafl serve [--min_clients 2] > log\nraafl: said\nA=1 make \\\n  x\n```\n"
     )
     monkeypatch.setattr("tests.docs.blocks.ROOT", tmp_path)
-    key, file, both = blocks(page)
-    assert (key.line, key.commands) == (5, [["raafl", "key", "--client", "3"]])
+    made, file, both = blocks(page)
+    assert (made.line, made.commands) == (5, [["raafl", "certs", "list"]])
     assert (file.language, file.file, file.text) == ("yaml", "a.yaml", "clients: 2\n")
     assert (both.reason, both.commands) == ("needs two hosts", [["raafl", "serve", ">", "log"], ["A=1", "make", "x"]])

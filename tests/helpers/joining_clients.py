@@ -22,12 +22,13 @@ from raafl.runtime import identity
 from raafl.runtime.client.join import join
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.server.inbox import Inbox
-from raafl.transport.tcp.handshake import Secret
+from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 from tests.helpers import cached_models, real_ranks
+from tests.helpers.certificates import federation
 from tests.helpers.small_runs import Finished
 
 HOST = "127.0.0.1"
-SECRET = Secret(b"a secret for tests only")
+SERVER, SITE = federation().server, federation().site()
 
 
 @dataclass
@@ -67,7 +68,7 @@ def _be_client(
     experiment: Experiment,
     client: int,
     address: str,
-    secret: Secret,
+    credentials: TlsFiles | LocalToken,
     told: Connection,
     said: Path,
     options: dict[str, Any],
@@ -81,14 +82,12 @@ def _be_client(
     sys.stderr = said.open("w", buffering=1)
     own = options.pop("own", None)
     identity.__version__ = options.pop("raafl", identity.__version__)
-    if "key_of" in options:  # another client's key, claimed to be this one's
-        secret = Secret(secret.for_client(options.pop("key_of")).key, client)
     config_yaml = options.pop("config_yaml", "")
     code = 0
     try:
         mine = experiment if own is None else own
         join(
-            address, client, secret, lambda _: ClientSetup.build(mine, config_yaml, client, own_data=own is not None),
+            address, client, credentials, lambda _: ClientSetup.build(mine, config_yaml, client, own_data=own is not None),
             needs_config=False, alone_s=options.pop("alone_s", 60.0), say=lambda text: print(text, file=sys.stderr), **options,
         )  # fmt: skip
     except (RunFailed, BadInput) as error:
@@ -106,7 +105,7 @@ def _be_server(experiment: Experiment, config_yaml: str, address: str, told: Con
         os._exit(9)
     sys.stderr = said.open("w", buffering=1)
     try:
-        serve(experiment, config_yaml, address, SECRET)
+        serve(experiment, config_yaml, address, SERVER)
     except (RunFailed, BadInput) as error:
         print(error, file=sys.stderr)
         os._exit(1)
@@ -141,9 +140,11 @@ class Remote:
             told, tell = context.Pipe(duplex=False)
             said = folder / f"joiner-{number}.txt"
             options = {"config_yaml": config_yaml, **options}
-            secret = options.pop("secret", SECRET)
+            credentials = options.pop("credentials", SITE)
             process = context.Process(
-                target=_be_client, args=(experiment, client, self.address, secret, told, said, options), daemon=True
+                target=_be_client,
+                args=(experiment, client, self.address, credentials, told, said, options),
+                daemon=True,
             )
             process.start()
             told.close()
@@ -154,7 +155,7 @@ class Remote:
         listener = options.pop("listener", None) or socket.socket(fileno=os.dup(self.listener.fileno()))
         config_yaml = options.pop("config_yaml", self.config_yaml)
         experiment = options.pop("experiment", self.experiment)
-        return Finished(*serve(experiment, config_yaml, listener, SECRET, inbox=inbox, **options))
+        return Finished(*serve(experiment, config_yaml, listener, SERVER, inbox=inbox, **options))
 
     def finished(self, folder: Path) -> Finished:
         """Return a server's summary and run folder."""

@@ -22,6 +22,7 @@ import pytest
 from raafl.config.parse import load_experiment
 from raafl.runtime.run import simulate
 from tests.helpers import forkserver
+from tests.helpers.certificates import CertifiedSites
 from tests.helpers.forked_command import command
 
 ROOT = Path(__file__).parents[2]
@@ -202,10 +203,8 @@ def test_a_simulation_over_two_nodes_leaves_the_bits_of_one_process(link, tmp_pa
 
 
 def test_clients_join_across_the_link(link, tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_text("a secret for tests only")
-    secret.chmod(0o600)
-    address = ("--address", f"{link.near.address}:29500", "--secret_file", str(secret))
+    CertifiedSites(tmp_path / "certs", hosts=(link.near.address,)).site()
+    address = ("--address", f"{link.near.address}:29500", "--certs", str(tmp_path / "certs"))
     serve = ("serve", *RUN, *address, "--progress", "plain", "--output", str(tmp_path / "run"))
     with (
         command(tmp_path / "server", *serve, before=link.near.enter) as server,
@@ -215,5 +214,5 @@ def test_clients_join_across_the_link(link, tmp_path):
         everyone = (server, near, far)
         assert [one.end() for one in everyone] == [0, 0, 0], [one.err for one in everyone]
     assert all("the run has ended: " in one.out + one.err for one in (near, far))
-    assert ", encrypted" in server.out + server.err  # without being asked for
+    assert ", TLS 1.3" in server.out + server.err
     check(tmp_path / "run", link, far_client=2)

@@ -15,6 +15,7 @@ from raafl.errors import BadInput, RunFailed
 from raafl.runtime.client.multiprocess import ClientGroup, _hello, processes, refuse
 from tests.habits.source import ROOT
 from tests.helpers import forkserver
+from tests.helpers.certificates import CertifiedSites
 from tests.helpers.forked_command import command, wait_for
 from tests.launch.one_task import METHODS, site, tasks
 
@@ -41,11 +42,10 @@ def test_two_processes_come_to_the_update_of_one(tmp_path, name):
 
 
 def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, free_port):
-    secret, folder, notes = tmp_path / "secret", tmp_path / "run", tmp_path / "started"
+    folder, notes = tmp_path / "run", tmp_path / "started"
     notes.mkdir()
-    secret.write_text("a secret for tests only")
-    secret.chmod(0o600)
-    address = ("--address", f"127.0.0.1:{free_port}", "--secret_file", str(secret))
+    address = ("--address", f"127.0.0.1:{free_port}", "--certs", str(tmp_path / "certs"))
+    CertifiedSites(tmp_path / "certs").site()
     options = ("--config", QUICKSTART, "--clients", "1", "--max_updates", "1000000", "--progress", "quiet")
 
     def events(kind):

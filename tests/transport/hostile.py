@@ -14,11 +14,10 @@ import xxhash
 from raafl.errors import parse_address
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-from raafl.transport.tcp.handshake import Secret
 from raafl.transport.tcp.listener import Listener, connect
+from tests.helpers.certificates import TOKEN, federation
 from tests.helpers.raw_frames import encode
 
-SECRET = Secret(b"sixteen bytes or more")
 LAYOUT = Layout.pack([("w", (1000,), torch.float32)])
 WAIT_S = 60
 PIECE_S = 1.5
@@ -27,16 +26,15 @@ PIECE_S = 1.5
 class Server(threading.Thread):
     """Serves clients as a run does: each accepted update is answered, each assignment counts once, the rest is refused."""
 
-    def __init__(self, encrypt=False, **more):
+    def __init__(self, tls=True, **more):
         super().__init__(daemon=True)
         self.refused, self.turned_away, self.lost = queue.Queue(), queue.Queue(), queue.Queue()
         self.sessions = []
-        self.listener = Listener(
-            "127.0.0.1:0", SECRET, self.admit, self.turned_away.put, encrypt=encrypt, timeout_s=PIECE_S, **more
-        )
+        ours, self.theirs = (federation().server, federation().site()) if tls else (TOKEN, TOKEN)
+        self.listener = Listener("127.0.0.1:0", ours, self.admit, self.turned_away.put, timeout_s=PIECE_S, **more)
 
-    def admit(self, pair, client, address):
-        session = threading.Thread(target=self.serve, args=(pair, client), daemon=True)
+    def admit(self, pair, peer):
+        session = threading.Thread(target=self.serve, args=(pair, peer.client), daemon=True)
         self.sessions.append((session, pair))
         session.start()
 
@@ -60,7 +58,7 @@ class Server(threading.Thread):
                     self.lost.put((client, getattr(error, "reason", "timeout")))
 
     def call(self, client):
-        return connect(self.listener.address, SECRET.for_client(client), timeout_s=WAIT_S, pair_timeout_s=WAIT_S)
+        return connect(self.listener.address, client, self.theirs, timeout_s=WAIT_S, pair_timeout_s=WAIT_S)
 
     def raw(self):
         return socket.create_connection(parse_address(self.listener.address), WAIT_S)

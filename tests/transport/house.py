@@ -6,27 +6,28 @@ import queue
 import socket
 
 from raafl.errors import parse_address
-from raafl.transport.tcp.handshake import Secret
 from raafl.transport.tcp.listener import Listener, connect
+from tests.helpers.certificates import federation
 
-SECRET = Secret(b"sixteen bytes or more")
 WAIT_S = 30
 
 
 class House:
-    """A listener, what it admits and whom it turns away."""
+    """A listener, what it admits and whom it turns away; over TLS unless it is given a token."""
 
-    def __init__(self, address="127.0.0.1:0", admit=None, **more):
+    def __init__(self, address="127.0.0.1:0", admit=None, credentials=None, **more):
         self.admitted, self.refused = queue.Queue(), queue.Queue()
-        self.listener = Listener(address, SECRET, admit or self.admit, self.refused.put, **more)
+        self.credentials = credentials or federation().server
+        self.theirs = credentials or federation().site()
+        self.listener = Listener(address, self.credentials, admit or self.admit, self.refused.put, **more)
         self.pairs = []
 
-    def admit(self, pair, client, address):
+    def admit(self, pair, peer):
         self.pairs.append(pair)
-        self.admitted.put((pair, client, address))
+        self.admitted.put((pair, peer.client, peer.address))
 
-    def call(self, client=1, **more):
-        return connect(self.listener.address, SECRET.for_client(client), timeout_s=WAIT_S, **more)
+    def call(self, client=1, credentials=None, **more):
+        return connect(self.listener.address, client, credentials or self.theirs, timeout_s=WAIT_S, **more)
 
     def reason(self):
         return self.refused.get(timeout=WAIT_S)

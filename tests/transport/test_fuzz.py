@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import struct
 from collections import Counter
 
@@ -22,9 +21,6 @@ from raafl.submodel.flat import FlatTensors
 from raafl.transport import Kind, Message, PeerLost, Refused, frames
 from raafl.transport.codec import HEADER_BYTES, MAX_JSON_BYTES
 from raafl.transport.frames import Frames
-from raafl.transport.tcp.cipher import RecordCipher
-from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.handshake import Secret, server_handshake
 from tests.helpers.raw_frames import encode
 
 NUM_FRAMES = int(os.environ.get("RAAFL_FUZZ_FRAMES", "10000"))
@@ -287,76 +283,3 @@ def test_changes_that_hypothesis_thinks_of(frame, changes, right_checksums, seed
 @given(st.binary(max_size=400))
 def test_any_bytes(data):
     assert set(receive(data, refuse)[0]) <= REASONS
-
-
-@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "sealed"])
-def test_a_real_pair_over_a_socket(sealed):
-    """The same damage through sockets and, sealed, under a seal; the sender hangs up after each frame."""
-    rng, seen = random.Random(7), Counter()
-    keys = (RecordCipher(b"s" * 32, b"c" * 32), RecordCipher(b"c" * 32, b"s" * 32)) if sealed else (None, None)
-    for _ in range(1_500):
-        ours, theirs = socket.socketpair()
-        pair = TcpConnection(ours, 60, seal=keys[0])
-        pair._frames.drain_bytes = DRAIN_BYTES
-        with TcpConnection(theirs, 60, seal=keys[1]) as sender:
-            sender._stream.write([rng.choice(MUTATIONS)(rng, rng.choice(VALID))])
-        expect = expectation(rng)
-        while not pair.closed:
-            try:
-                pair.recv(expect, 60, finite=True)
-                seen["message"] += 1
-            except Refused as refused:
-                seen[refused.reason] += 1
-            except PeerLost as lost:
-                assert lost.reason == "connection-closed" and pair.closed
-                seen["lost"] += 1
-    assert set(seen) <= REASONS and seen["message"] > 100 and seen["lost"] > 100
-
-
-def test_damaged_records():
-    """A seal lets nothing through but what was sealed: of 10,000 damaged streams, only sound beginnings are read."""
-    rng = random.Random(11)
-    sender = Recorder()
-    stream = RecordCipher(b"c" * 32, b"s" * 32).stream(sender)
-    plains = [rng.randbytes(rng.randrange(1, 60)) for _ in range(4)]
-    for plain in plains:
-        stream.write([plain])
-    whole = b"".join(plains)
-    for _ in range(10_000):
-        data = bytearray(b"".join(rng.choices(sender.records, k=4) if rng.random() < 0.3 else sender.records))
-        data = rng.choice((flip_bits, truncate, move))(rng, data)
-        source = RecordCipher(b"s" * 32, b"c" * 32).stream(Memory(data))
-        got = bytearray()
-        with pytest.raises((Refused, PeerLost)):
-            while True:
-                byte = bytearray(1)
-                source.read_into(memoryview(byte))
-                got += byte
-        assert whole.startswith(got)
-
-
-class Recorder(Memory):
-    def __init__(self):
-        super().__init__(b"")
-        self.records = []
-
-    def write(self, parts):
-        self.records.append(b"".join(parts))
-
-
-def test_damaged_handshakes():
-    """10,000 openings of a handshake by somebody without the secret: none is taken."""
-    rng, reasons = random.Random(13), Counter()
-    hello = b"RAHS" + struct.pack("<HHI", 1, 0, 3) + bytes(32)
-    for _ in range(10_000):
-        data = bytearray(hello + rng.randbytes(64) if rng.random() < 0.5 else hello + bytes(64))
-        if rng.random() < 0.8:
-            data = rng.choice((flip_bits, truncate))(rng, data)
-        try:
-            server_handshake(Memory(data), Secret(b"sixteen bytes or more"), rng.random() < 0.5)
-            raise AssertionError(f"let in with {data.hex()}")
-        except Refused as refused:
-            reasons[refused.reason] += 1
-        except PeerLost:
-            reasons["closed"] += 1
-    assert set(reasons) == {"bad-magic", "bad-version", "wrong-secret", "closed"}

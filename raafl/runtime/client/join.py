@@ -19,7 +19,7 @@ from raafl.runtime.protocol import Config, Reason, no_tensors
 from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
 
 if TYPE_CHECKING:
-    from raafl.transport.tcp.handshake import Secret
+    from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # refusals in a row before a client believes them: a dying server, or a bit that flipped, looks the same
@@ -29,11 +29,11 @@ _CONFIG_S = 30.0
 def join(
     address: str,
     client: int,
-    secret: Secret,
+    credentials: TlsFiles | LocalToken,
     make_site: Callable[[str | None], ClientSetup],
     *,
     needs_config: bool,
-    encrypt: bool | None = None,
+    proxy: str | None = None,
     alone_s: float | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> str:
@@ -42,19 +42,19 @@ def join(
     Args:
         address: ``HOST:PORT`` of the server.
         client: id of this client.
-        secret: with which it authenticates.
+        credentials: certificate or token with which it proves who it is.
         make_site: builds the client from the server's config (checked text), or from the client's own config when given None.
         needs_config: ask the server for its config.
-        encrypt: encrypt the connection; None = unless ``address`` is of this machine alone.
+        proxy: see `raafl.transport.ConnectOptions`.
         alone_s: seconds to look for a server that is absent; None = `Timeouts.alone_s`.
         say: shows a line to the user.
 
     Raises:
-        BadInput: the address, the secret or the config is wrong.
+        BadInput: the address, the credentials or the config is wrong.
         Replaced: another client with the same id took over.
         RunFailed: the server refused the client, or was absent for ``alone_s``.
     """
-    transport = TRANSPORTS["tcp"](ConnectOptions(address=address, secret=secret, client=client, encrypt=encrypt))
+    transport = TRANSPORTS["tcp"](ConnectOptions(address=address, credentials=credentials, client=client, proxy=proxy))
     alone_s = Timeouts().alone_s if alone_s is None else alone_s
     unsent: int | None = None
     num_refused = 0

@@ -16,6 +16,7 @@ from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session, Terms
+from raafl.runtime.server.sites import ANYTHING, SiteRules
 from raafl.runtime.server.wall_clock import Server
 from raafl.runtime.setup import build
 from raafl.transport import (
@@ -33,6 +34,7 @@ _GREET_S = 30.0  # for a client that has called to greet; it may have to load it
 def host(
     experiment: Experiment, config_yaml: str, transport: Transport, *,
     inbox: Inbox | None = None, max_failures: int | None = 0, terms: Terms | None = None, min_clients: int | None = None,
+    rules: Callable[[int], SiteRules] = lambda client: ANYTHING,
     note: Callable[[Path], None] = lambda folder: None, observer: RunHooks | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
     """Coordinate the clients that a transport brings; return the summary and the run folder.
@@ -45,6 +47,7 @@ def host(
         max_failures: equal failures of clients' code that do not end the run, see `Server`; None = no number of
             them ends it.
         terms: settings on which clients must agree; None = none.
+        rules: returns what a client's site may claim, when the client joins.
         min_clients: clients with which the run starts; None = all of them, or as many as the run to resume began
             with.
         note: called with the run folder before a client is admitted; may raise `BadInput`.
@@ -71,7 +74,9 @@ def host(
             progress=run.progress, announce=transport.announce, max_failures=max_failures,
             patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
         )  # fmt: skip
-        transport.listen(_admit(run, server, terms), run.record.turned_away, parts.coordinator.state.values.device)
+        transport.listen(
+            _admit(run, server, terms, rules), run.record.turned_away, parts.coordinator.state.values.device
+        )
         if transport.address:
             run.progress.note(f"listening at {transport.address}")
         try:
@@ -90,7 +95,7 @@ def _restore(server: Server, saved: resume.SavedRun | None) -> None:
             server.restore(saved.section["clock"])
 
 
-def _admit(run: Run, server: Server, terms: Terms | None) -> Admit:
+def _admit(run: Run, server: Server, terms: Terms | None, rules: Callable[[int], SiteRules]) -> Admit:
     """Make what gives each client that a transport lets in a session of the server."""
     parts, plan = run.parts, CompressionPlan.on(run.parts.coordinator)
     experiment, waits = parts.experiment, parts.experiment.waits
@@ -102,9 +107,10 @@ def _admit(run: Run, server: Server, terms: Terms | None) -> Admit:
             connect().send(Message(Kind.STOP, meta=Reason(f"refused: {problem}").to_meta()))
             raise Refused("unknown-client", problem)
         known = parts.clients[client - 1]
+        own = terms if terms is None else replace(terms, site=rules(client))
         server.enter(client, lambda incarnation: Session(
             client, incarnation, connect, parts.submodels, server.inbox, waits, run.record.moved,
-            parts.coordinator.state.values.device, terms, plan, known, parts.coordinator.algorithm.local,
+            parts.coordinator.state.values.device, own, plan, known, parts.coordinator.algorithm.local,
         ))  # fmt: skip
 
     return admit

@@ -32,6 +32,7 @@ from raafl.runtime.exchange import Conversation, ServerSide
 from raafl.runtime.identity import Difference, Identity, agree, client_info
 from raafl.runtime.protocol import GPU_LOST, Answer, Assign, Config, Failed, Hello, Reason, Welcome, no_tensors
 from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.sites import ANYTHING, SiteRules
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerTimeout, Refused
@@ -50,11 +51,13 @@ class Terms:
         config_yaml: the run's config, for a client that has none.
         sections: digest of each section of it that both must have alike; None = not compared (they share one file).
         own_data: whether it may train on data of its own.
+        site: rules of the client's site.
     """
 
     config_yaml: str = ""
     sections: Mapping[str, str] | None = None
     own_data: bool = True
+    site: SiteRules = ANYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,9 @@ class Session(threading.Thread):
         if (difference := agree(Identity.of(self._submodels, self._terms.sections), hello.identity)) is not None:
             raise Refused("incompatible", self._in_words(difference))
         own_data = self._terms.own_data
-        return client_info(hello.client, hello.num_samples, self._known, self.incarnation, own_data=own_data), hello
+        info = client_info(hello.client, hello.num_samples, self._known, self.incarnation, own_data=own_data)
+        self._terms.site.check(info)
+        return info, hello
 
     def _in_words(self, different: Difference) -> str:
         """Describe a difference to the client."""

@@ -1,1 +1,1 @@
-"""Connect clients over TCP: streams, the listener, rate limits, and the handshake that authenticates both ends."""
+"""Connect clients over TCP: TLS 1.3 with a certificate at each end, streams, the listener, rate limits."""

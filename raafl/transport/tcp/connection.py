@@ -1,24 +1,22 @@
-"""Exchange messages over a connected TCP socket, with clients on other machines that come and go.
+"""Exchange messages over a connected TCP or TLS socket, with clients on other machines that come and go.
 
-The handshake authenticates (`Listener` and `connect` run it before they make a connection); a `RecordCipher` encrypts.
+`Listener` and `connect` run the TLS handshake and the opening before they make a connection.
 """
 
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 
 from raafl.transport import codec
 from raafl.transport.codec import Expect, Message, Refused
 from raafl.transport.connection import Connection, PeerLost, PeerTimeout
 from raafl.transport.frames import Frames
-from raafl.transport.tcp.stream import SocketStream, Stream, TimeBudget, hang_up
-
-if TYPE_CHECKING:
-    from raafl.transport.tcp.cipher import RecordCipher
+from raafl.transport.tcp.stream import SocketStream, TimeBudget, hang_up, shut
+from raafl.transport.tcp.tls import TlsStream
 
 MIN_BYTES_PER_S = 1000.0
 """Slower than this, a peer in the middle of a message is cut off as ``slow``."""
@@ -29,26 +27,27 @@ class TcpConnection(Connection):
 
     A send returns when all but the last `stream.UNSENT_BYTES` and the peer's receive window are acknowledged. Besides the timeout
     for each piece, a peer must keep up ``min_bytes_per_s`` from a message's first byte to its last: a slower message is `Refused`
-    as ``slow``, and a send to a slow reader raises `PeerTimeout`. Both close the connection, as does ``bad-seal``: a record that is
-    not the peer's next one.
+    as ``slow``, and a send to a slow reader raises `PeerTimeout`. Both close the connection, as does ``bad-record``: a TLS record
+    that is not the peer's next one.
+
+    Attributes:
+        is_encrypted: whether it is TLS.
     """
 
-    def __init__(
-        self, sock: socket.socket, timeout_s: float, *, seal: RecordCipher | None = None,
-        min_bytes_per_s: float = MIN_BYTES_PER_S,
-    ) -> None:  # fmt: skip
+    def __init__(self, sock: socket.socket, timeout_s: float, *, min_bytes_per_s: float = MIN_BYTES_PER_S) -> None:
         """Wrap a connected socket.
 
         Args:
-            sock: connected; none of the peer's messages has been read.
+            sock: connected; an `ssl.SSLSocket` after its handshake; none of the peer's messages has been read.
             timeout_s: seconds in which the peer must send or accept each piece of a message.
-            seal: keys of the session; None = no encryption.
             min_bytes_per_s: least average rate on the wire.
         """
         self.timeout_s, self.min_bytes_per_s = timeout_s, min_bytes_per_s
-        self.sealed = seal is not None
-        self._socket = SocketStream(sock, TimeBudget(timeout_s))
-        self._stream: Stream = self._socket if seal is None else seal.stream(self._socket)
+        self.is_encrypted = isinstance(sock, ssl.SSLSocket)
+        budget = TimeBudget(timeout_s)
+        self._socket = TlsStream(sock, budget) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, budget)
+        self._stream = self._socket
+        self._why_closed = PeerLost("closed-here")
         self._frames = Frames(self._stream)
         # One thread sends while another receives: the frames' two halves share nothing. The lock is held for moments only, to
         # count who is inside, so that a close never waits for the peer.
@@ -94,7 +93,12 @@ class TcpConnection(Connection):
                 return
             # A thread is inside: wake it, and let the last one out close the descriptor, which it may be polling.
             with suppress(OSError):  # the peer was faster
-                self._socket.sock.shutdown(socket.SHUT_RDWR)
+                shut(self._socket.sock, socket.SHUT_RDWR)
+
+    def cut(self, reason: str, detail: str) -> None:
+        """End the session; threads that use it get `PeerLost` with this reason."""
+        self._why_closed = PeerLost(reason, detail)
+        self.close()
 
     def _has_ended(self) -> bool:
         return self.closed
@@ -104,7 +108,7 @@ class TcpConnection(Connection):
         """Count the threads inside, and close the pair when anything but a refusal in step goes wrong."""
         with self._lock:
             if self._has_ended():
-                raise PeerLost("closed-here")
+                raise self._why_closed
             self._num_inside += 1
         try:
             yield
@@ -113,7 +117,7 @@ class TcpConnection(Connection):
             if not (isinstance(error, Refused) and self._frames.in_step):
                 self.close()
             if was_closed and isinstance(error, PeerLost | PeerTimeout):
-                raise PeerLost("closed-here") from None
+                raise self._why_closed from None
             raise
         finally:
             with self._lock:

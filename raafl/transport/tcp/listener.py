@@ -6,7 +6,6 @@ of the host with most places, gives up its place, so that silent callers cannot 
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import selectors
 import socket
@@ -21,9 +20,11 @@ from raafl.errors import BadInput, parse_address
 from raafl.transport.codec import Refused
 from raafl.transport.connection import PeerLost, PeerTimeout
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.handshake import ClientKey, Secret, client_handshake, server_handshake
+from raafl.transport.tcp.credentials import LocalToken, ReloadedContext, TlsFiles
+from raafl.transport.tcp.opening import Peer, client_opening, opening_stream, server_opening
+from raafl.transport.tcp.proxy import proxy_for, tunnel
 from raafl.transport.tcp.rate_limit import TokenBucket
-from raafl.transport.tcp.stream import SocketStream, TimeBudget, hang_up
+from raafl.transport.tcp.stream import drain, hang_up, shut
 
 HANDSHAKE_S = 5.0
 """How long a caller may take for its part of the handshake."""
@@ -34,34 +35,13 @@ _JOIN_S = 10.0
 _RETRY_S = 0.1
 _DRAIN_BYTES = 64 << 10
 _BREATH_S = 0.04  # from a caller that comes too often to the next accept: who storms the listener must not busy it
-_MAX_PRESSING = 1000
 
-_SPEECHLESS = ("bad-magic", "wrong-secret", "bad-share")  # after these the caller is told nothing
-_NOTABLE = ("bad-version", "not-encrypted", "failed")
+_NOTABLE = ("bad-version", "bad-certificate", "no-certificate", "failed")
 _MAX_TOLD = 10
 
 _log = logging.getLogger(__name__)
 
-Admit = Callable[[TcpConnection, int, str], None]
-
-
-def encrypts(address: str | socket.socket, wanted: bool | None) -> bool:
-    """Decide whether traffic at an address is encrypted: as ``wanted``; None = unless the address is of this machine alone.
-
-    Args:
-        address: ``HOST:PORT``, or a listening socket.
-        wanted: the user's choice, or None.
-
-    Raises:
-        BadInput: the address is malformed.
-    """
-    if wanted is not None:
-        return wanted
-    host = parse_address(address)[0] if isinstance(address, str) else str(address.getsockname()[0])
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host != "localhost"
+Admit = Callable[[TcpConnection, Peer], None]
 
 
 def _text(address: tuple[str, int]) -> str:
@@ -89,33 +69,32 @@ class Listener:
     """
 
     def __init__(
-        self, address: str | socket.socket, secret: Secret, admit: Admit, refused: Callable[[str], None], *,
-        encrypt: bool = False, timeout_s: float = 30.0, max_callers: int = 32, max_per_host: int = 32,
-        turns: TokenBucket | None = None,
+        self, address: str | socket.socket, credentials: TlsFiles | LocalToken, admit: Admit,
+        refused: Callable[[str], None], *, authorize: Callable[[Peer], None] = lambda peer: None,
+        timeout_s: float = 30.0, max_callers: int = 32, max_per_host: int = 32, turns: TokenBucket | None = None,
     ) -> None:  # fmt: skip
         """Listen; `start` begins to answer.
 
         Args:
             address: ``HOST:PORT``, or a listening socket, which belongs to the listener from now on.
-            secret: of the run.
-            admit: called with the connection, the client's authenticated id and the caller's address, on a thread of its own.
-                It should return soon, may raise `Refused`, and owns the connection.
-            refused: called once for each refused caller, with the reason: bad-magic, bad-version, wrong-secret, bad-share,
-                not-encrypted, timeout, closed (by the caller), busy, too-often, stopped, failed, or one chosen by ``admit``.
-            encrypt: encrypt everything after the handshake.
+            credentials: files of mutual TLS, or the token of processes of this machine, to whom nothing is encrypted.
+            admit: called with the connection and the peer, on a thread of its own. It should return soon, may raise
+                `Refused`, and owns the connection.
+            refused: called once for each refused caller, with the reason: bad-magic, bad-version, no-certificate,
+                bad-certificate, wrong-token, tls-failed, timeout, closed (by the caller), busy, too-often, stopped, failed, or
+                one chosen by ``authorize`` or ``admit``.
+            authorize: raises `Refused` for a peer that may not come in; it is told the reason in words.
             timeout_s: of the connections.
             max_callers: places for callers that have not been admitted yet.
             max_per_host: of these, places for one host.
             turns: rate limit of each client; None = no limit.
 
         Raises:
-            BadInput: the address is not of this machine or in use, or the secret is the key of one client.
+            BadInput: the address is not of this machine or in use, or a file of the credentials is of no use.
         """
-        if secret.client is not None:
-            raise BadInput(
-                f"the secret is the key of client {secret.client} alone: a server needs the run's whole secret"
-            )
-        self._secret, self._admit, self._refused, self._encrypt = secret, admit, refused, encrypt
+        self._context = ReloadedContext(credentials) if isinstance(credentials, TlsFiles) else None
+        self._expected = credentials.check().federation if isinstance(credentials, TlsFiles) else credentials
+        self._admit, self._refused, self._authorize = admit, refused, authorize
         self._timeout_s, self._max_callers, self._max_per_host = timeout_s, max_callers, max_per_host
         self._listener = address if isinstance(address, socket.socket) else _bind(address)
         self._listener.setblocking(False)
@@ -124,7 +103,6 @@ class Listener:
         self._lock, self._callers, self._closed = threading.Lock(), list[_Caller](), threading.Event()
         self._told: Counter[str] = Counter()
         self._turns, self._stormed = turns, False
-        self._pressing: set[tuple[str, int]] = set()  # host and proven id of those who came too often
         self._waker, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
 
@@ -228,45 +206,40 @@ class Listener:
             caller.reason = caller.reason or reason
             # Only woken: the descriptor is its thread's to close. Closed here, its number might be another's when that reads.
             with suppress(OSError):
-                caller.sock.shutdown(socket.SHUT_RD)  # the peer hears nothing of it before the socket is reset
+                shut(caller.sock, socket.SHUT_RD)  # the peer hears nothing of it before the socket is reset
 
-    def _claimed(self, host: str, client: int) -> None:
-        """Turn away who names an id that was proven from the same host too often, before it costs anything."""
-        if self._turns is None or (host, client) not in self._pressing:
-            return
-        if not self._turns.has(client):
-            raise Refused("too-often", f"client {client}")
-        self._pressing.discard((host, client))
+    def _may_enter(self, peer: Peer) -> None:
+        """Raise `Refused` for a peer that may not come in, or that comes too often; it has proven who it is."""
+        self._authorize(peer)
+        if self._turns is not None and not self._turns.take(peer.client):
+            raise Refused("too-often", f"client {peer.client}: try again later")
 
-    def _let_in(self, host: str, client: int) -> None:
-        """Take one of a client's turns, now that it has proven its id."""
-        if self._turns is None or self._turns.take(client):
-            return
-        if len(self._pressing) >= _MAX_PRESSING:
-            self._pressing.clear()
-        self._pressing.add((host, client))
-        raise Refused("too-often", f"client {client}")
+    def _begin(self, caller: _Caller) -> None:
+        """Put TLS over a caller's socket; the handshake is to come."""
+        with self._lock:  # `_turn_out` looks at the socket
+            if self._context is not None and caller.reason is None:
+                caller.sock = self._context.get().wrap_socket(
+                    caller.sock, server_side=True, do_handshake_on_connect=False
+                )
 
     def _answer(self, caller: _Caller) -> None:
         """Do the handshake with one caller and admit it; every other end is one call of ``refused``."""
         reason, detail, abruptly = "failed", "", True
         try:
-            client, seal = server_handshake(
-                SocketStream(caller.sock, TimeBudget(HANDSHAKE_S), 0), self._secret, self._encrypt,
-                lambda client: self._claimed(caller.host, client),
-            )  # fmt: skip
-            self._let_in(caller.host, client)
+            self._begin(caller)
+            stream = opening_stream(caller.sock, HANDSHAKE_S)
+            peer = server_opening(stream, self._expected, caller.address, self._may_enter)
             with self._lock:
                 caller.admitted = caller.reason is None
             if caller.admitted:
-                self._admit(TcpConnection(caller.sock, self._timeout_s, seal=seal), client, caller.address)
+                self._admit(TcpConnection(caller.sock, self._timeout_s), peer)
                 reason = ""
         except Refused as refused:
-            reason, detail, abruptly = refused.reason, refused.detail, refused.reason == "too-often"
-            self._stormed |= abruptly
+            reason, detail, abruptly = refused.reason, refused.detail, False
+            self._stormed |= reason == "too-often"
         except PeerTimeout as timeout:
             reason, detail = "timeout", str(timeout)
-        except PeerLost as lost:
+        except (PeerLost, OSError) as lost:
             reason, detail = "closed", str(lost)
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"
@@ -274,7 +247,7 @@ class Listener:
             if caller.reason is not None:
                 reason, abruptly = caller.reason, True
             if reason:
-                if not abruptly and reason not in _SPEECHLESS:
+                if not abruptly and reason != "too-often":
                     _linger(caller.sock)
                 hang_up(caller.sock, abruptly=abruptly)
                 self._say(caller, reason, detail)
@@ -295,42 +268,56 @@ class Listener:
 
 
 def connect(
-    address: str, key: ClientKey, *, timeout_s: float, demand_encryption: bool = False, pair_timeout_s: float = 30.0
-) -> TcpConnection:
-    """Connect to a `Listener` and authenticate with a client's key; return the connection.
+    address: str, client: int, credentials: TlsFiles | LocalToken, *, timeout_s: float, pair_timeout_s: float = 30.0,
+    proxy: str | None = None,
+) -> TcpConnection:  # fmt: skip
+    """Connect to a `Listener` and prove this end; return the connection.
 
     Args:
-        address: ``HOST:PORT``.
-        key: of the client.
+        address: ``HOST:PORT``; the server's certificate must be for this host.
+        client: id of the client.
+        credentials: files of mutual TLS, read anew each time, or the token of processes of this machine.
         timeout_s: for connecting and for the handshake.
-        demand_encryption: refuse a server that does not encrypt.
         pair_timeout_s: of the connection, see `TcpConnection`.
+        proxy: URL of an HTTP proxy; "none" = no proxy; None = the environment's, if it names one for this host.
 
     Raises:
-        Refused: wrong-secret, bad-version, bad-magic (not a raafl server), bad-share or not-encrypted. Retrying does not help,
-            except for wrong-secret, which a server that dies at that moment looks like, too.
+        Refused: the server does not let this client in, or is none that this client trusts. Retrying is of little use.
         PeerLost: nothing listens there, or the server closed the connection because it is busy or was stopped.
         PeerTimeout: no answer.
-        BadInput: the address is malformed.
+        BadInput: the address or a file is of no use.
     """
     host, port = parse_address(address)
+    context = credentials.context(server=False) if isinstance(credentials, TlsFiles) else None
+    federation = credentials.check().federation if isinstance(credentials, TlsFiles) else credentials
+    sock = _reach(address, host, port, timeout_s, proxy_for(host, proxy))
     try:
-        sock = socket.create_connection((host, port), timeout_s)
-    except TimeoutError:
-        raise PeerTimeout(f"no connection to {address} within {timeout_s:g} s") from None
-    except ConnectionRefusedError:
-        raise PeerLost("connection-refused", f"nothing listens at {address}") from None
-    except OSError as error:
-        raise PeerLost("connection-broken", f"cannot reach {address}: {error.strerror or error}") from None
-    try:
-        seal = client_handshake(SocketStream(sock, TimeBudget(timeout_s), 0), key, demand_encryption)
-        return TcpConnection(sock, pair_timeout_s, seal=seal)
+        if context is not None:
+            sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+        client_opening(opening_stream(sock, timeout_s), client, federation)
+        return TcpConnection(sock, pair_timeout_s)
     except Refused as refused:
         sock.close()
         raise Refused(refused.reason, f"{address}: {refused.detail}") from None
     except BaseException:
         sock.close()
         raise
+
+
+def _reach(address: str, host: str, port: int, timeout_s: float, proxy: str | None) -> socket.socket:
+    """Return a connected socket."""
+    try:
+        if proxy is not None:
+            return tunnel(proxy, host, port, timeout_s)
+        return socket.create_connection((host, port), timeout_s)
+    except TimeoutError:
+        raise PeerTimeout(f"no connection to {address} within {timeout_s:g} s") from None
+    except ConnectionRefusedError:
+        raise PeerLost("connection-refused", f"nothing listens at {address if proxy is None else proxy}") from None
+    except PeerLost:
+        raise
+    except OSError as error:
+        raise PeerLost("connection-broken", f"cannot reach {address}: {error.strerror or error}") from None
 
 
 def _bind(address: str) -> socket.socket:
@@ -360,9 +347,6 @@ def _unusable(address: str, error: OSError) -> BadInput:
 
 def _linger(sock: socket.socket) -> None:
     """Wait a moment until the peer has got what it was told last: what it sent and nobody read would reset it."""
-    stream = SocketStream(sock, TimeBudget(_LINGER_S), 0)
-    scratch = memoryview(bytearray(4096))
-    with suppress(OSError, Refused):  # the peer's end of the connection is one of them
-        sock.shutdown(socket.SHUT_WR)
-        for _ in range(_DRAIN_BYTES // len(scratch)):
-            stream.read_into(scratch)
+    with suppress(OSError):
+        shut(sock, socket.SHUT_WR)
+        drain(sock, _LINGER_S, _DRAIN_BYTES)

@@ -118,15 +118,15 @@ class SocketStream:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            raise _lost(error) from None
+            raise connection_lost(error) from None
         if gone:
-            raise _ended()
+            raise connection_ended()
 
     def read_into(self, view: memoryview) -> None:
         """Fill ``view``; see `Stream.read_into`."""
         filled = 0
         while filled < len(view):
-            if self.pending:
+            if self._start < self._end:
                 got = min(self._end - self._start, len(view) - filled)
                 view[filled : filled + got] = self._ahead[self._start : self._start + got]
                 self._start += got
@@ -149,7 +149,7 @@ class SocketStream:
                 self._wait(self._writable, self.writing)
                 continue
             except OSError as error:
-                raise _lost(error) from None
+                raise connection_lost(error) from None
             self.writing.moved(sent)
             self.num_written += sent
             while sent:
@@ -166,9 +166,9 @@ class SocketStream:
                 self._wait(self._readable, self.reading)
                 continue
             except OSError as error:
-                raise _lost(error) from None
+                raise connection_lost(error) from None
             if got == 0:
-                raise _ended()
+                raise connection_ended()
             self.reading.moved(got)
             return got
 
@@ -197,10 +197,39 @@ def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:
         if abruptly:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         else:
-            sock.shutdown(socket.SHUT_RDWR)
+            shut(sock, socket.SHUT_RDWR)
     except OSError:
         pass  # not connected any more
     sock.close()
+
+
+def shut(sock: socket.socket, how: int) -> None:
+    """Shut a socket down, a TLS socket below TLS.
+
+    `ssl.SSLSocket.shutdown` drops the TLS state, after which another thread's read would return ciphertext as if it were data.
+    """
+    socket.socket.shutdown(sock, how)
+
+
+def drain(sock: socket.socket, timeout_s: float, most_bytes: int) -> None:
+    """Read what a peer has sent until it hangs up, below TLS: what nobody read would reset the connection before it has read.
+
+    Args:
+        sock: connected.
+        timeout_s: seconds for all of it.
+        most_bytes: after which it is given up.
+    """
+    until, scratch = time.monotonic() + timeout_s, bytearray(4096)
+    readable = select.poll()
+    readable.register(sock, select.POLLIN)
+    while most_bytes > 0 and readable.poll(_milliseconds(until - time.monotonic())):
+        try:
+            got = socket.socket.recv_into(sock, scratch)
+        except OSError:
+            return
+        if not got:
+            return
+        most_bytes -= got
 
 
 def _tune(sock: socket.socket) -> None:
@@ -216,10 +245,12 @@ def _milliseconds(seconds: float) -> int:
     return min(max(0, math.ceil(seconds * 1000)), 2**31 - 1)
 
 
-def _ended() -> PeerLost:
+def connection_ended() -> PeerLost:
+    """Return the error of a peer that ended the connection."""
     return PeerLost("connection-closed", "the peer ended the connection")
 
 
-def _lost(error: OSError) -> PeerLost:
+def connection_lost(error: OSError) -> PeerLost:
+    """Return the error of a connection that an error of the system broke."""
     reasons = {errno.ECONNRESET: "connection-reset", errno.EPIPE: "connection-closed"}
     return PeerLost(reasons.get(error.errno or 0, "connection-broken"), error.strerror or str(error))

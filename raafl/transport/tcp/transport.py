@@ -2,43 +2,76 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
+import threading
 from collections.abc import Callable
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import torch
 
-from raafl.errors import BadInput
+from raafl.errors import BadInput, parse_address
+from raafl.transport.codec import Refused
 from raafl.transport.connection import Connection
-from raafl.transport.tcp.listener import Listener, connect, encrypts
+from raafl.transport.tcp.connection import TcpConnection
+from raafl.transport.tcp.credentials import LocalToken, TlsFiles
+from raafl.transport.tcp.listener import Listener, connect
+from raafl.transport.tcp.opening import Peer
 from raafl.transport.tcp.rate_limit import TokenBucket
 from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 
 class TcpTransport(Transport):
-    """Transport over TCP: callers authenticate before they are told anything, and connect at a limited rate."""
+    """Transport over TLS, or over TCP within one machine: callers prove who they are before they are told anything."""
 
     comes_and_goes = True
 
     def __init__(self, meeting: ConnectOptions) -> None:
-        if meeting.secret is None:
-            raise BadInput("there is no secret: a client proves one before it is let in")
-        self._meeting, self._secret, self.client = meeting, meeting.secret, meeting.client
-        self._encrypt = encrypts(meeting.address, meeting.encrypt)
+        if meeting.credentials is None:
+            raise BadInput("there are no credentials: a client proves who it is before it is let in")
+        self._credentials, self._meeting, self.client = meeting.credentials, meeting, meeting.client
+        if isinstance(meeting.credentials, LocalToken) and not is_loopback(meeting.address):
+            raise BadInput(
+                f"address is '{meeting.address}', which others can reach: a token is good on this machine alone: "
+                "use certificates (`raafl certs`)"
+            )
+        self._lock = threading.Lock()
+        self._admitted: WeakKeyDictionary[TcpConnection, Peer] = WeakKeyDictionary()
 
     def __enter__(self) -> Self:
         """Bind the port; until `listen` the system refuses whoever calls."""
         self._listener = Listener(
-            self._meeting.address, self._secret,
-            lambda pair, client, peer: self._admit(client, peer, lambda: pair), lambda reason: self._refused(reason),
-            encrypt=self._encrypt, timeout_s=self._meeting.piece_s, turns=TokenBucket(),
+            self._meeting.address, self._credentials, self._let_in, lambda reason: self._refused(reason),
+            authorize=self._meeting.authorize, timeout_s=self._meeting.piece_s, turns=TokenBucket(),
         )  # fmt: skip
-        self.address = self._listener.address + (", encrypted" if self._encrypt else "")
+        self.address = self._listener.address + (", TLS 1.3" if isinstance(self._credentials, TlsFiles) else "")
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Admit authenticated callers, whose connection exists already; see `Transport.listen`."""
+        """Admit callers that have proven who they are, whose connection exists already; see `Transport.listen`."""
         self._admit, self._refused = admit, refused
         self._listener.start()
+
+    def _let_in(self, connection: TcpConnection, peer: Peer) -> None:
+        with self._lock:
+            self._admitted[connection] = peer
+        self._admit(peer.client, peer.address, lambda: connection)
+        self._recheck(connection, peer)  # what was revoked between the opening and this moment
+
+    def recheck(self) -> None:
+        """Cut every connection whose peer `ConnectOptions.authorize` would not let in now; for rules that have changed."""
+        with self._lock:
+            admitted = list(self._admitted.items())
+        for connection, peer in admitted:
+            self._recheck(connection, peer)
+
+    def _recheck(self, connection: TcpConnection, peer: Peer) -> None:
+        try:
+            if not connection.closed:
+                self._meeting.authorize(peer)
+        except Refused as refused:
+            connection.cut(refused.reason, refused.detail)
 
     def __exit__(self, *_: object) -> None:
         """Close the port; see `Transport.__exit__`."""
@@ -46,12 +79,22 @@ class TcpTransport(Transport):
 
     def connect(self, device: torch.device | str = "cpu") -> Connection:
         """Connect to the server; see `raafl.transport.tcp.listener.connect`."""
-        meeting, key = self._meeting, self._secret.for_client(self.client)
+        meeting = self._meeting
         assert isinstance(meeting.address, str)
         return connect(
-            meeting.address,
-            key,
-            timeout_s=meeting.wait_s,
-            demand_encryption=self._encrypt,
-            pair_timeout_s=meeting.piece_s,
-        )
+            meeting.address, self.client, self._credentials, timeout_s=meeting.wait_s, pair_timeout_s=meeting.piece_s,
+            proxy=meeting.proxy,
+        )  # fmt: skip
+
+
+def is_loopback(address: str | socket.socket) -> bool:
+    """Check whether an address, ``HOST:PORT`` or a listening socket, can be reached from this machine alone.
+
+    Raises:
+        BadInput: the address is malformed.
+    """
+    host = parse_address(address)[0] if isinstance(address, str) else str(address.getsockname()[0])
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -13,50 +14,65 @@ import pytest
 
 from raafl.errors import parse_address
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-from raafl.transport.tcp import handshake
 from raafl.transport.tcp import listener as module
-from raafl.transport.tcp.stream import SocketStream, TimeBudget
-from tests.transport.house import SECRET, WAIT_S, House, all_bytes, nothing, raw
+from raafl.transport.tcp.opening import client_opening, opening_stream
+from tests.helpers.certificates import TOKEN, federation
+from tests.transport.house import WAIT_S, House, all_bytes, nothing, raw
 
+ALERT = (0, 7)  # bytes of no answer, or of one alert
 pytestmark = pytest.mark.timeout(90)
 
 
-def test_an_unauthenticated_peer_gets_a_challenge_and_not_a_byte_more():
-    """Everything that a peer without the secret can get out of a server, whatever it serves."""
-    hello = b"RAHS" + struct.pack("<HHI", 1, 0, 3) + os.urandom(32)
+def client_hello():
+    """What OpenSSL says first, to a server called localhost."""
+    bio_in, bio_out = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = federation().site().context(server=False).wrap_bio(bio_in, bio_out, server_hostname="localhost")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    return bio_out.read()
+
+
+def test_what_an_unauthenticated_peer_gets():
+    """Over TLS: an alert of seven bytes, or TLS's own answer to a sound greeting. With a token: words that tell of nothing."""
+    opening = b"RAJN" + struct.pack("<HHI", 1, 0, 3)
     tries = {
         "nothing": b"",
-        "a tls client": bytes.fromhex("16030100") + os.urandom(300),
         "http": b"GET /model HTTP/1.1\r\nHost: x\r\n\r\n",
-        "half a hello": hello[:20],
-        "a hello": hello,
-        "a hello that demands encryption": hello[:6] + b"\x01\x00" + hello[8:],
-        "unknown flags": hello[:6] + b"\xfe\xff" + hello[8:],
-        "client 0": hello[:8] + bytes(4) + hello[12:],
-        "the last client": hello[:8] + b"\xff" * 4 + hello[12:],
-        "a guessed proof": hello + os.urandom(64),
-        "an all-zero proof": hello + bytes(64),
-        "a guess and frames": hello + os.urandom(64) + b"RAFL" * 1000,
-        "another version": b"RAHS" + struct.pack("<HH", 2, 0) + os.urandom(500),
+        "an opening in the clear": opening + TOKEN.token,
+        "frames": b"RAFL" * 1000,
+        "noise": os.urandom(500),
+        "half a greeting": client_hello()[:100],
     }
-    silent = ("nothing", "a tls client", "http", "half a hello")
-    nonces = set()
-    for house in (House(), House(encrypt=True, timeout_s=1.0)):
-        with house:
-            for name, said in tries.items():
-                with raw(house.listener.address) as sock:
-                    with contextlib.suppress(OSError):  # it may have hung up before all was said
-                        sock.sendall(said)
-                        sock.shutdown(socket.SHUT_WR)
-                    data, _ = all_bytes(sock)
-                if name in silent:
-                    assert data == b"", name
-                else:
-                    assert data[:8] == b"RAHS\x01\x00\x00\x00" and len(data) == 40, name
-                    nonces.add(data[8:])
-                house.reason()
-            assert house.admitted.empty() and house.refused.empty()
-    assert len(nonces) == 2 * (len(tries) - len(silent)), "a nonce came twice"
+    with House() as house:
+        for name, said in tries.items():
+            assert len(answer(house, said)) in ALERT, name
+        data = answer(house, client_hello())
+        assert data[:3] == b"\x16\x03\x03" and b"tests" not in data and b"BEGIN" not in data, (
+            "TLS encrypts its certificate"
+        )
+        assert house.admitted.empty() and house.refused.empty()
+    del tries["an opening in the clear"]  # it lets in whoever knows the token
+    with House(credentials=TOKEN) as house:
+        for name, said in (
+            tries | {"a guess": opening + os.urandom(32), "a guess and frames": opening + bytes(5000)}
+        ).items():
+            data = answer(house, said)
+            guessed = name.startswith("a guess")
+            assert data[8:] == (
+                b"wrong-token: the server was started by another command" if guessed else b""
+            ) or name == ("an opening in the clear"), name
+        assert house.refused.empty()
+
+
+def answer(house, said):
+    """All bytes that a server answers to what somebody says."""
+    with raw(house.listener.address) as sock:
+        with contextlib.suppress(OSError):  # it may have hung up before all was said
+            sock.sendall(said)
+            sock.shutdown(socket.SHUT_WR)
+        data, _ = all_bytes(sock)
+    house.reason()
+    return data
 
 
 def test_a_silent_caller_is_a_timeout(monkeypatch):
@@ -70,7 +86,7 @@ def test_a_caller_that_drips_is_a_timeout(monkeypatch):
     monkeypatch.setattr(module, "HANDSHAKE_S", 0.5)
     with House() as house, raw(house.listener.address) as sock:
         with pytest.raises(OSError):
-            for byte in b"RAHS" + struct.pack("<HHI", 1, 0, 3) + bytes(500):
+            for byte in client_hello():
                 sock.send(bytes([byte]))
                 time.sleep(0.05)
         assert house.reason() == "timeout"
@@ -88,7 +104,8 @@ def test_the_longest_waiting_gives_up_its_place():
         with house.call(1):
             assert house.admitted.get(timeout=WAIT_S)[1] == 1
         assert house.reason() == "busy" and house.refused.empty()
-        assert all_bytes(silent[0]) == (b"", False), "the first to come went first"
+        data, orderly = all_bytes(silent[0])
+        assert len(data) in ALERT and not orderly, "the first to come went first"
         for sock in silent:
             sock.close()
         assert sorted(house.reason() for _ in silent[1:]) == ["closed", "closed"]
@@ -101,8 +118,13 @@ def test_a_place_is_taken_from_the_host_that_holds_most():
         crowd = [raw(house.listener.address) for _ in range(20)]
         for _ in range(17):
             assert house.reason() == "busy"
-        handshake.client_handshake(SocketStream(lonely, TimeBudget(WAIT_S), 0), SECRET.for_client(2), False)
-        assert house.admitted.get(timeout=WAIT_S)[1:] == (2, f"127.0.0.2:{lonely.getsockname()[1]}")
+        site = federation().site()
+        port = lonely.getsockname()[1]
+        lonely = site.context(server=False).wrap_socket(
+            lonely, server_hostname="127.0.0.1", do_handshake_on_connect=False
+        )
+        client_opening(opening_stream(lonely, WAIT_S), 2, "tests")
+        assert house.admitted.get(timeout=WAIT_S)[1:] == (2, f"127.0.0.2:{port}")
         for sock in (lonely, *crowd):
             sock.close()
 
@@ -111,7 +133,7 @@ def test_a_host_may_hold_only_so_many_places():
     with House(max_callers=10, max_per_host=2) as house:
         crowd = [raw(house.listener.address) for _ in range(5)]
         assert [house.reason() for _ in range(3)] == ["busy"] * 3
-        assert all_bytes(crowd[0])[0] == b""
+        assert len(all_bytes(crowd[0])[0]) in ALERT
         for sock in crowd:
             sock.close()
 
@@ -119,7 +141,7 @@ def test_a_host_may_hold_only_so_many_places():
 def test_those_who_are_being_admitted_keep_their_places():
     inside, leave = threading.Event(), threading.Event()
 
-    def admit(pair, client, address):
+    def admit(pair, peer):
         inside.set()
         assert leave.wait(WAIT_S)
         pair.close()
@@ -135,9 +157,9 @@ def test_those_who_are_being_admitted_keep_their_places():
 
 
 def test_admit_may_refuse():
-    def admit(pair, client, address):
+    def admit(pair, peer):
         pair.send(Message(Kind.STOP, meta={"reason": "no such client"}))
-        raise Refused("unknown-client", str(client))
+        raise Refused("unknown-client", str(peer.client))
 
     with House(admit=admit) as house, house.call(99) as pair:
         pair.send(Message(Kind.HELLO))  # which nobody reads

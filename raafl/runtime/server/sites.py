@@ -1,0 +1,220 @@
+"""Decide which site may be which client, by the server's allow-list, which is watched while the run goes on.
+
+The list is a YAML file, one entry for each site. With the revocation list of `raafl certs` it decides who is let in and who
+stays: what is removed or revoked is cut within a second, and nobody else notices.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raafl.certs.files import read
+from raafl.core.types import ClientInfo
+from raafl.devices import Profile
+from raafl.errors import BadInput, nearest
+from raafl.sanitize import load_untrusted_yaml
+from raafl.transport import Refused
+from raafl.transport.tcp.credentials import stamp_of
+
+if TYPE_CHECKING:
+    from raafl.transport.tcp.opening import Peer
+
+_LOOK_S = 0.25
+_FIELDS = ("clients", "max_samples", "own_data", "profile")
+_BOUNDED = tuple(one.name for one in fields(Profile) if one.default is None or isinstance(one.default, float))
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SiteRules:
+    """Rules for the clients of one site.
+
+    Attributes:
+        clients: ids that it may use.
+        max_samples: most training samples that one of them may claim; None = any number.
+        own_data: whether they may train on data of their own.
+        profile: least and largest value of fields of the profile that they may claim.
+    """
+
+    clients: frozenset[int] = frozenset()
+    max_samples: int | None = None
+    own_data: bool = True
+    profile: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def check(self, info: ClientInfo) -> None:
+        """Raise `Refused` for a client that claims more than its site may; the detail is for the client."""
+        if info.own_data and not self.own_data:
+            raise Refused("own-data", f"client {info.id} has data of its own, which the server forbids its site")
+        if self.max_samples is not None and info.num_samples > self.max_samples:
+            raise Refused(
+                "too-many-samples",
+                f"client {info.id} says that it has {info.num_samples} samples: its site may have {self.max_samples} at most",
+            )
+        for name, (least, most) in self.profile.items():
+            value = getattr(info.profile, name)
+            if value is None or not least <= value <= most:
+                raise Refused(
+                    "profile",
+                    f"client {info.id} says that its {name} is {value}: its site may claim {least:g} to {most:g}",
+                )
+
+
+ANYTHING = SiteRules()
+"""No rules, for clients that are processes of the server's own command."""
+
+
+class Sites:
+    """The allow-list and the list of revoked certificates, read anew when one of the files changes.
+
+    A file that cannot be read, or makes no sense, leaves the earlier rules in force, and a warning in the log: a slip of an
+    editor must not end everybody's session. The first reading raises instead.
+    """
+
+    def __init__(self, path: Path, revoked: Callable[[], frozenset[int]], watched: tuple[Path, ...] = ()) -> None:
+        """Read the allow-list.
+
+        Args:
+            path: of the allow-list.
+            revoked: reads the serial numbers of revoked certificates; raises `BadInput`.
+            watched: files on which ``revoked`` depends.
+
+        Raises:
+            BadInput: the list or the revocations make no sense.
+        """
+        self._path, self._read_revoked, self._watched = path, revoked, (path, *watched)
+        self._stamps = self._look()
+        self._sites, self._revoked = read_sites(path), revoked()
+
+    def authorize(self, peer: Peer) -> None:
+        """Raise `Refused` for a peer whose certificate was revoked, or whose site may not be that client."""
+        if peer.holder is None or peer.holder.site is None:
+            return
+        site = peer.holder.site
+        if peer.serial in self._revoked:
+            raise Refused("revoked", f"the certificate of site '{site}' was revoked")
+        rules = self._sites.get(site)
+        if rules is None:
+            raise Refused("unknown-site", f"site '{site}' is not on the server's list")
+        if peer.client not in rules.clients:
+            known = ", ".join(map(str, sorted(rules.clients))) or "none"
+            raise Refused("unknown-client", f"site '{site}' may not be client {peer.client}: it may be {known}")
+
+    def rules(self, client: int) -> SiteRules:
+        """Return the rules of the site that has a client's id."""
+        return next((rules for rules in self._sites.values() if client in rules.clients), ANYTHING)
+
+    @contextmanager
+    def watch(self, changed: Callable[[], None]) -> Iterator[None]:
+        """Watch the files within the context; ``changed`` is called on a thread of its own after new rules are in force."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(stop, changed), name="sites", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def _watch(self, stop: threading.Event, changed: Callable[[], None]) -> None:
+        while not stop.wait(_LOOK_S):
+            if self.reread():
+                changed()
+
+    def reread(self) -> bool:
+        """Read the files anew if one has changed; return whether new rules are in force."""
+        stamps = self._look()
+        if stamps == self._stamps:
+            return False
+        self._stamps = stamps
+        try:
+            sites, revoked = read_sites(self._path), self._read_revoked()
+        except BadInput as error:
+            _log.warning("the earlier list of sites stays in force: %s", error)
+            return False
+        if (sites, revoked) == (self._sites, self._revoked):
+            return False
+        self._sites, self._revoked = sites, revoked
+        _log.info("the list of sites has changed: %d sites, %d revoked certificates", len(sites), len(revoked))
+        return True
+
+    def _look(self) -> list[tuple[int, int, int]]:
+        return [stamp_of(path) for path in self._watched]
+
+
+def read_sites(path: Path) -> dict[str, SiteRules]:
+    """Return the rules of each site in an allow-list.
+
+    Raises:
+        BadInput: an entry makes no sense, or two sites have one client.
+    """
+    try:
+        tree = load_untrusted_yaml(read(path).decode("utf-8") or "{}") if path.stat().st_size else {}
+    except OSError as error:
+        raise BadInput(
+            f"sites is '{path}', which cannot be read ({error.strerror}): list the sites there, for example "
+            "`hospital-a: {clients: [1]}`, or give --sites FILE"
+        ) from None
+    except ValueError as error:
+        if _is_empty(path):
+            return {}
+        raise BadInput(f"sites is '{path}': {error}: write one entry `SITE: {{clients: [1]}}` for each site") from None
+    found = {str(site): _rules(f"{path}: {site}", entry) for site, entry in tree.items()}
+    owner: dict[int, str] = {}
+    for site, rules in found.items():
+        for client in rules.clients:
+            if owner.setdefault(client, site) != site:
+                raise BadInput(
+                    f"{path}: client {client} is of '{owner[client]}' and of '{site}': give it to one of them"
+                )
+    return found
+
+
+def _is_empty(path: Path) -> bool:
+    """Check whether a file has nothing but comments."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return all(not line.strip() or line.lstrip().startswith("#") for line in lines)
+
+
+def _rules(where: str, entry: Any) -> SiteRules:
+    if not isinstance(entry, dict):
+        raise BadInput(f"{where} is {entry!r}: write {{clients: [1], max_samples: 1000}}")
+    for name in entry:
+        if name not in _FIELDS:
+            raise BadInput(f"{where}.{name} is unknown: {nearest(str(name), _FIELDS)}")
+    clients = entry.get("clients")
+    clients = [clients] if isinstance(clients, int) else clients
+    if not isinstance(clients, list) or not clients or not all(_is_count(one) for one in clients):
+        raise BadInput(f"{where}.clients is {clients!r}: give the ids that the site may use, for example [1, 2]")
+    most, own_data, profile = entry.get("max_samples"), entry.get("own_data", True), entry.get("profile") or {}
+    if most is not None and not _is_count(most):
+        raise BadInput(f"{where}.max_samples is {most!r}: give a whole number from 1")
+    if not isinstance(own_data, bool):
+        raise BadInput(f"{where}.own_data is {own_data!r}: give true or false")
+    if not isinstance(profile, dict):
+        raise BadInput(f"{where}.profile is {profile!r}: give {{flops_per_s: [1.0e9, 1.0e13]}}")
+    return SiteRules(
+        frozenset(clients), most, own_data, {name: _bounds(where, name, bound) for name, bound in profile.items()}
+    )
+
+
+def _bounds(where: str, name: str, bound: Any) -> tuple[float, float]:
+    if name not in _BOUNDED:
+        raise BadInput(f"{where}.profile.{name} is unknown: {nearest(str(name), _BOUNDED)}")
+    try:  # YAML reads 5.0e12 as text
+        least, most = map(float, bound if isinstance(bound, list) else (0.0, bound))
+        sound = least <= most
+    except (TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise BadInput(f"{where}.profile.{name} is {bound!r}: give the largest value, or [least, largest]")
+    return least, most
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1

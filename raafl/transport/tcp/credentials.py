@@ -1,0 +1,188 @@
+"""Load what a process proves itself with: a certificate between machines, a token between processes of one command.
+
+TLS 1.3 alone, with a certificate at both ends; the authority is the federation's own, never the system's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import ssl
+import stat
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raafl.certs.names import Holder, holder_of
+from raafl.errors import BadInput
+
+ALPN = "raafl"
+TOKEN_BYTES = 32
+TOKEN_VARIABLE = "RAAFL_LOCAL_TOKEN"
+"""Environment variable by which `raafl fit --local` hands its processes the token of their run."""
+
+_REMEDY = "make one with `raafl certs`, or name it with --tls_ca, --tls_cert and --tls_key"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalToken:
+    """Random token shared by the processes that one command started on this machine; good on loopback alone.
+
+    Attributes:
+        token: its 32 bytes.
+    """
+
+    token: bytes = field(repr=False)
+
+    @classmethod
+    def from_environment(cls) -> LocalToken | None:
+        """Return the token that the parent process handed over; None = there is none.
+
+        Raises:
+            BadInput: the variable has something else.
+        """
+        text = os.environ.get(TOKEN_VARIABLE)
+        if not text:
+            return None
+        try:
+            token = bytes.fromhex(text)
+        except ValueError:
+            token = b""
+        if len(token) != TOKEN_BYTES:
+            raise BadInput(f"{TOKEN_VARIABLE} is set, but not by `raafl fit --local`: unset it")
+        return cls(token)
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Files of one end of mutual TLS, all in PEM.
+
+    Attributes:
+        ca: certificates of the authorities that the other end's must come from.
+        cert: this end's certificate, with those between it and an authority.
+        key: its private key, readable by its owner alone.
+    """
+
+    ca: Path
+    cert: Path
+    key: Path
+
+    @classmethod
+    def find(cls, folder: Path, *, server: bool, given: dict[str, str | None]) -> TlsFiles:
+        """Return the files that were named, and for the others those of the folder of `raafl certs`.
+
+        Args:
+            folder: where `raafl certs` has put its files.
+            server: take ``server.crt``; else the only other certificate that has its key beside it.
+            given: paths by field; None = not named.
+
+        Raises:
+            BadInput: it is not clear which files are meant.
+        """
+        ca, cert, key = (None if path is None else Path(path) for path in (given["ca"], given["cert"], given["key"]))
+        if (cert is None) != (key is None):
+            raise BadInput("--tls_cert and --tls_key go together: give both, or neither")
+        if cert is None or key is None:
+            name = "server" if server else _site_in(folder)
+            cert, key = folder / f"{name}.crt", folder / f"{name}.key"
+        return cls(ca or folder / "ca.crt", cert, key)
+
+    def check(self) -> Holder:
+        """Return the holder that the certificate names; raises `BadInput` where it, or its key, is of no use."""
+        from cryptography import x509
+
+        from raafl.certs.authority import uris_of
+
+        mode = stat.S_IMODE(self.key.stat().st_mode)
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise BadInput(f"tls_key is '{self.key}', which others may use (mode {mode:03o}): chmod 600 '{self.key}'")
+        certificate = x509.load_pem_x509_certificate(self.cert.read_bytes())
+        if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+            raise BadInput(
+                f"tls_cert is '{self.cert}', which expired on {certificate.not_valid_after_utc:%Y-%m-%d}: have it renewed "
+                "with `raafl certs renew`"
+            )
+        holder = holder_of(uris_of(certificate))
+        if holder is None:
+            raise BadInput(
+                f"tls_cert is '{self.cert}', which names no federation: its subject alternative names need the URI "
+                "raafl://FEDERATION/server, or raafl://FEDERATION/site/SITE"
+            )
+        return holder
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """Return a context of TLS 1.3 that demands the other end's certificate; raises `BadInput`."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.set_alpn_protocols([ALPN])
+        context.options |= ssl.OP_NO_TICKET
+        if server:
+            context.num_tickets = 0
+        for name, path in (("tls_ca", self.ca), ("tls_cert", self.cert), ("tls_key", self.key)):
+            if not path.is_file():
+                raise BadInput(f"{name} is '{path}', which does not exist: {_REMEDY}")
+        try:
+            context.load_verify_locations(self.ca)
+        except (ssl.SSLError, OSError):
+            raise BadInput(f"tls_ca is '{self.ca}', which has no certificate in PEM: {_REMEDY}") from None
+        try:
+            # without a passphrase: a prompt would hold up a server that nobody watches
+            context.load_cert_chain(self.cert, self.key, password=lambda: b"")
+        except (ssl.SSLError, OSError) as error:
+            why = getattr(error, "reason", None) or error.strerror or error
+            raise BadInput(
+                f"tls_cert is '{self.cert}' and tls_key '{self.key}', which are no certificate and its key without a "
+                f"passphrase ({why}): {_REMEDY}"
+            ) from None
+        return context
+
+
+class ReloadedContext:
+    """A server's TLS context, made anew when one of its files has changed: a renewed certificate needs no restart."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Load the files; raises `BadInput`."""
+        self._files, self._lock = files, threading.Lock()
+        self._stamp, self._context = self._look(), files.context(server=True)
+
+    def get(self) -> ssl.SSLContext:
+        """Return the context of the files as they are; the earlier one where they do not fit together at this moment."""
+        with self._lock:
+            stamp = self._look()
+            if stamp != self._stamp:
+                try:
+                    self._context = self._files.context(server=True)
+                    self._stamp = stamp
+                except BadInput:
+                    pass  # looked at again with the next caller: a key may be written before its certificate
+            return self._context
+
+    def _look(self) -> list[tuple[int, int, int]]:
+        return [stamp_of(path) for path in (self._files.ca, self._files.cert, self._files.key)]
+
+
+def stamp_of(path: Path) -> tuple[int, int, int]:
+    """Return inode, time and size of a file, of which one changes when it is written or replaced; zeros where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def _site_in(folder: Path) -> str:
+    """Return the name of the only site whose certificate and key lie in a folder."""
+    from raafl.certs.names import RESERVED
+
+    found = sorted(
+        file.stem for file in folder.glob("*.key") if file.stem not in RESERVED and file.with_suffix(".crt").is_file()
+    )
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise BadInput(f"'{folder}' has certificates of {', '.join(found)}: name one with --tls_cert and --tls_key")
+    raise BadInput(
+        f"'{folder}' has no site's certificate with its key: `raafl certs request SITE`, have it signed, put SITE.crt "
+        "and ca.crt there; or name them with --tls_ca, --tls_cert and --tls_key"
+    )

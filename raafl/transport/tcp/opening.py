@@ -1,0 +1,158 @@
+"""Open a connection: TLS or a token proves who is there, the client says its id, and the server answers in words.
+
+========= ====== =======================================================================================================
+message   from   content; numbers are little-endian
+========= ====== =======================================================================================================
+HELLO     client magic (4), version (2), zero (2), client id (4), token (32; zeros where TLS has proven the site)
+ANSWER    server magic (4), version (2), length (2), text: empty = let in, else REASON: DETAIL
+========= ====== =======================================================================================================
+
+Over TLS both messages are encrypted, and a peer without a certificate gets nothing but a TLS alert. A token is sent in the
+clear: it is of one run on one machine, to a socket that its parent process has bound before.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import ssl
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raafl.certs.names import Holder, holder_of
+from raafl.sanitize import sanitize_text
+from raafl.transport.codec import Refused
+from raafl.transport.connection import PeerLost
+from raafl.transport.tcp.credentials import ALPN, TOKEN_BYTES, LocalToken
+from raafl.transport.tcp.stream import SocketStream, TimeBudget
+from raafl.transport.tcp.tls import TlsStream
+
+MAGIC, VERSION = b"RAJN", 1
+MAX_TEXT_BYTES = 1000
+_HELLO = struct.Struct(f"<4sHHI{TOKEN_BYTES}s")
+_ANSWER = struct.Struct("<4sHH")
+_FOR_NOW = ("busy", "too-often", "stopped", "failed")
+"""Reasons for which a client should try again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A caller, as far as it has proven itself.
+
+    Attributes:
+        client: id that it asks for.
+        holder: of its certificate; None = a process of the same command, which knows the token.
+        serial: number of its certificate; 0 without one.
+        address: ``HOST:PORT`` it calls from.
+    """
+
+    client: int
+    holder: Holder | None
+    serial: int
+    address: str
+
+
+def opening_stream(sock: socket.socket, timeout_s: float) -> SocketStream:
+    """Return a stream that reads no byte ahead, over a socket or a TLS socket, for the opening alone."""
+    budget = TimeBudget(timeout_s)
+    return TlsStream(sock, budget, 0) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, budget, 0)
+
+
+def server_opening(
+    stream: SocketStream, expected: LocalToken | str, address: str, authorize: Callable[[Peer], None]
+) -> Peer:
+    """Open the server's end; return who is there.
+
+    Args:
+        stream: to the caller.
+        expected: the token, or the federation of which the caller's certificate must be.
+        address: of the caller.
+        authorize: raises `Refused` for a peer that may not come in; the caller is told.
+
+    Raises:
+        Refused: the caller was turned away.
+        PeerLost: it hung up.
+        PeerTimeout: it was too slow.
+    """
+    holder, serial = _certified(stream) if isinstance(expected, str) else (None, 0)
+    hello = bytearray(_HELLO.size)
+    stream.read_into(memoryview(hello)[:4])
+    if hello[:4] != MAGIC:
+        raise Refused("bad-magic", f"{bytes(hello[:4])!r} is no raafl client")
+    stream.read_into(memoryview(hello)[4:])
+    _, version, _, client, token = _HELLO.unpack(hello)
+    try:
+        if version != VERSION:
+            raise Refused("bad-version", f"the client speaks version {version} of the protocol, this server {VERSION}")
+        if isinstance(expected, LocalToken):
+            if not hmac.compare_digest(token, expected.token):
+                raise Refused("wrong-token", "the server was started by another command")
+        elif holder is None or holder.site is None:
+            raise Refused("bad-certificate", "it names no site: it needs the URI raafl://FEDERATION/site/SITE")
+        elif holder.federation != expected:
+            raise Refused("bad-certificate", f"it is of federation '{holder.federation}', this server of '{expected}'")
+        peer = Peer(client, holder, serial, address)
+        authorize(peer)
+    except Refused as refused:
+        stream.write([_answer(f"{refused.reason}: {refused.detail}")])
+        raise
+    stream.write([_answer("")])
+    return peer
+
+
+def client_opening(stream: SocketStream, client: int, credentials: LocalToken | str) -> None:
+    """Open the client's end.
+
+    Args:
+        stream: to the server.
+        client: id to ask for.
+        credentials: the token, or the federation of which the server's certificate must be.
+
+    Raises:
+        Refused: what answers is no server of this federation, or it does not let this client in.
+        PeerLost: it hung up, or has no room at this moment.
+        PeerTimeout: it was too slow.
+    """
+    token = bytes(TOKEN_BYTES)
+    if isinstance(credentials, LocalToken):
+        token = credentials.token
+    else:
+        holder, _ = _certified(stream)
+        if holder != Holder(credentials):
+            raise Refused("bad-certificate", f"the server's certificate is not of the server of '{credentials}'")
+    stream.write([_HELLO.pack(MAGIC, VERSION, 0, client, token)])
+    head = bytearray(_ANSWER.size)
+    stream.read_into(memoryview(head)[:4])
+    if head[:4] != MAGIC:
+        raise Refused("bad-magic", f"what answers is no raafl server, or expects a certificate ({bytes(head[:4])!r})")
+    stream.read_into(memoryview(head)[4:])
+    _, version, length = _ANSWER.unpack(head)
+    if length > MAX_TEXT_BYTES:
+        raise Refused("bad-length", f"an answer of {length} bytes")
+    text = bytearray(length)
+    stream.read_into(memoryview(text))
+    if text:
+        reason, _, detail = sanitize_text(text.decode(errors="replace"), MAX_TEXT_BYTES).partition(": ")
+        if reason in _FOR_NOW:
+            raise PeerLost("connection-refused", f"{reason}: {detail}")
+        raise Refused(reason, detail)
+    if version != VERSION:
+        raise Refused("bad-version", f"the server speaks version {version} of the protocol, this client {VERSION}")
+
+
+def _certified(stream: SocketStream) -> tuple[Holder | None, int]:
+    """Do the TLS handshake; return the holder of the other end's certificate, and its number."""
+    assert isinstance(stream, TlsStream) and isinstance(stream.sock, ssl.SSLSocket)
+    stream.handshake()
+    if stream.sock.selected_alpn_protocol() != ALPN:
+        raise Refused("bad-magic", "the other end speaks TLS, but is not raafl's")
+    found: Any = stream.sock.getpeercert() or {}
+    uris = [value for kind, value in found.get("subjectAltName", ()) if kind == "URI"]
+    return holder_of(uris), int(found.get("serialNumber", "0"), 16)
+
+
+def _answer(text: str) -> bytes:
+    data = text.encode()[:MAX_TEXT_BYTES]
+    return _ANSWER.pack(MAGIC, VERSION, len(data)) + data

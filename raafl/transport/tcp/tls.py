@@ -1,0 +1,157 @@
+"""Transfer bytes over TLS from two threads at a time, and say in words why a handshake failed.
+
+OpenSSL forbids SSL_read and SSL_write of one connection in two threads at once (openssl#20446), and a connection here is read
+by one thread while another writes. So the socket does not block, a lock is held within each call, and waiting is outside of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ssl
+import struct
+import termios
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+from raafl.transport.codec import Refused
+from raafl.transport.connection import PeerLost
+from raafl.transport.tcp.stream import AHEAD_BYTES, SocketStream, TimeBudget, connection_ended, connection_lost
+
+WRITE_BYTES = 256 << 10
+"""How much one SSL_write is given. It makes records of 16 KiB of it; shorter writes cost more calls, longer ones hold the lock."""
+
+_ALERTS = {
+    "UNKNOWN_CA": ("bad-certificate", "its authority is not known there: both ends need the same ca.crt"),
+    "CERTIFICATE_EXPIRED": ("bad-certificate", "it has expired, or a clock is wrong: `raafl certs renew`"),
+    "CERTIFICATE_REVOKED": ("bad-certificate", "it was revoked"),
+    "UNSUPPORTED_CERTIFICATE": ("bad-certificate", "it was issued for another purpose"),
+    "BAD_CERTIFICATE": ("bad-certificate", "it is not sound"),
+    "CERTIFICATE_UNKNOWN": ("bad-certificate", "it is not accepted"),
+    "CERTIFICATE_REQUIRED": ("no-certificate", "there is none"),
+    "PROTOCOL_VERSION": ("bad-version", "TLS 1.3 is asked for"),
+}
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "UNKNOWN_PROTOCOL", "RECORD_LAYER_FAILURE")
+_OLD_TLS = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "NO_PROTOCOLS_AVAILABLE")
+
+
+class TlsStream(SocketStream):
+    """A connected TLS socket; one thread may read while another writes. Bytes are counted as they are before encryption."""
+
+    def __init__(self, sock: ssl.SSLSocket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
+        """Wrap a TLS socket, whose handshake may be to come; see `SocketStream`."""
+        super().__init__(sock, budget, ahead_bytes)
+        self._tls, self._lock = sock, Lock()
+        self._has_opened = sock.version() is not None
+
+    def handshake(self) -> None:
+        """Do the TLS handshake within the reading budget.
+
+        Raises:
+            Refused: the other end is not accepted, or does not accept this one.
+            PeerLost: the other end hung up.
+            PeerTimeout: the budget is spent.
+        """
+        self._attempt(self._tls.do_handshake, self.reading)
+        self._has_opened = True
+
+    @property
+    def pending(self) -> bool:
+        """Whether decrypted bytes are waiting: no poll tells of those."""
+        return self._start < self._end or self._tls.pending() > 0
+
+    def check(self) -> None:
+        """Raise `PeerLost` if the peer closed the connection; what it sent meanwhile is kept. See `SocketStream.check`."""
+        if self.pending or not self._readable.poll(0):
+            return
+        self._start = self._end = 0
+        try:
+            with self._lock:
+                self._end = self._tls.recv_into(self._ahead)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
+        except OSError as error:
+            raise problem_of(error, self._has_opened) from None
+        if self._end == 0:
+            raise connection_ended()
+
+    def write(self, parts: Sequence[memoryview | bytes]) -> None:
+        """Write all parts: short ones together, long ones in pieces of `WRITE_BYTES`. See `Stream.write`."""
+        if sum(map(len, parts)) <= WRITE_BYTES:
+            self._send(memoryview(b"".join(parts)))
+            return
+        for part in parts:
+            view = memoryview(part)
+            for start in range(0, len(view), WRITE_BYTES):
+                self._send(view[start : start + WRITE_BYTES])
+
+    def _send(self, view: memoryview) -> None:
+        """Send all of ``view``: SSL_write either takes the whole, or wants to be called again with the same bytes."""
+        if not len(view):
+            return
+        _, credited = self._attempt(lambda: self._tls.send(view), self.writing)
+        self.writing.moved(max(len(view) - credited, 0))
+        self.num_written += len(view)
+
+    def _receive(self, view: memoryview) -> int:
+        got: int = self._attempt(lambda: self._tls.recv_into(view), self.reading)[0]
+        if got == 0:
+            raise connection_ended()
+        self.reading.moved(got)
+        return got
+
+    def _attempt(self, call: Callable[[], Any], budget: TimeBudget) -> tuple[Any, int]:
+        """Call until it neither wants to read nor to write; return its result, and the bytes credited while it waited."""
+        credited = 0
+        while True:
+            try:
+                with self._lock:
+                    return call(), credited
+            except ssl.SSLWantReadError:
+                self._wait(self._readable, budget)
+            except ssl.SSLWantWriteError:
+                before = self._num_queued()
+                self._wait(self._writable, budget)
+                # A call of 256 KiB says nothing of what it has sent before it wants to go on, so the system is asked: a slow
+                # peer is not a silent one.
+                if (taken := before - self._num_queued()) > 0:
+                    budget.moved(taken)
+                    credited += taken
+            except OSError as error:
+                raise problem_of(error, self._has_opened) from None
+
+    def _num_queued(self) -> int:
+        """Return how many bytes the system has that the peer has not acknowledged; 0 where it does not tell."""
+        try:
+            return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
+        except OSError:
+            return 0
+
+
+def problem_of(error: OSError, has_opened: bool) -> Refused | PeerLost:
+    """Return an error of the TLS library as one of the transport's, in words.
+
+    Args:
+        error: of a call.
+        has_opened: the handshake was done before; what is wrong then is a record.
+    """
+    if not isinstance(error, ssl.SSLError):
+        return connection_lost(error)
+    reason = error.reason or ""
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) or reason == "UNEXPECTED_EOF_WHILE_READING":
+        return connection_ended()
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return Refused("bad-certificate", f"the other end's certificate is not accepted: {error.verify_message}")
+    if "_ALERT_" in reason:
+        name = reason.partition("_ALERT_")[2]
+        kind, why = _ALERTS.get(name, ("tls-failed", name.lower().replace("_", " ")))
+        return Refused(kind, f"the other end does not accept this end's certificate or offer: {why}")
+    if has_opened:
+        return Refused("bad-record", "a TLS record was changed, repeated or left out on its way")
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return Refused("no-certificate", "the other end has none")
+    if reason in _NO_TLS:
+        return Refused("bad-magic", "the other end speaks no TLS")
+    if reason in _OLD_TLS:
+        return Refused("bad-version", "the other end does not speak TLS 1.3")
+    return Refused("tls-failed", reason.lower().replace("_", " ") or type(error).__name__)

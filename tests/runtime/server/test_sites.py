@@ -1,0 +1,144 @@
+"""The server's list of sites: what it lets in, and what happens when it changes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+
+import pytest
+
+from raafl.certs.names import Holder
+from raafl.core.types import ClientInfo
+from raafl.devices import Profile
+from raafl.errors import BadInput
+from raafl.runtime.server.sites import SiteRules, Sites, read_sites
+from raafl.transport import PeerLost, Refused
+from raafl.transport.tcp.listener import connect
+from raafl.transport.tcp.opening import Peer
+from raafl.transport.tcp.transport import TcpTransport
+from raafl.transport.transport import ConnectOptions
+from tests.helpers.certificates import federation
+
+LIST = "north: {clients: [1, 2]}\nsouth: {clients: 3, max_samples: 50, own_data: false, profile: {flops_per_s: [1.0e9, 2.0e9]}}\n"
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "sites.yaml").write_text(LIST)
+    return tmp_path / "sites.yaml"
+
+
+def peer(client, site, serial=1):
+    return Peer(client, Holder("fed", site), serial, "test")
+
+
+def problem(sites, who):
+    try:
+        sites.authorize(who)
+    except Refused as refused:
+        return refused.reason
+    return None
+
+
+def test_who_is_let_in(path):
+    sites = Sites(path, lambda: frozenset({7}))
+    assert [problem(sites, peer(client, "north")) for client in (1, 2, 3)] == [None, None, "unknown-client"]
+    assert problem(sites, peer(1, "east")) == "unknown-site"
+    assert problem(sites, peer(1, "north", serial=7)) == "revoked"
+    assert problem(sites, Peer(9, None, 0, "test")) is None, "a process of the same command has no site"
+    with pytest.raises(Refused, match="site 'south' may not be client 1: it may be 3"):
+        sites.authorize(peer(1, "south"))
+    assert sites.rules(3).max_samples == 50 and sites.rules(9) == SiteRules()
+
+
+def info(**changes):
+    return ClientInfo(3, **{"num_samples": 50, "profile": Profile(flops_per_s=1e9)} | changes)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "reason"),
+    [
+        (info(), None), (info(num_samples=51), "too-many-samples"), (info(own_data=True), "own-data"),
+        (info(profile=Profile(flops_per_s=3e9)), "profile"), (info(profile=Profile(flops_per_s=1e8)), "profile"),
+    ],
+)  # fmt: skip
+def test_what_a_client_may_claim(path, claimed, reason):
+    rules = read_sites(path)["south"]
+    if reason is None:
+        rules.check(claimed)
+        return
+    with pytest.raises(Refused) as refused:
+        rules.check(claimed)
+    assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("north: [1]", "north is \\[1\\]: write"), ("north: {clients: []}", "clients is \\[\\]: give the ids"),
+        ("north: {clients: [0]}", "clients is \\[0\\]"), ("north: {clients: [true]}", "clients is"),
+        ("north: {client: [1]}", "north.client is unknown: did you mean 'clients'"),
+        ("north: {clients: 1, max_samples: -1}", "max_samples is -1: give a whole number"),
+        ("north: {clients: 1, own_data: maybe}", "own_data is 'maybe': give true or false"),
+        ("north: {clients: 1, profile: {flops: 1}}", "profile.flops is unknown: did you mean 'flops_per_s'"),
+        ("north: {clients: 1, profile: {flops_per_s: [2, 1]}}", "give the largest value, or"),
+        ("a: {clients: 1}\nb: {clients: [1]}", "client 1 is of 'a' and of 'b'"), ("- north", "no table of fields"),
+        ("north: *x", "no YAML of plain values"),
+    ],
+)  # fmt: skip
+def test_a_list_that_makes_no_sense(path, text, why):
+    path.write_text(text)
+    with pytest.raises(BadInput, match=why):
+        read_sites(path)
+
+
+def test_an_empty_list_lets_in_nobody_and_a_missing_one_is_bad_input(path):
+    path.write_text("# nobody yet\n")
+    assert problem(Sites(path, frozenset), peer(1, "north")) == "unknown-site"
+    path.write_text("")
+    assert read_sites(path) == {}
+    path.unlink()
+    with pytest.raises(BadInput, match=r"cannot be read .No such file.*give --sites FILE"):
+        read_sites(path)
+
+
+def test_a_slip_of_an_editor_changes_nothing(path, caplog):
+    sites = Sites(path, frozenset)
+    path.write_text("north: {clients: [1, 2]\n")
+    assert sites.reread() is False and problem(sites, peer(1, "north")) is None
+    assert "the earlier list of sites stays in force" in caplog.text
+    path.write_text("south: {clients: [3]}\n")
+    assert sites.reread() is True and problem(sites, peer(1, "north")) == "unknown-site"
+    assert sites.reread() is False
+    os.unlink(path)
+    assert sites.reread() is False and problem(sites, peer(3, "south")) is None
+
+
+def test_what_is_taken_out_is_cut_within_a_second_and_others_stay(path):
+    sites, admitted, refused = Sites(path, frozenset), queue.Queue(), queue.Queue()
+    server = TcpTransport(
+        ConnectOptions(address="127.0.0.1:0", credentials=federation().server, authorize=sites.authorize)
+    )
+    with server, sites.watch(server.recheck):
+        server.listen(lambda client, peer, connection: admitted.put((client, connection())), refused.put)
+        address = server.address.partition(",")[0]
+        here = {}
+        for client, site in ((1, "north"), (3, "south")):
+            here[client] = connect(address, client, federation().site(site), timeout_s=30)
+            number, ours = admitted.get(timeout=30)
+            here[-number] = ours
+        path.write_text("north: {clients: [1, 2]}\n")
+        since = time.monotonic()
+        with pytest.raises(PeerLost, match="unknown-site: site 'south' is not on the server's list"):
+            here[-3].recv(lambda *_: None, 30)
+        assert time.monotonic() - since < 1.0
+        with pytest.raises(PeerLost):
+            here[3].recv(lambda *_: None, 30)
+        with pytest.raises(Refused, match="site 'south' is not on the server's list"):
+            connect(address, 3, federation().site("south"), timeout_s=30)
+        assert refused.get(timeout=30) == "unknown-site"
+        here[-1].check()
+        here[1].check()
+        for connection in here.values():
+            connection.close()

@@ -56,6 +56,7 @@ from typing import Literal
 
 from raafl.algorithms.co_s2p.local import MaskedAndDistilled
 from raafl.algorithms.co_s2p.merge import ImportanceMerge
+from raafl.algorithms.co_s2p.published_merge import PublishedMerge
 from raafl.core.algorithm import Algorithm, Merge, Select, Trigger
 from raafl.core.sample import Sample
 from raafl.errors import one_of, refuse_unused
@@ -75,8 +76,8 @@ def co_s2p(
     attention_masks: Masks = "trained", segments: int = 16, mask_rounds: int = 5, mask_epochs: int | None = 5,
     mask_steps: int | None = None, mask_lr: float = 1e-2, mask_strength: float = 1.0, distil: bool = True,
     distil_weight: float = 0.2, temperature: float = 3.0, trigger: Literal["semi", "sync", "async"] = "semi",
-    min_ratio: float = 0.5, wait_s: float = 0.0, merge: Literal["importance", "mean"] = "importance", server_lr: float = 1.0,
-    cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
+    min_ratio: float = 0.5, wait_s: float = 0.0, merge: Literal["importance", "mean", "published"] = "importance",
+    server_lr: float = 1.0, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
     """Return Co-S2P, whose clients train windows of blocks, narrowed by masks that they learn.
 
@@ -99,8 +100,9 @@ def co_s2p(
         trigger: semi (Algorithm 2), sync (all have reported) or async (each arrival).
         min_ratio: share of the clients that must have reported before the wait begins (semi).
         wait_s: seconds of that wait (semi), 60 to 150 in the paper.
-        merge: importance (Eqs. 4, 5), or mean with equal weights.
-        server_lr: factor of the merged delta (eta).
+        merge: importance (Eqs. 4, 5), mean with equal weights, or published, as the authors' code has it
+            (`raafl.algorithms.co_s2p.published_merge`).
+        server_lr: factor of the merged delta (eta); leave it out for merge published.
         cohort: number of clients drawn when work starts, uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: select part that replaces the masked windows, such as `raafl.parts.RateSelect`; leave out rates to mask_steps
@@ -145,5 +147,8 @@ def _trigger(name: str, min_ratio: float, wait_s: float) -> Trigger:
 
 
 def _merge(name: str, server_lr: float, segments: int) -> Merge:
-    one_of("merge", name, ("importance", "mean"))
+    one_of("merge", name, ("importance", "mean", "published"))
+    if name == "published":
+        refuse_unused("merge is published", server_lr=(server_lr, 1.0))
+        return PublishedMerge()
     return ImportanceMerge(server_lr, segments) if name == "importance" else Deltas(server_lr, Staleness())

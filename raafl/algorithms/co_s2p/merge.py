@@ -130,7 +130,7 @@ class ImportanceMerge(Merge):
 
     def apply(self, state: GlobalState) -> None:
         """Move each element by the weighted mean of its updates."""
-        self._keep_starts(state)
+        keep_starts(state)
         memory = state.memory.pop(ImportanceMemory)
         assert memory is not None
         trained = state.submodels.layout(part="trained")
@@ -144,16 +144,6 @@ class ImportanceMerge(Merge):
                 buffer.zero_()
             state.scratch[name] = flat
 
-    def _keep_starts(self, state: GlobalState) -> None:
-        """Copy the values from which each client at work started, before they change."""
-        tasks = state.memory.of(AtWork).starts.values()
-        for task in tasks:
-            if task.start is None and task.spec.trained != ():
-                task.start = state.submodels.plan(task.spec).gather(state.values)
-        start_bytes = sum(task.start.num_bytes for task in tasks if task.start is not None)
-        most = state.memory.of(MostStartBytes)
-        most.value = max(start_bytes, most.value)
-
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return, as "start_bytes", the largest memory that the start values of late clients have taken."""
         return {"start_bytes": state.memory.of(MostStartBytes).value}
@@ -161,6 +151,17 @@ class ImportanceMerge(Merge):
     def __str__(self) -> str:
         step = "" if self.server_lr == 1 else f", server lr {self.server_lr:g}"
         return f"mean of deltas by importance of segments{step}"
+
+
+def keep_starts(state: GlobalState) -> None:
+    """Copy the values from which each client at work started, before they change."""
+    tasks = state.memory.of(AtWork).starts.values()
+    for task in tasks:
+        if task.start is None and task.spec.trained != ():
+            task.start = state.submodels.plan(task.spec).gather(state.values)
+    start_bytes = sum(task.start.num_bytes for task in tasks if task.start is not None)
+    most = state.memory.of(MostStartBytes)
+    most.value = max(start_bytes, most.value)
 
 
 # ---- which element is in which segment ----

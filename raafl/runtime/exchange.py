@@ -149,6 +149,10 @@ class Conversation:
         number, incarnation = self._assignment.id, self._assignment.incarnation
         self.down_bytes += self._send(Message(kind, number, incarnation, meta, tensors))
 
+    def check(self) -> None:
+        """Raise `PeerLost` if the client is known to be gone."""
+        self._pair.check()
+
     def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Message:
         """Receive a message of this task; ``into`` returns the storage for its tensors. Raises like `Connection.recv`."""
 

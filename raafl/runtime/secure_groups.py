@@ -133,3 +133,12 @@ def secure(experiment: Experiment, algorithm: Algorithm) -> Algorithm:
 def sends_of(experiment: Experiment) -> Literal["values", "delta"]:
     """Return the form of an update: trained values or, as sums of masked updates need, their difference from those received."""
     return "delta" if experiment.secure_aggregation.is_on else experiment.algorithm.merge.sends
+
+
+def masking(experiment: Experiment) -> SecureSum | None:
+    """Return the merge whose encoding a client uses, by its own config; None = its updates are not masked."""
+    if not experiment.secure_aggregation.is_on:
+        return None
+    merge = secure(experiment, experiment.algorithm).merge
+    assert isinstance(merge, SecureSum)
+    return merge

@@ -17,7 +17,9 @@ from raafl.local.client_group import ClientProcesses
 from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.memory import settle_heap, with_memory
+from raafl.runtime.client.secure import SecureSide
 from raafl.runtime.client.worker import Client
+from raafl.runtime.secure_groups import masking
 from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data
 from raafl.submodel import Submodels
 from raafl.transport import Connection
@@ -107,10 +109,12 @@ class ClientSetup:
             unsent: id of an assignment whose update was not sent on an earlier connection; None = there is none.
             on_welcome: called once the server has accepted the client.
         """
+        merge = masking(self.experiment)
         return Client(
             self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
             config=self.sections or None, unsent=unsent, on_welcome=on_welcome,
             plan=compression_plan(self.experiment, self.submodels), process_group=self.process_group,
+            secure=None if merge is None else SecureSide(pair, self.submodels, merge),
         )  # fmt: skip
 
 

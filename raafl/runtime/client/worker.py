@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.config.options import Timeouts
 from raafl.core.payload import Payload
-from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
+from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, Update
 from raafl.data.federated import ClientData
 from raafl.errors import InvalidPayload, TaskFailed
 from raafl.local.client_group import ClientProcesses
@@ -24,9 +25,12 @@ from raafl.local.failure import attempt
 from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.log import warn_once
+from raafl.parts.protect.secure.group import CannotOpen
+from raafl.runtime.client.secure import SecureSide
 from raafl.runtime.exchange import ClientSide
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Reason, Welcome
+from raafl.runtime.secure_groups import NOT_OPENED
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, SpecError, Submodels
 from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Refused
@@ -50,7 +54,7 @@ class Client:
         self, info: ClientInfo, pair: Connection, submodels: Submodels, trainer: LocalTrainer, data: ClientData, waits: Timeouts,
         *, config: Mapping[str, str] | None = None, unsent: int | None = None,
         on_welcome: Callable[[], None] = lambda: None, plan: CompressionPlan | None = None,
-        process_group: ClientProcesses | None = None,
+        process_group: ClientProcesses | None = None, secure: SecureSide | None = None,
     ) -> None:  # fmt: skip
         """Prepare; `run` sends the HELLO.
 
@@ -66,8 +70,9 @@ class Client:
             on_welcome: called once the server has admitted the client.
             plan: compression; None = none.
             process_group: processes that train this client together; None = only this one.
+            secure: masks updates; None = they go as they are.
         """
-        self._plan = plan
+        self._plan, self._secure = plan, secure
         travels = plan or CompressionPlan(Payload(submodels))
         self._down, self._up = DownlinkCodec(travels), UplinkCodec(travels)
         self._stop = threading.Event()
@@ -130,7 +135,7 @@ class Client:
                     self._received.put((self._assignment, message.tensors))
                     wait_s += self._waits.task_s  # a server that waits for an answer says nothing
                 if message.kind is Kind.REPLY:
-                    self._side.hear(message.tensors)
+                    self._hear(message)
                     wait_s += self._waits.task_s
                 if message.kind is Kind.REFUSED:  # of a task with an exchange; nothing is packed now
                     self._up.forget()
@@ -138,11 +143,24 @@ class Client:
                     reason = Reason.from_meta(message.meta).reason
                     warn_once(_log, f"client {self._info.id}: the server refuses a task: {reason}")
                     self._assignment = None  # given up in the middle; the next may come
-                    self._side.hear(None)
+                    self._hear_nothing(message.assignment)
         except Exception as error:
             self._received.put(error)
         self._stop.set()
+        self._hear_nothing()
+
+    def _hear(self, message: Message) -> None:
+        """Pass a reply to the task that waits for it."""
+        if self._secure is None:
+            self._side.hear(message.tensors)
+        else:
+            self._secure.hear(message.meta, message.tensors)
+
+    def _hear_nothing(self, assignment: int | None = None) -> None:
+        """Wake a task that waits for a reply: there will be none, for this task or for any."""
         self._side.hear(None)
+        if self._secure is not None:
+            self._secure.stop(assignment)
 
     def _is_out(self, number: int) -> bool:
         return self._assignment is not None and self._assignment.id == number
@@ -152,7 +170,7 @@ class Client:
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
         if kind is Kind.REPLY:
-            return self._side.expect(assignment)
+            return self._side.expect(assignment) if self._secure is None else self._secure.expect(assignment)
         if kind is not Kind.ASSIGN:
             return None
         if self._assignment is not None:
@@ -205,12 +223,18 @@ class Client:
             warn_once(_log, f"client {self._info.id}: memory is too small for {assignment.spec}")
             self._give_up(assignment, Failed(OUT_OF_MEMORY))
             return
-        packed = self._up.pack(assignment, update.tensors, received)
         base = assignment.spec.base
         answer = Answer(
             update.num_samples, update.num_steps, {**update.metrics, PEAK: float(peak_bytes(device))}, update.extra,
             None if base is None else self._submodels.bases.digest(base),
         )  # fmt: skip
+        if self._secure is None:
+            packed = self._up.pack(assignment, update.tensors, received)
+        else:
+            revealed = self._masked(self._secure, assignment, update, replace(answer, metrics={}, extra={}))
+            if revealed is None:
+                return
+            packed, answer = revealed, replace(answer, metrics={}, extra={})
         self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
         try:
             self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, answer.to_meta(), packed))
@@ -220,6 +244,20 @@ class Client:
             give_back()
         self.unsent = None
         self.num_answered += 1
+
+    def _masked(self, secure: SecureSide, assignment: Assignment, update: Update, answer: Answer) -> FlatTensors | None:
+        """Send an update masked; return what opens its group's sum, or None where the task has ended without."""
+        refusal = secure.refusal(assignment, update)
+        try:
+            if refusal is None:
+                return secure.mask(assignment, update, answer)
+            self._give_up(assignment, Failed(refusal))
+        except CannotOpen as error:
+            warn_once(_log, f"client {self._info.id} takes no part in a sum: {error}")
+            self._give_up(assignment, Failed(NOT_OPENED, error=str(error)))
+        except Stopped:
+            pass  # what the reader has to say comes next
+        return None
 
     def _give_up(self, assignment: Assignment, failed: Failed) -> None:
         """Tell the server that there will be no answer, and why."""

@@ -10,7 +10,6 @@ from typing import Any
 from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.hooks import RunHooks
-from raafl.errors import BadInput
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run
@@ -53,10 +52,6 @@ def host(
         note: called with the run folder before a client is admitted; may raise `BadInput`.
         observer: called during the run; None = nobody.
     """
-    if experiment.secure_aggregation.is_on:
-        raise BadInput(
-            "secure_aggregation.min_cover is set, which simulations alone can do yet: leave it out, or simulate"
-        )
     with transport:
         saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
         if transport.comes_and_goes:
@@ -100,6 +95,7 @@ def _admit(run: Run, server: Server, terms: Terms | None, rules: Callable[[int],
     parts, plan = run.parts, CompressionPlan.on(run.parts.coordinator)
     experiment, waits = parts.experiment, parts.experiment.waits
     waits = waits if terms is None else replace(waits, join_s=_GREET_S)
+    terms = replace(terms or Terms(), masked=experiment.secure_aggregation.is_on)
 
     def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:
         if not 1 <= client <= experiment.clients:

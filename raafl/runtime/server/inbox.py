@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 
 from raafl.core.types import Event
+from raafl.runtime.server.secure import SecureStep
 
 
 class Inbox:
@@ -14,13 +15,13 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Event | SecureStep] = queue.SimpleQueue()
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Event | SecureStep) -> None:
         """Add an event; called from any thread."""
         self._queue.put(event)
 
-    def get(self, timeout_s: float) -> Event | None:
+    def get(self, timeout_s: float) -> Event | SecureStep | None:
         """Return the next event, or None after ``timeout_s``."""
         try:
             return self._queue.get(timeout=max(timeout_s, 0.0))

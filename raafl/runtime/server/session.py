@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,11 +30,14 @@ from raafl.core.types import (
 from raafl.errors import GpuLost, InvalidPayload, TaskFailed
 from raafl.local.failure import out_of_memory
 from raafl.local.train import Stopped
+from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE
 from raafl.runtime.exchange import Conversation, ServerSide
 from raafl.runtime.identity import Difference, Identity, agree, client_info
 from raafl.runtime.protocol import GPU_LOST, Answer, Assign, Config, Failed, Hello, Reason, Welcome, no_tensors
+from raafl.runtime.secure_groups import NOT_OPENED
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.sites import ANYTHING, SiteRules
+from raafl.runtime.server.secure import SecureSession
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerTimeout, Refused
@@ -52,12 +57,14 @@ class Terms:
         sections: digest of each section of it that both must have alike; None = not compared (they share one file).
         own_data: whether it may train on data of its own.
         site: rules of the client's site.
+        masked: whether it masks its updates (docs/secure-aggregation.md).
     """
 
     config_yaml: str = ""
     sections: Mapping[str, str] | None = None
     own_data: bool = True
     site: SiteRules = ANYTHING
+    masked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +287,14 @@ class Session(threading.Thread):
         talk.send(Kind.ASSIGN, Assign(assignment).to_meta(), packed)
         if self._plan.sender_unpacks:
             self._received = self._down.unpack(spec, packed)
-        told = ""
+        told, secure = "", self._terms.masked
         try:
+            if secure:
+                checked, alive = partial(self._checked_answer, spec), partial(self._keep_alive, pair)
+                masked = SecureSession(self._inbox.put, checked, talk, alive, self._waits.idle_s / 3)
+                masked.run(assignment)
+                self._moved(0, talk.up_bytes)
+                return  # what comes of it the desk reports
             update = self._answered(exchange, task, talk)
             told = update.refusal or ""
         except Stopped:
@@ -289,7 +302,7 @@ class Session(threading.Thread):
         except Refused as refused:
             update, told = self._refused(assignment, refused), str(refused)
         # the client may wait for a reply, and forgets its residual
-        if exchange is not None and told and not pair.closed:
+        if (secure or exchange is not None) and told and not pair.closed:
             talk.send(Kind.REFUSED, Reason(told[:200]).to_meta())
         self._arrived(pair, update, talk.down_bytes, talk.up_bytes)
 
@@ -312,9 +325,12 @@ class Session(threading.Thread):
         """Make the update that stands for a refused answer; raises `TaskFailed` where the client says that its code failed."""
         if refused.reason == GIVEN_UP:
             failed = Failed.from_meta({} if refused.message is None else refused.message.meta)
-            if not failed.is_out_of_memory:
+            if self._terms.masked and failed.reason in (NOT_OPENED, OUT_OF_RANGE, "non-finite"):
+                refused = Refused(failed.reason, failed.error)
+            elif not failed.is_out_of_memory:
                 raise failed.to_error(self.client) from None
-            return out_of_memory(assignment)
+            else:
+                return out_of_memory(assignment)
         nothing = self._nothing(assignment.spec)
         return Update(assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
 
@@ -352,13 +368,7 @@ class Session(threading.Thread):
             raise Refused("bad-kind", f"expected UPDATE, got {message.kind.name}")
         if message.incarnation != self.incarnation:
             raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {message.incarnation}")
-        answer = Answer.from_meta(message.meta)
-        if answer.num_samples > self._num_samples:
-            raise Refused(
-                "too-many-samples", f"{answer.num_samples}, of {self._num_samples} that the client has said it has"
-            )
-        if spec.base is not None and answer.base != self._submodels.bases.digest(spec.base):
-            raise Refused("other-base", f"the frozen parameters, held as {spec.base}, are not those of the server")
+        answer = self._checked_answer(spec, message.meta)
         try:
             tensors = self._up.unpack(spec, message.tensors, self._received)
         except InvalidPayload as unsound:
@@ -367,6 +377,17 @@ class Session(threading.Thread):
             message.assignment, self.client, self.incarnation, tensors, answer.num_samples, answer.num_steps,
             dict(answer.metrics), extra=dict(answer.extra),
         )  # fmt: skip
+
+    def _checked_answer(self, spec: Spec, meta: Mapping[str, Any]) -> Answer:
+        """Read an answer, and check it against what the client said of itself; raises `Refused`."""
+        answer = Answer.from_meta(meta)
+        if answer.num_samples > self._num_samples:
+            raise Refused(
+                "too-many-samples", f"{answer.num_samples}, of {self._num_samples} that the client has said it has"
+            )
+        if spec.base is not None and answer.base != self._submodels.bases.digest(spec.base):
+            raise Refused("other-base", f"the frozen parameters, held as {spec.base}, are not those of the server")
+        return answer
 
     def _buffer(self, layout: Layout) -> FlatTensors:
         """Return storage for ``layout``, the same each time; only the last few layouts are kept."""

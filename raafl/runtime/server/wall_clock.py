@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +36,7 @@ from raafl.runtime.driver import Driver
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.server.evaluator import SnapshotEvaluator
 from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.secure import SecureDesk, SecureStep
 from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
 from raafl.transport import Refused
@@ -90,6 +91,8 @@ class Server(Driver):
         self._enter_lock = threading.Lock()
         self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
         self._timers: list[tuple[float, int]] = []
+        self._desk = None if self.groups is None else SecureDesk(self.groups, self._note)
+        self._deferred: deque[Event] = deque()  # while a group is at work
         self._start = self._resumed_at = 0.0
         self._interrupt = Interrupt()
 
@@ -177,11 +180,11 @@ class Server(Driver):
     def _turn(self) -> None:
         """Wait for one event, or the next timer, and see to it."""
         wait = min(self._timers[0][0] - self.now, 0.5) if self._timers else 0.5
-        event = self.inbox.get(max(wait, 0.0))
+        event = self._sum(self.inbox.get(max(wait, 0.0)))
         if self._interrupt.asked:  # clients that had the same Ctrl-C are not to be mourned
             self.stop("interrupted")
             return
-        while self._timers and self._timers[0][0] <= self.now and not self.reason:
+        while not self._is_busy and self._timers and self._timers[0][0] <= self.now and not self.reason:
             self._tell(Timer(heapq.heappop(self._timers)[1]))
         if event is not None and not self.reason:
             self._tell(event)
@@ -193,6 +196,29 @@ class Server(Driver):
             self._look_after_sessions()
         if event is None and self.progress is not None:
             self.progress.update()  # seconds go by in it
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether a group is at work, while the coordinator hears of nothing."""
+        return self._desk is not None and self._desk.is_running
+
+    def _sum(self, event: Event | SecureStep | None) -> Event | None:
+        """See to groups of masked updates; return the event, or None where it is to wait until a group has ended."""
+        if self._desk is None:
+            assert not isinstance(event, SecureStep)
+            return event
+        if isinstance(event, SecureStep):
+            self._desk.take(event)
+        elif isinstance(event, Lost):
+            self._desk.lose(event.client, event.incarnation or 0)
+        if event is not None and not isinstance(event, SecureStep):
+            self._deferred.append(event)
+        while not self.reason:
+            self._tell_group(self._desk.look(self.now))
+            if self._is_busy or not self._deferred:
+                return None
+            self._tell(self._deferred.popleft())
+        return None
 
     def _fail(self, error: CodeFailed | None) -> None:
         """End the run for what has failed of the user's, if anything has."""

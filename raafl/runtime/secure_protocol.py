@@ -1,0 +1,182 @@
+"""Messages of the exchange in which a group's updates are masked and its sum is opened, and how a peer's words are checked.
+
+They travel as questions, replies and the update of the task at hand (`raafl.runtime.protocol`); tensors are bytes, but for the
+masked numbers.
+
+======== ========================= ============================ ===========================================
+step     message                   fields                       tensors
+======== ========================= ============================ ===========================================
+ready    QUESTION                  those of `Answer`            `keys`: two public keys
+.        REPLY                     `Formed`                     none
+shares   QUESTION                  none                         `shares` for the others, and `commitments`
+.        REPLY                     `Members` that sent theirs   `shares` from the others
+masked   QUESTION                  none                         the masked numbers
+.        REPLY                     `Members` that sent theirs   none
+opened   UPDATE                    none                         `revealed`
+======== ========================= ============================ ===========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from raafl.parts.protect.secure.coverage import Coverage
+from raafl.parts.protect.secure.group import COMMITMENT_BYTES, Group, GroupMember, reveal_bytes, share_bytes
+from raafl.runtime.protocol import Meta, count_of
+from raafl.sanitize import sanitize_text
+from raafl.submodel import FlatTensors, Layout, Spec, SpecError
+from raafl.transport import Refused
+
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """A group, as each of its members is told.
+
+    Attributes:
+        group: its members.
+        share: factor, from 0 to 1, by which this member multiplies its change.
+    """
+
+    group: Group
+    share: float
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the message's fields; a submodel that several members have is written once."""
+        specs = list(dict.fromkeys(member.spec for member in self.group.members))
+        members = [
+            [member.key, member.mask_key.hex(), member.share_key.hex(), specs.index(member.spec)]
+            for member in self.group.members
+        ]
+        return {
+            "group": self.group.id, "threshold": self.group.threshold, "min_cover": self.group.min_cover,
+            "share": self.share, "specs": [spec.to_json() for spec in specs], "members": members,
+        }  # fmt: skip
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a message; raises `Refused` for anything else."""
+        try:
+            specs = [Spec.from_json(one) for one in meta["specs"]]
+            members = tuple(
+                GroupMember(count_of({"key": key}, "key", 1), _key(mask), _key(share), specs[place])
+                for key, mask, share, place in meta["members"]
+            )
+            share = float(meta["share"])
+            if not 0 <= share <= 1 or not isinstance(meta["group"], str) or len(meta["group"]) > 64:
+                raise ValueError("share or group is out of range")
+        except (SpecError, KeyError, TypeError, ValueError, IndexError) as error:
+            raise Refused("bad-json", f"group: {sanitize_text(error)}") from None
+        group = Group(meta["group"], members, count_of(meta, "threshold", 1), count_of(meta, "min_cover", 1))
+        return cls(group, share)
+
+
+def _key(text: object) -> bytes:
+    key = bytes.fromhex(text) if isinstance(text, str) else b""
+    if len(key) != KEY_BYTES:
+        raise ValueError("a public key is not of 32 bytes")
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Members of a group that have sent what they were asked for.
+
+    Attributes:
+        keys: ids of their assignments, ascending.
+    """
+
+    keys: tuple[int, ...]
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the message's fields."""
+        return {"members": list(self.keys)}
+
+    @classmethod
+    def from_meta(cls, meta: Meta, among: Collection[int]) -> Self:
+        """Read a message; raises `Refused` unless it lists members ``among`` these, ascending."""
+        keys = meta.get("members")
+        if not isinstance(keys, list) or not all(type(key) is int for key in keys) or keys != sorted(set(keys)):
+            raise Refused("bad-json", "members is no ascending list of numbers")
+        if not set(keys) <= set(among):
+            raise Refused("bad-json", "members names one that is not in the group")
+        return cls(tuple(keys))
+
+
+# ---- tensors ----
+
+
+def layout_of(**sizes: int) -> Layout:
+    """Return the layout of named strings of bytes; an empty one has a byte, since a message has tensors or none."""
+    return Layout.pack((name, (max(size, 1),), torch.uint8) for name, size in sizes.items())
+
+
+def to_tensors(**texts: bytes) -> FlatTensors:
+    """Return strings of bytes as tensors, in the layout of `layout_of`."""
+    made = {name: torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8) for name, text in texts.items()}
+    return FlatTensors.from_named(made)
+
+
+def to_bytes(flat: FlatTensors, name: str) -> bytes:
+    """Return one string of bytes."""
+    return flat[name].cpu().numpy().tobytes()
+
+
+def split(text: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
+    """Split joined pieces by member, in the order of ``sizes``."""
+    pieces, start = {}, 0
+    for key, size in sizes.items():
+        pieces[key] = text[start : start + size]
+        start += size
+    return pieces
+
+
+def sizes_from(coverage: Coverage, sender: int, receivers: Iterable[int]) -> dict[int, int]:
+    """Return the length of a sender's share for each receiver.
+
+    Args:
+        coverage: cells of the group.
+        sender: key of the member that shares.
+        receivers: keys of members; the sender may be among them.
+    """
+    return dict.fromkeys((key for key in receivers if key != sender), share_bytes(coverage, sender))
+
+
+def sizes_for(coverage: Coverage, receiver: int, senders: Iterable[int]) -> dict[int, int]:
+    """Return the length of each sender's share for a receiver.
+
+    Args:
+        coverage: cells of the group.
+        receiver: key of the member that is shared with.
+        senders: keys of members; the receiver may be among them.
+    """
+    return {key: share_bytes(coverage, key) for key in senders if key != receiver}
+
+
+def reveal_sizes(coverage: Coverage, senders: Iterable[int], left: frozenset[int], min_cover: int) -> dict[int, int]:
+    """Return, for each member that sent shares, the length of its part in what a survivor reveals.
+
+    Args:
+        coverage: cells of the group.
+        senders: members that sent shares.
+        left: those whose masked numbers arrived.
+        min_cover: least contributors to an opened cell.
+    """
+    return {key: reveal_bytes(coverage, key, left, min_cover) for key in senders}
+
+
+def shares_layout(coverage: Coverage, sender: int, receivers: Iterable[int]) -> Layout:
+    """Return the layout of a member's message in the step of shares.
+
+    Args:
+        coverage: cells of the group.
+        sender: key of the member.
+        receivers: keys of all members.
+    """
+    total = sum(sizes_from(coverage, sender, receivers).values())
+    return layout_of(shares=total, commitments=COMMITMENT_BYTES * len(coverage.own(sender)))

@@ -1,0 +1,345 @@
+"""Sum masked updates on the wall clock: a session's end of each client's exchange, and the desk at which groups meet.
+
+A session's thread passes each message of its client to the desk, which works in the server's loop, and waits for the reply. While
+a group is at work the loop tells the coordinator of nothing else, so that its members, their weights and their staleness are the
+same when the group is formed, when its sum is read, and in a replay. Groups follow one another.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from raafl.core.types import Assignment, SumGroup, Update
+from raafl.local.train import Stopped
+from raafl.parts.protect.secure.coverage import Ring
+from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, threshold_of
+from raafl.parts.protect.secure.opening import Opening
+from raafl.runtime.exchange import Conversation
+from raafl.runtime.protocol import Answer, Meta
+from raafl.runtime.secure_groups import NOT_OPENED, SecureGroups
+from raafl.runtime.secure_protocol import (
+    KEY_BYTES,
+    Formed,
+    Members,
+    layout_of,
+    reveal_sizes,
+    shares_layout,
+    sizes_from,
+    split,
+    to_bytes,
+    to_tensors,
+)
+from raafl.submodel import FlatTensors, Layout
+from raafl.transport import Kind, Refused
+
+Phase = Literal["ready", "shares", "masked", "opened"]
+NEXT: dict[Phase, Phase] = {"ready": "shares", "shares": "masked", "masked": "opened"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A message for a session to send its client, and the layout of the client's next one.
+
+    Attributes:
+        meta: fields of the message.
+        tensors: of the message; None = none.
+        expect: layout of the client's next tensors.
+    """
+
+    meta: dict[str, Any]
+    tensors: FlatTensors | None
+    expect: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class SecureStep:
+    """A client's message of the exchange, on its way from its session to the desk.
+
+    Attributes:
+        assignment: of its task.
+        phase: which message it is.
+        answer: of the first message: what the server may know of the task.
+        tensors: of the message, on the CPU; the desk's to change.
+        moved: bytes of the task so far, down and up.
+        replies: where the session waits; None for the last message.
+    """
+
+    assignment: Assignment
+    phase: Phase
+    answer: Answer
+    tensors: FlatTensors
+    moved: tuple[int, int]
+    replies: queue.SimpleQueue[Reply | None]
+
+    @property
+    def life(self) -> tuple[int, int]:
+        """Client and incarnation."""
+        return self.assignment.client, self.assignment.incarnation
+
+    def update(self, tensors: FlatTensors, moved: tuple[int, int]) -> Update:
+        """Return the update of the task."""
+        answer, (down, up) = self.answer, moved
+        return Update(
+            self.assignment.id, *self.life, tensors, answer.num_samples, answer.num_steps, bytes_down=down, bytes_up=up
+        )
+
+
+def _refused(step: SecureStep) -> Update:
+    update = step.update(FlatTensors.empty(Layout(())), step.moved)
+    update.refusal = NOT_OPENED
+    return update
+
+
+class SecureSession:
+    """Takes one client through the exchange of a task, on its session's thread."""
+
+    def __init__(
+        self, put: Callable[[SecureStep], None], checked: Callable[[Meta], Answer], talk: Conversation,
+        keep_alive: Callable[[], None], every_s: float,
+    ) -> None:  # fmt: skip
+        """Prepare.
+
+        Args:
+            put: passes a step to the loop.
+            checked: reads and checks an answer; raises `Refused`.
+            talk: connection to the client during the task.
+            keep_alive: sends a heartbeat; raises when the client is gone.
+            every_s: seconds between heartbeats while other clients are waited for.
+        """
+        self._put, self._checked, self._talk = put, checked, talk
+        self._keep_alive, self._every_s, self._since = keep_alive, every_s, time.monotonic()
+
+    def run(self, assignment: Assignment) -> None:
+        """Exchange all messages; the desk reports the update.
+
+        Args:
+            assignment: of the task.
+
+        Raises:
+            Refused: a message was invalid, or the group's sum cannot be opened.
+            Stopped: the run has ended.
+        """
+        replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
+        phase: Phase = "ready"
+        talk = self._talk
+        first = talk.recv(Kind.QUESTION, partial(_room, layout_of(keys=2 * KEY_BYTES)))
+        answer, message = self._checked(first.meta), first
+        while True:
+            assert message.tensors is not None
+            moved = (talk.down_bytes, talk.up_bytes)
+            self._put(SecureStep(assignment, phase, answer, message.tensors, moved, replies))
+            if phase == "opened":
+                return
+            reply = self._replied(replies)
+            talk.send(Kind.REPLY, reply.meta, reply.tensors)
+            phase = NEXT[phase]
+            kind = Kind.UPDATE if phase == "opened" else Kind.QUESTION
+            message = talk.recv(kind, partial(_room, reply.expect))
+
+    def _replied(self, replies: queue.SimpleQueue[Reply | None]) -> Reply:
+        while True:
+            try:
+                reply = replies.get(timeout=0.5)
+            except queue.Empty:
+                self._look()
+                continue
+            if reply is None:
+                raise Refused(NOT_OPENED, "too few clients are left in its group, or it was too late for it")
+            return reply
+
+    def _look(self) -> None:
+        """See that the client is there and the run goes on, and let the client know that it is not forgotten."""
+        if self._talk.stopping():
+            raise Stopped
+        self._talk.check()
+        if time.monotonic() - self._since > self._every_s:
+            self._keep_alive()
+            self._since = time.monotonic()
+
+
+def _room(layout: Layout, meta: Meta) -> FlatTensors:
+    """Return storage for a message, on the CPU, where masks are added."""
+    return FlatTensors.empty(layout)
+
+
+@dataclass
+class _Running:
+    """A group at work.
+
+    Attributes:
+        opening: the server's part.
+        scale: largest weight.
+        ready: first step of each member.
+        phase: of the messages that are awaited.
+        waiting: members whose message is awaited.
+        until: when the others go on without them, in seconds on the run's clock.
+        here: steps of this phase, by member.
+        masked: steps with masked numbers, by member; empty before.
+        gone: members whose connection has ended.
+    """
+
+    opening: Opening
+    scale: float
+    ready: dict[int, SecureStep]
+    until: float
+    phase: Phase = "shares"
+    waiting: set[int] = field(default_factory=set)
+    here: dict[int, SecureStep] = field(default_factory=dict)
+    masked: dict[int, SecureStep] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+
+    def await_(self, phase: Phase, keys: Iterable[int]) -> None:
+        """Await the next messages, of those who are still there."""
+        self.phase, self.waiting, self.here = phase, set(keys) - self.gone, {}
+
+
+class SecureDesk:
+    """Forms groups of clients that are ready, takes them through the exchange, and opens their sums; in the server's loop."""
+
+    def __init__(self, groups: SecureGroups, note: Callable[[str], None]) -> None:
+        """Start without clients; ``note`` is told why a sum could not be opened."""
+        self._groups, self._note = groups, note
+        self._ring = Ring(groups.coordinator.state.submodels)
+        self._ready: dict[int, SecureStep] = {}
+        self._running: _Running | None = None
+        self._done: list[Update] = []
+        self._late: list[Update] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a group is at work, so that the coordinator is to hear of nothing else."""
+        return self._running is not None
+
+    def take(self, step: SecureStep) -> None:
+        """Take in a client's message."""
+        key, running = step.assignment.id, self._running
+        if step.phase == "ready" and key in self._groups.coordinator.roster.active:
+            self._ready[key] = step
+        elif running is not None and step.phase == running.phase and key in running.waiting:
+            running.here[key] = step
+            running.waiting.discard(key)
+        elif step.phase != "opened":  # it was too slow, and its group has gone on
+            step.replies.put(None)
+        elif key in self._groups.coordinator.roster.active:  # its group was given up meanwhile
+            self._late.append(_refused(step))
+
+    def lose(self, client: int, incarnation: int) -> None:
+        """Go on without a client whose connection has ended."""
+        life = (client, incarnation)
+        self._ready = {key: step for key, step in self._ready.items() if step.life != life}
+        if self._running is not None:
+            gone = {key for key, step in self._running.ready.items() if step.life == life}
+            self._running.gone |= gone
+            self._running.waiting -= gone
+
+    def look(self, now: float) -> list[Update]:
+        """Go on with what can go on; return the updates of a group that has ended, and those that came too late for theirs."""
+        if self._running is None:
+            active = self._groups.coordinator.roster.active  # a client that has joined anew has left its task
+            self._ready = {key: step for key, step in self._ready.items() if key in active}
+            if self._groups.is_complete(self._ready):
+                self._form(now)
+        while (running := self._running) is not None and (not running.waiting or now >= running.until):
+            self._advance(running, now)
+        done, self._done = self._done, []
+        if self._running is None:
+            done, self._late = [*self._late, *done], []
+        return done
+
+    # ---- steps of a group ----
+
+    def _form(self, now: float) -> None:
+        groups = self._groups
+        chosen = dict(sorted(list(self._ready.items())[: groups.merge.point.num_members]))
+        for key in chosen:
+            del self._ready[key]
+        scale = groups.scale(step.assignment for step in chosen.values())
+        members = []
+        for key, step in chosen.items():
+            keys = to_bytes(step.tensors, "keys")
+            members.append(GroupMember(key, keys[:KEY_BYTES], keys[KEY_BYTES:], step.assignment.spec.cut))
+        threshold = threshold_of(len(chosen), groups.merge.options.threshold)
+        group = Group(secrets.token_hex(16), tuple(members), threshold, groups.merge.min_cover)
+        running = _Running(Opening(group, self._ring), scale, chosen, now + groups.merge.options.step_s)
+        self._running, running.here = running, dict(chosen)
+        if len(chosen) < groups.least:
+            self._fail(running, f"{len(chosen)} clients are too few for a sum")
+            return
+        coverage = running.opening.coverage
+        for key, step in chosen.items():
+            share = groups.share(step.assignment, step.answer.num_samples, scale)
+            step.replies.put(Reply(Formed(group, share).to_meta(), None, shares_layout(coverage, key, chosen)))
+        running.await_("shares", chosen)
+
+    def _advance(self, running: _Running, now: float) -> None:
+        """Take the group to its next step with the members that are here."""
+        try:
+            if running.phase != "opened" and len(running.here) < running.opening.group.threshold:
+                need = running.opening.group.threshold
+                raise CannotOpen(
+                    "too-few", f"{len(running.here)} of {len(running.ready)} clients are left, {need} must help"
+                )
+            {"shares": self._shared, "masked": self._masked, "opened": self._opened}[running.phase](running)
+        except CannotOpen as error:
+            self._fail(running, str(error))
+            return
+        running.until = now + self._groups.merge.options.step_s
+
+    def _shared(self, running: _Running) -> None:
+        opening, here = running.opening, dict(sorted(running.here.items()))
+        pieces = {}
+        for key, step in here.items():
+            opening.commitments[key] = to_bytes(step.tensors, "commitments")
+            sizes = sizes_from(opening.coverage, key, running.ready)
+            pieces[key] = split(to_bytes(step.tensors, "shares"), sizes)
+        senders = Members(tuple(here)).to_meta()
+        for key, step in here.items():
+            joined = b"".join(
+                pieces[other][key] if other in pieces else bytes(sizes_from(opening.coverage, other, [key])[key])
+                for other in running.ready
+                if other != key
+            )
+            layout = self._ring.layout(step.assignment.spec)
+            step.replies.put(Reply(senders, to_tensors(shares=joined), layout))
+        running.await_("masked", here)
+
+    def _masked(self, running: _Running) -> None:
+        opening, group = running.opening, running.opening.group
+        running.masked = dict(sorted(running.here.items()))
+        left = frozenset(running.masked)
+        sizes = reveal_sizes(opening.coverage, opening.commitments, left, group.min_cover)
+        told = Members(tuple(running.masked)).to_meta()
+        for step in running.masked.values():
+            step.replies.put(Reply(told, None, layout_of(revealed=sum(sizes.values()))))
+        running.await_("opened", left)
+
+    def _opened(self, running: _Running) -> None:
+        opening, group = running.opening, running.opening.group
+        left = frozenset(running.masked)
+        sizes = reveal_sizes(opening.coverage, opening.commitments, left, group.min_cover)
+        revealed = {key: split(to_bytes(step.tensors, "revealed"), sizes) for key, step in running.here.items()}
+        opening.restore(left, revealed)
+        record = SumGroup(tuple(running.masked), running.scale, masked=True)
+        self._running, self._done = None, []
+        for key, step in running.masked.items():
+            opening.unmask_(key, step.tensors)
+            last = running.here.get(key, step)
+            update = running.ready[key].update(step.tensors, last.moved)
+            update.group = record
+            self._done.append(update)
+
+    def _fail(self, running: _Running, why: str) -> None:
+        """Give a group up: who still talks is refused by its session, who has said all here."""
+        self._running, self._done = None, []
+        self._note(f"a sum was not opened: {why}")
+        for step in running.here.values():
+            if running.phase == "opened":
+                self._done.append(_refused(step))
+            else:
+                step.replies.put(None)

@@ -92,7 +92,7 @@ class Coverage:
         codes = ring.zeros(dtype=torch.int64)
         for bit, spec in enumerate(distinct):
             ring.plan(spec, torch.int64).cover_(codes, 1 << bit)
-        found, cells = np.unique(buffer_of(codes).numpy(), return_inverse=True)
+        found, cells = _numbered(buffer_of(codes).numpy(), len(distinct))
         if len(found) > MAX_CELLS:
             raise BadInput(f"a group's submodels have {len(found)} cells in common, at most {MAX_CELLS} can be opened")
         self.holders = [
@@ -100,7 +100,7 @@ class Coverage:
             for code in found
         ]
         whole = ring.zeros(dtype=torch.int64)
-        buffer_of(whole).copy_(torch.from_numpy(cells.reshape(-1)))
+        buffer_of(whole).copy_(torch.from_numpy(cells))
         self._whole = whole
         self._cells: dict[Spec, np.ndarray] = {}
 
@@ -109,7 +109,7 @@ class Coverage:
         spec = self.specs[key]
         if spec not in self._cells:
             plan = self._ring.plan(spec, torch.int64)
-            self._cells[spec] = buffer_of(plan.gather(self._whole)).numpy()
+            self._cells[spec] = buffer_of(plan.gather(self._whole)).numpy().astype(np.int16)
         return self._cells[spec]
 
     def own(self, key: int) -> list[int]:
@@ -131,3 +131,14 @@ class Coverage:
         cells = self.cells_of(key)
         chosen = cells == cell
         return slice(None) if chosen.all() else chosen
+
+
+def _numbered(codes: np.ndarray, num_bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct codes, ascending, and for each code its place among them; few bits need no sorting."""
+    if num_bits > 16:
+        found, places = np.unique(codes, return_inverse=True)
+        return found, places.reshape(-1)
+    found = np.flatnonzero(np.bincount(codes, minlength=1 << num_bits))
+    places = np.zeros(1 << num_bits, np.int64)
+    places[found] = np.arange(len(found))
+    return found, places[codes]

@@ -179,6 +179,15 @@ def test_cells_are_the_elements_that_the_same_members_have(wide):
             assert chosen.tolist() == [other in wanted[place] for place in own]
 
 
+def test_many_submodels_find_the_same_cells_as_few(wide):
+    """Seventeen windows of the first layer: more than have a table."""
+    specs = {
+        key: Spec.select({"a": range(key % 8, key % 8 + 1), "b": range(key // 8, key // 8 + 4)}) for key in range(17)
+    }
+    coverage, wanted = Coverage(wide, specs), holders_by_hand(wide, specs)
+    assert len(set(specs.values())) == 17 and set(coverage.holders) == set(wanted)
+
+
 def test_whole_models_have_one_cell(wide):
     coverage = Coverage(wide, dict.fromkeys(range(1, 8), FULL))
     assert len(coverage.holders) == 1 and coverage.common(1, 2) == slice(None)

@@ -103,7 +103,7 @@ def _admit(run: Run, server: Server, terms: Terms | None, rules: Callable[[int],
             connect().send(Message(Kind.STOP, meta=Reason(f"refused: {problem}").to_meta()))
             raise Refused("unknown-client", problem)
         known = parts.clients[client - 1]
-        own = terms if terms is None else replace(terms, site=rules(client))
+        own = replace(terms, site=rules(client))
         server.enter(client, lambda incarnation: Session(
             client, incarnation, connect, parts.submodels, server.inbox, waits, run.record.moved,
             parts.coordinator.state.values.device, own, plan, known, parts.coordinator.algorithm.local,

@@ -7,17 +7,19 @@ import torch
 
 from model_zoo import MLP
 from raafl.algorithms import ALGORITHMS, diloco, fed_avg
+from raafl.compression.options import Compress
 from raafl.core.algorithm import Training
 from raafl.core.snapshots import Snapshots
 from raafl.core.types import Joined, Lost, Update
 from raafl.data import Iid
+from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.parts import RateSelect
 from raafl.runfolder import checkpoints as checkpoint
 from raafl.submodel import FULL, FlatTensors, Spec
 from tests.helpers.coordinators import assigned, coordinator_for, filled, join, line_state
 from tests.helpers.single_task import Slope, give, task_of, whole
-from tests.helpers.small_runs import equal_replay, experiment, finish
+from tests.helpers.small_runs import SPEEDS, equal_replay, experiment, finish
 
 SLICES = RateSelect(rates=[1.0, 1.0, 0.5, 0.25], rate_of="width")
 KINDS = {
@@ -97,6 +99,46 @@ class WithAdam(MLP):
 
 def small():
     return WithAdam(64, (16,), 10)
+
+
+# ---- failures, and bytes ----
+
+LASTS = 4.0
+"""Virtual seconds of a run in which one of four nodes is gone for 0.7 of every 2 seconds."""
+
+
+def failing():
+    up = {"availability": ((0.0, 1.3),), "period_s": 2.0}
+    return [
+        Device(name=f"d{i}", flops_per_s=speed, **(up if i == 4 else {})) for i, speed in enumerate(SPEEDS, start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"trigger": "each"}, {"trigger": "quorum", "quorum": 0.5, "grace_s": 0.002}], ids=str
+)
+def test_the_living_train_on_where_a_quarter_fails(tmp_path, fields):
+    """Steps merged over those that nodes could have made while they were there; the run itself ends in the midst of tasks."""
+    algorithm = diloco(0.4, steps="speed", least_steps=1, **fields)
+    run = finish(
+        experiment(tmp_path, algorithm, devices=failing(), max_updates=None, max_time=f"{LASTS}s", eval_every=1000,
+                   train=Training(num_epochs=None, num_steps=8))
+    )  # fmt: skip
+    merged = [row for row in run.rows() if row["outcome"] == "merged"]
+    lost = [row for row in run.rows() if row["outcome"].startswith("lost")]
+    step_s = {row["client"]: float(row["train_s"]) / int(row["num_steps"]) for row in merged}
+    there_s = {client: LASTS if client != "4" else 2 * 1.3 for client in step_s}
+    possible = sum(there_s[client] / step_s[client] for client in step_s)
+    assert sum(int(row["num_steps"]) for row in merged) / possible >= 0.88
+    assert len(lost) >= 1 and max(int(row["incarnation"]) for row in merged if row["client"] == "4") >= 1
+
+
+def test_int8_up_and_bf16_down_weigh_what_the_formula_says(tmp_path):
+    """A byte up and two down for each parameter, a scale for each long row, once in H steps; data-parallel: 8 bytes a step."""
+    run = finish(experiment(tmp_path, diloco(), compress=Compress(down="bf16", up="int8"), max_updates=8))
+    # a scale of 4 bytes for each of the 24 rows of 64, one for each other tensor
+    num, scales = 64 * 24 + 24 + 24 * 10 + 10, 24 + 3
+    assert run.summary["bytes_down"] == 8 * 2 * num and run.summary["bytes_up"] == 8 * (num + 4 * scales)
 
 
 # ---- the inner optimizer ----

@@ -24,6 +24,7 @@ def test_each_file_of_the_folder_that_is_a_papers_is_in_the_catalogue():
     listed = {target.partition("#")[0] for _, exhibit in EXHIBITS for target in exhibit.scales.values()}
     own = {
         "cifar10-gre-raa-windows",
+        "diloco-shakespeare",
         "fed-prox-stragglers-mnist",
         "niid-bench-mnist",
         "shakespeare-llama",

@@ -5,8 +5,9 @@ import io
 import pytest
 import torch
 
-from raafl.algorithms import fed_async, fed_avg, fed_buff, fed_opt, fed_raa
+from raafl.algorithms import diloco, fed_async, fed_avg, fed_buff, fed_opt, fed_raa
 from raafl.core.saving import from_plain, restore, save, to_plain
+from raafl.parts import RateSelect
 from raafl.submodel import Spec
 from tests.helpers.coordinators import answer, assigned, coordinator_for, join, line_state, values_of
 
@@ -16,6 +17,7 @@ ALGORITHMS = {
     "fed_buff": lambda: fed_buff(buffer_size=3),
     "fed_avg": lambda: fed_avg(cohort=3, concurrency=2),
     "fed_opt": lambda: fed_opt(cohort=3),
+    "diloco": lambda: diloco(trigger="each", delay=5, submodel=RateSelect(rates=[1.0, 0.5], rate_of="width")),
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from raafl.algorithms.ada_vit import ada_vit as ada_vit
 from raafl.algorithms.ca2fl import ca2fl as ca2fl
 from raafl.algorithms.co_s2p import co_s2p as co_s2p
+from raafl.algorithms.depth_fl import depth_fl as depth_fl
 from raafl.algorithms.diloco import diloco as diloco
 from raafl.algorithms.fadas import fadas as fadas
 from raafl.algorithms.fed_async import fed_async as fed_async
@@ -26,6 +27,7 @@ from raafl.algorithms.fed_pm import fed_pm as fed_pm
 from raafl.algorithms.fed_prox import fed_prox as fed_prox
 from raafl.algorithms.fed_raa import fed_raa as fed_raa
 from raafl.algorithms.fed_rolex import fed_rolex as fed_rolex
+from raafl.algorithms.fjord import fjord as fjord
 from raafl.algorithms.hetero_fl import hetero_fl as hetero_fl
 from raafl.algorithms.ist import ist as ist
 from raafl.algorithms.moon import moon as moon
@@ -36,6 +38,7 @@ from raafl.algorithms.q_vit import q_vit as q_vit
 from raafl.algorithms.ra_fed import ra_fed as ra_fed
 from raafl.algorithms.ram_fed import ram_fed as ram_fed
 from raafl.algorithms.scaffold import scaffold as scaffold
+from raafl.algorithms.scale_fl import scale_fl as scale_fl
 from raafl.algorithms.split_fed import split_fed as split_fed
 from raafl.algorithms.timely_fl import timely_fl as timely_fl
 from raafl.core.algorithm import Algorithm as Algorithm

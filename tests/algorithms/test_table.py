@@ -114,6 +114,13 @@ def test_arguments_reach_their_parts():
         "ca2fl": ({"buffer_size": 7}, "trigger", "7 in the buffer"),
         "fadas": ({"delay": "none"}, "merge", "server amsgrad, lr 0.001"),
         "fed_compass": ({"min_steps": 9}, "select", "full, 9 to 100 steps by speed"),
+        "fjord": ({"ladder": [0.5]}, "local", "SGD on the loss at widths 0.5 by draw, distilled"),
+        "depth_fl": ({"depths": 0.5}, "select", "lowest blocks, at most 0.5 of them"),
+        "scale_fl": (
+            {"gamma": 0.0},
+            "local",
+            "SGD on the loss, exits weighed by depth, distilled with 0, activations rescaled",
+        ),
         "fed_async": ({"alpha": 0.25}, "merge", "mix with alpha 0.25"),
         "fed_avg": ({"cohort": 3}, "sample", "3 at random"),
         "fed_buff": ({"buffer_size": 7}, "trigger", "7 in the buffer"),

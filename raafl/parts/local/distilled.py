@@ -1,9 +1,10 @@
-"""Distil between the exits of one submodel (Co-S2P, Eq. 3; Zhang et al. 2019): the deepest exit teaches the others."""
+"""Join the losses of the exits of one submodel, and distil between them (Co-S2P, Eq. 3; Zhang et al. 2019)."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,17 +89,28 @@ def students_of(module: nn.Module) -> EarlyLogits | None:
     return None
 
 
-class Distilled(Hook):
-    """Hook that adds self-distillation between exits to the loss (Eq. 3).
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Output of one exit for a batch.
 
-    ``L = sum_c [(1 - w) CE(z_c, y) + w T^2 KL(softmax(z_C / T) || softmax(z_c / T))]`` over the exits c, with the deepest, C,
-    as the teacher. CE is the module's own loss: its `training_step` runs once for each exit, on logits from the same forward
-    pass. Without student exits the loss is the plain one.
+    Attributes:
+        logits: shape (batch, ..., classes).
+        loss: the module's own loss on them.
     """
 
-    def __init__(self, task: Task, weight: float, temperature: float) -> None:
+    logits: Tensor
+    loss: Tensor
+
+
+class ByExits(Hook):
+    """Base of hooks whose loss joins those of several exits of one submodel, from one forward pass.
+
+    The module's own `training_step` runs once for each exit, on that exit's logits. Without exits inside the submodel the loss is
+    the plain one. A subclass overrides `joined`.
+    """
+
+    def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.weight, self.temperature = weight, temperature
         self.students = students_of(task.module)
         self._output: Any = None
         self._handle = None
@@ -108,27 +120,35 @@ class Distilled(Hook):
     def _seen(self, model: nn.Module, args: object, output: object) -> None:
         self._output = output
 
+    def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
+        """Return the loss of a batch.
+
+        Args:
+            deepest: the exit that ends the submodel.
+            others: the exits inside, shallowest first.
+            batch: the batch.
+        """
+        raise NotImplementedError
+
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss of a batch with self-distillation; the plain loss if there are no student exits."""
+        """Return the joined loss of a batch; the plain loss if there are no exits inside."""
         if self.students is None:
             return self.task.loss(batch, index)
         device = next(self.task.module.parameters()).device
         before = _generators(device)
-        loss = (1 - self.weight) * self.task.loss(batch, index)
-        teacher = _logits(self._output)
+        loss = self.task.loss(batch, index)
+        deepest = Exit(_logits(self._output), loss)
         early = self.students.logits()
-        after, output = _generators(device), self._output
+        after, output, others = _generators(device), self._output, []
         for logits in early.values():
             _restore(device, before)  # a step that draws before its forward pass, such as augmentation, draws the same
             model, exit_output = self.students.model, _with_logits(output, logits)
             # the forward pass does not run again: the step gets this exit's logits in its place
             with patched({(model, "forward"): _constant(exit_output), **quiet(self.task.module)}):
-                own = self.task.loss(batch, index)
-            knowledge = knowledge_loss(logits, teacher, self.temperature, counted(batch, logits))
-            loss = loss + (1 - self.weight) * own + self.weight * knowledge
+                others.append(Exit(logits, self.task.loss(batch, index)))
         _restore(device, after)
         self._output = None
-        return loss
+        return self.joined(deepest, others, batch)
 
     def close(self) -> None:
         """Remove the hooks from the module."""
@@ -136,6 +156,26 @@ class Distilled(Hook):
             self._handle.remove()
         if self.students is not None:
             self.students.close()
+
+
+class Distilled(ByExits):
+    """Hook that adds self-distillation between exits to the loss (Eq. 3).
+
+    ``L = sum_c [(1 - w) CE(z_c, y) + w T^2 KL(softmax(z_C / T) || softmax(z_c / T))]`` over the exits c, with the deepest, C,
+    as the teacher. CE is the module's own loss.
+    """
+
+    def __init__(self, task: Task, weight: float, temperature: float) -> None:
+        super().__init__(task)
+        self.weight, self.temperature = weight, temperature
+
+    def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
+        """Return the loss with self-distillation."""
+        loss = (1 - self.weight) * deepest.loss
+        for one in others:
+            knowledge = knowledge_loss(one.logits, deepest.logits, self.temperature, counted(batch, one.logits))
+            loss = loss + (1 - self.weight) * one.loss + self.weight * knowledge
+        return loss
 
 
 def _logits(output: Any) -> Tensor:

@@ -1,0 +1,162 @@
+"""DepthFL (Kim et al., "DepthFL: Depthwise Federated Learning for Heterogeneous Clients", ICLR 2023).
+
+A client trains the lowest blocks of the model, as many as it can, with a classifier (exit) after each. All E exits of a client
+learn from the labels and from each other, in rounds t::
+
+    L = sum_i [ CE(z_i, y) + w_t / (E - 1) sum_{j != i} KL(softmax(z_j) || softmax(z_i)) ],   w_t = exp(-5 (1 - min(t, T) / T)^2)
+
+with T = 300; z_j gets no gradient from teaching. The objective has FedDyn's regulariser with alpha (`raafl.algorithms.fed_dyn`),
+and each parameter becomes the mean over the clients that have it.
+
+The equations are those of Flower's baseline `depthfl`, which reproduces the paper; the paper's text could not be read here.
+
+Choices that are left open, and differences:
+- Exits are copies of the model's own last layers after each block but the last, if its type is known (`raafl.submodel.add_exits`);
+  the paper's have layers of their own. A model may declare its own.
+- The global model is evaluated with its own last layers; the paper's result is the ensemble of all exits.
+- t is the version that the client was sent. In an asynchronous run, which no paper has, a version is one update.
+- A client weighs the same whatever its samples, as in FedDyn.
+- The baseline adds 1e-7 to the teacher's probabilities; here they are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from raafl.algorithms.fed_dyn import GRADIENT, Corrected, Regularised
+from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
+from raafl.core.sample import Sample
+from raafl.errors import at_least, positive, refuse_unused
+from raafl.parts.local.distilled import ByExits, Exit, counted, knowledge_loss, with_every_exit
+from raafl.parts.merge.averaging import averaging
+from raafl.parts.merge.mean import Mean
+from raafl.parts.merge.variates import Variates
+from raafl.parts.select.leading_blocks import LeadingBlocks
+from raafl.parts.select.rate_select import Rates
+from raafl.submodel import Spec, Submodels
+from raafl.submodel.cost import Cost
+
+DEPTHS = [0.25, 0.5, 0.75, 1.0]
+"""Shares of the blocks of the paper's four kinds of clients."""
+
+
+@dataclass(frozen=True)
+class MutualTraining(Local):
+    """Local training of all exits, which teach each other.
+
+    Attributes:
+        ramp: rounds T until they teach with full weight.
+    """
+
+    ramp: int = 300
+
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Return the model with an exit after each block, if its type is known and it has no exits."""
+        return with_every_exit(module)
+
+    def hook(self, task: Task) -> Hook:
+        """Return the hook that joins the exits' losses."""
+        return Mutual(task, teaching_weight(task.assignment.version, self.ramp))
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
+        """Return the cost of a plain step; exits add little to it."""
+        return submodels.cost(spec, batch_size)
+
+    def __str__(self) -> str:
+        return f"SGD on the loss, exits teach each other, in full from version {self.ramp}"
+
+
+@dataclass(frozen=True)
+class RegularisedMutual(Regularised, MutualTraining):
+    """The same with FedDyn's regulariser."""
+
+    def hook(self, task: Task) -> Hook:
+        """Return the hook that joins the exits' losses and adds FedDyn's linear term."""
+        return DynamicMutual(task, teaching_weight(task.assignment.version, self.ramp))
+
+    def __str__(self) -> str:
+        return f"{MutualTraining.__str__(self)}, dynamically regularised with {self.prox:g}"
+
+
+class Mutual(ByExits):
+    """Hook that adds to each exit's loss the mean divergence from the other exits, times w_t."""
+
+    def __init__(self, task: Task, weight: float) -> None:
+        super().__init__(task)
+        self.weight = weight
+
+    def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
+        """Return the sum over exits of their losses and of what the others teach them."""
+        exits = [*others, deepest]
+        loss = exits[0].loss
+        for one in exits[1:]:
+            loss = loss + one.loss
+        for one in exits:
+            for other in exits:
+                if other is not one:
+                    taught = knowledge_loss(one.logits, other.logits, 1.0, counted(batch, one.logits))
+                    loss = loss + self.weight / (len(exits) - 1) * taught
+        return loss
+
+
+class DynamicMutual(Mutual):
+    """The same with FedDyn's linear term; the trainer adds its proximal term."""
+
+    def update(self) -> None:
+        """Subtract g_k from the gradients, then make the optimizer's step."""
+        linear = self.task.down[GRADIENT]
+        for name, parameter in self.task.module.named_parameters():
+            if parameter.grad is not None and name in linear:
+                parameter.grad.sub_(linear[name].to(parameter.device))
+        super().update()
+
+
+def teaching_weight(version: int, ramp: int) -> float:
+    """Return w_t = exp(-5 (1 - min(t, T) / T)^2)."""
+    return math.exp(-5.0 * (1.0 - min(version, ramp) / ramp) ** 2)
+
+
+def depth_fl(
+    depths: Rates | None = None,
+    ramp: int = 300,
+    dyn_alpha: float = 0.1,
+    alpha: float | None = None,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    submodel: Select | None = None,
+) -> Algorithm:
+    """Return DepthFL, whose clients train the lowest blocks with exits that teach each other.
+
+    Args:
+        depths: share of the blocks for each client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
+            mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
+        ramp: rounds until exits teach each other with full weight (T).
+        dyn_alpha: weight of FedDyn's regulariser (alpha); 0 = FedAvg's mean, weighted equally.
+        alpha: mixing weight of each arrival, for asynchronous runs, which need dyn_alpha 0; None = synchronous rounds.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that replaces the lowest blocks; leave out depths then.
+    """
+    positive("ramp", ramp)
+    at_least("dyn_alpha", dyn_alpha, 0)
+    if submodel is not None:
+        refuse_unused("submodel says what each client trains", depths=(depths, None))
+    if alpha is not None:
+        refuse_unused("FedDyn's regulariser needs rounds: set it to 0 with alpha", dyn_alpha=(dyn_alpha, 0.0))
+    trigger, mean = averaging(alpha, by_samples=False)
+    local = MutualTraining(ramp) if not dyn_alpha else RegularisedMutual(ramp, prox=dyn_alpha)
+    merge: Merge = mean if not dyn_alpha else Corrected(Mean(by_samples=False), Variates(GRADIENT), dyn_alpha)
+    return Algorithm(
+        name="depth_fl",
+        paper="Kim et al. 2023",
+        sample=Sample(cohort, concurrency),
+        select=submodel or LeadingBlocks(list(DEPTHS) if depths is None else depths),
+        local=local,
+        trigger=trigger,
+        merge=merge,
+    )

@@ -1,0 +1,193 @@
+"""FjORD (Horvath et al., "FjORD: Fair and Accurate Federated Learning under heterogeneous targets with Ordered Dropout").
+
+NeurIPS 2021. Client c can train the leading share p_max of every layer's units. In each local step it draws a width p of the
+ladder, uniformly among those up to p_max, and trains the leading share p alone: units are ordered by importance, so that any
+width can be cut from the model. With self-distillation the step has two passes, at p_max and at p::
+
+    L = CE(z_{p_max}, y) + CE(z_p, softmax(z_{p_max}))        the second target without a gradient
+
+Each element becomes the mean over the clients that have it, weighted by samples.
+
+The equations are those of Flower's baseline `fjord`, which reproduces the paper; the paper's text could not be read here.
+
+Choices that are left open, and differences:
+- A client receives, holds and sends its submodel of width p_max alone. Within it a narrower width is emulated by masks on its
+  parameters: the loss and the gradients are those of the narrower model (as axes are proven), the cost is that of p_max.
+- The baseline has a batch norm for each width. Here all widths share weight and bias, running statistics are those of p_max, and
+  ``submodels: {batch_norm: static}`` measures them anew on the whole model.
+- Where a client's memory allows less than p_max, it gets the largest submodel that fits, and draws among the widths that this has.
+- Self-distillation needs logits of shape (batch, classes) from the module's own `forward`; other models need ``distil: false``.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from raafl.core.algorithm import Algorithm, Hook, Local, Select, Task
+from raafl.core.masked_loss import logits_of
+from raafl.core.sample import Sample
+from raafl.core.types import derive_seed
+from raafl.errors import BadInput, fraction
+from raafl.parts.local.differentiable import with_tensors
+from raafl.parts.local.swap_parameters import patched, quiet
+from raafl.parts.merge.averaging import averaging
+from raafl.parts.select import leading
+from raafl.parts.select.rate_select import Rates, by_rate
+from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.cost import Cost
+
+LADDER = (0.2, 0.4, 0.6, 0.8, 1.0)
+"""Widths p of the paper's experiments."""
+
+
+def narrower(submodels: Submodels, spec: Spec, width: float) -> Spec | None:
+    """Return the submodel of the leading share ``width``, otherwise as ``spec``; None if ``spec`` lacks some of its units.
+
+    Args:
+        submodels: the model, with its axes and layouts.
+        spec: the client's submodel.
+        width: share of each axis.
+    """
+    small = leading(submodels.axes, width)
+    for axis, units in small.kept:
+        own = spec.indices(axis)
+        if own is not None and not set(units) <= set(own):
+            return None
+    for axis, own in spec.kept:
+        if small.indices(axis) is None and len(own) < submodels.axes[axis].size:
+            return None
+    return Spec(small.kept, spec.blocks, spec.trained, spec.exits)
+
+
+def masks_of(submodels: Submodels, spec: Spec, width: float) -> FlatTensors | None:
+    """Return 1 for each trained element of ``spec`` that its submodel of ``width`` has, else 0; None if it has no such submodel.
+
+    Args:
+        submodels: the model, with its axes and layouts.
+        spec: the client's submodel.
+        width: share of each axis.
+    """
+    small = narrower(submodels, spec, width)
+    if small is None:
+        return None
+    whole = FlatTensors.zeros(submodels.layout(part="trained"), "cpu")
+    submodels.plan(small, "trained", "trained").cover_(whole)
+    return submodels.plan(spec, "trained", "trained").gather(whole)
+
+
+@dataclass(frozen=True)
+class OrderedDropout(Local):
+    """Local training at a width that is drawn for each step.
+
+    Attributes:
+        ladder: widths p.
+        distil: train the client's whole submodel too, as the teacher.
+    """
+
+    ladder: tuple[float, ...] = LADDER
+    distil: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.ladder:
+            raise BadInput("ladder is empty: give widths above 0, at most 1")
+        for width in self.ladder:
+            fraction("a width in ladder", width)
+
+    def hook(self, task: Task) -> Hook:
+        """Return the hook that draws a width for each step."""
+        return DrawnWidths(task, self)
+
+    def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
+        """Return the cost of a plain step, twice its FLOPs with self-distillation."""
+        cost = submodels.cost(spec, batch_size)
+        return replace(cost, flops_per_sample=2 * cost.flops_per_sample) if self.distil else cost
+
+    def __str__(self) -> str:
+        words = ", ".join(f"{width:g}" for width in self.ladder)
+        return f"SGD on the loss at widths {words} by draw{', distilled' if self.distil else ''}"
+
+
+class DrawnWidths(Hook):
+    """Hook that trains a width drawn for each batch, with the client's whole submodel as its teacher if asked to."""
+
+    def __init__(self, task: Task, local: OrderedDropout) -> None:
+        super().__init__(task)
+        self.local, spec = local, task.assignment.spec.cut
+        every = {width: self._masks(spec, width) for width in sorted(set(local.ladder))}
+        self.masks = [flat for flat in every.values() if flat is not None]
+        self.random = random.Random(derive_seed(task.assignment.seed, "fjord"))
+        self._logits: Tensor | None = None
+        self._handle = task.module.register_forward_hook(self._seen)
+
+    def _masks(self, spec: Spec, width: float) -> FlatTensors | None:
+        submodels = self.task.submodels
+        return submodels.cached("fjord", (spec, width), lambda: masks_of(submodels, spec, width))
+
+    def _seen(self, module: object, args: object, output: object) -> None:
+        self._logits = logits_of(output)
+
+    def loss(self, batch: object, index: int) -> Tensor:
+        """Return the loss at the drawn width; with self-distillation, the whole submodel's and the distance from it."""
+        if not self.masks:
+            return self.task.loss(batch, index)
+        masks = self.random.choice(self.masks)
+        if not self.local.distil:
+            with with_tensors(self.task.module, self._masked(masks)):
+                return self.task.loss(batch, index)
+        loss, teacher = self.task.loss(batch, index), self._logits
+        with with_tensors(self.task.module, self._masked(masks)), patched(quiet(self.task.module)):
+            self.task.loss(batch, index)
+        if teacher is None or self._logits is None:
+            raise BadInput(
+                "distil is true, but the module's forward gives no logits of shape (batch, classes): set distil to false"
+            )
+        return loss + F.cross_entropy(self._logits, teacher.detach().softmax(-1))
+
+    def _masked(self, masks: FlatTensors) -> dict[str, Tensor]:
+        parameters = {name: p for name, p in self.task.module.named_parameters() if p.requires_grad and name in masks}
+        return {name: p * masks[name].to(p.device, p.dtype) for name, p in parameters.items()}
+
+    def close(self) -> None:
+        """Remove the hook from the module."""
+        self._handle.remove()
+
+
+def fjord(
+    rates: Rates | None = None,
+    ladder: list[float] | None = None,
+    distil: bool = True,
+    by_samples: bool = True,
+    alpha: float | None = None,
+    cohort: int | None = None,
+    concurrency: int | None = None,
+    submodel: Select | None = None,
+) -> Algorithm:
+    """Return FjORD, whose clients train the leading units at widths that they draw for each step.
+
+    Args:
+        rates: largest share of the width for each client (p_max): one number for all; a list that clients 1, 2, ... take in turn,
+            repeating; or a mapping from device name. None = 1/5, 2/5, 3/5, 4/5, 1 in turn.
+        ladder: widths that are drawn (p). None = 0.2, 0.4, 0.6, 0.8, 1.
+        distil: let the client's whole submodel train and teach the drawn width (self-distillation).
+        by_samples: weight clients by |D_n|; False = equally.
+        alpha: mixing weight of each arrival, for asynchronous runs; None = synchronous rounds.
+        cohort: number of clients in a round, drawn uniformly; None = all.
+        concurrency: largest number of clients that work at the same time; None = no limit.
+        submodel: select part that replaces the leading units, such as `raafl.parts.RateSelect`; leave out rates then.
+    """
+    trigger, mean = averaging(alpha, by_samples)
+    return Algorithm(
+        name="fjord",
+        paper="Horvath et al. 2021",
+        sample=Sample(cohort, concurrency),
+        select=by_rate(submodel, "leading", rates, LADDER),
+        local=OrderedDropout(LADDER if ladder is None else tuple(ladder), distil),
+        trigger=trigger,
+        merge=mean,
+    )

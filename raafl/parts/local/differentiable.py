@@ -1,0 +1,50 @@
+"""Run a batch with other tensors in the place of a module's parameters, through which gradients flow back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from raafl.errors import BadInput
+
+
+@contextmanager
+def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, keep_buffers: bool = False) -> Iterator[None]:
+    """Return a context in which the parameters of these names are ``tensors``, such as products of them and masks.
+
+    Backward may be called outside.
+
+    Args:
+        module: whose parameters are replaced.
+        tensors: by name.
+        keep_buffers: let the batch change buffers such as running statistics; False = it changes copies, which are dropped.
+
+    Raises:
+        BadInput: one belongs to a recurrent layer, which reads its weights in another way.
+    """
+    places: list[tuple[Any, str, Tensor]] = []
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        layer = module.get_submodule(path)
+        if isinstance(layer, nn.RNNBase):
+            raise BadInput(
+                f"'{name}' is of a recurrent layer, whose weights cannot be masked: use another model or method"
+            )
+        places.append((layer, leaf, tensor))
+    own = [layer._parameters[leaf] for layer, leaf, _ in places]
+    # copies, not values restored in place: a batch norm keeps its buffers for the backward pass, and torch counts changes of them
+    buffers = [] if keep_buffers else [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
+    try:
+        for part, _ in buffers:
+            part._buffers.update({name: None if one is None else one.clone() for name, one in part._buffers.items()})
+        for layer, leaf, tensor in places:
+            layer._parameters[leaf] = tensor
+        yield
+    finally:
+        for (layer, leaf, _), parameter in zip(places, own, strict=True):
+            layer._parameters[leaf] = parameter
+        for part, before in buffers:
+            part._buffers.update(before)

@@ -1,0 +1,101 @@
+"""Select the lowest blocks of a model with an exit at their top, and the leading units of each axis (DepthFL, ScaleFL)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raafl.core.algorithm import Select, SelectContext
+from raafl.core.types import ClientInfo, Work
+from raafl.errors import BadInput
+from raafl.parts.local.distilled import exit_depths
+from raafl.parts.select.rate_select import Rates, RateSelect
+from raafl.parts.select.segments import stack_of
+from raafl.parts.select.units import count, leading
+from raafl.parts.select.windows import RollingWindows, window_notes
+from raafl.submodel import Spec, Submodels
+
+
+@dataclass(frozen=True)
+class LeadingBlocks(Select):
+    """Select that gives each client the lowest blocks, all exits up to their top, and the leading units of each axis.
+
+    Submodels are nested: every client trains the lowest blocks. A client whose memory its share exceeds gets fewer blocks. A model
+    without a stack of blocks keeps its depth; one without exits ends with its own last layers.
+
+    Attributes:
+        depths: share of the blocks by client: one number; a list that clients 1, 2, ... take in turn; or a mapping from device
+            name.
+        widths: share of each axis by client, in the same form.
+    """
+
+    depths: Rates = 1.0
+    widths: Rates = 1.0
+
+    def __post_init__(self) -> None:
+        for rates in (self.depths, self.widths):
+            RateSelect(rates=rates)
+
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
+        """Return the work for ``client``, as region ``client.id``; raises `BadInput` if not even one block fits its memory."""
+        if client.id not in fleet.cache:
+            fleet.cache[client.id] = self._largest(client, fleet)
+        return Work(fleet.cache[client.id], region=client.id)
+
+    def _largest(self, client: ClientInfo, fleet: SelectContext) -> Spec:
+        submodels, stack = fleet.state.submodels, stack_of(fleet.state.submodels)
+        most = 1 if stack is None else count(len(stack), RateSelect(rates=self.depths).rate(client))
+        width = RateSelect(rates=self.widths).rate(client)
+        specs = [self.spec(submodels, num, width) for num in range(most, 0, -1)]
+        found = next((spec for spec in specs if fleet.fits(client, spec)), None)
+        if found is None:
+            need = fleet.cost(specs[-1]).peak_bytes
+            raise BadInput(
+                f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, its smallest submodel needs {need:.4g} to "
+                "train: raise memory_bytes, lower widths, or use a smaller batch or model"
+            )
+        return found
+
+    def spec(self, submodels: Submodels, num_blocks: int, width: float) -> Spec:
+        """Return the submodel of the lowest blocks.
+
+        Args:
+            submodels: the model, with its axes and layouts.
+            num_blocks: number of blocks; fewer if no exit follows the last of them.
+            width: share of each axis.
+        """
+        stack, exits = stack_of(submodels), exit_depths(submodels)
+        kept = dict(leading(submodels.axes, width).kept)
+        if stack is None:
+            return Spec.select(kept)
+        if exits and num_blocks < len(stack) and num_blocks not in exits:
+            num_blocks = max((depth for depth in exits if depth < num_blocks), default=min(exits))
+        above = [f"{stack.block(i)}." for i in range(num_blocks, len(stack))]
+        kept = {
+            name: units
+            for name, units in kept.items()
+            if not all(m.name.startswith(tuple(above)) for m in submodels.axes[name].members) or not above
+        }
+        return RollingWindows().window(submodels, 0, num_blocks, kept, distils=True)
+
+    def check(self, fleet: SelectContext) -> list[str]:
+        """Return a problem for each client that has no rate, or that no submodel fits."""
+        return fleet.problems(lambda client: self._largest(client, fleet))
+
+    def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Delete the client's cached submodel; those of others do not depend on it."""
+        fleet.cache.pop(client.id, None)
+
+    def notes(self, fleet: SelectContext) -> list[str]:
+        """Return notes on the cuts of depth and width that the model does not allow."""
+        notes = window_notes(fleet.state.submodels)
+        return notes if self.widths != 1.0 else [note for note in notes if not note.startswith("the model's width")]
+
+    def __str__(self) -> str:
+        width = "" if self.widths == 1.0 else f", {_words(self.widths)} of the width"
+        return f"lowest blocks, at most {_words(self.depths)} of them{width}"
+
+
+def _words(rates: Rates) -> str:
+    if isinstance(rates, dict):
+        return ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    return ", ".join(f"{rate:g}" for rate in (rates if isinstance(rates, list) else [rates]))

@@ -23,7 +23,8 @@ from raafl.errors import BadInput, parse_address
 from raafl.runtime.server.host import host
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Terms
-from raafl.runtime.server.sites import ANYTHING, Sites
+from raafl.runtime.server.site_rules import ANYTHING
+from raafl.runtime.server.sites import Sites
 from raafl.transport import ConnectOptions
 from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 from raafl.transport.tcp.transport import TcpTransport

@@ -56,9 +56,10 @@ class Federation:
         self.strangers: list[tuple[str, subprocess.Popen[bytes], tuple[int, ...]]] = []
         self.said = (out / "supervisor.log").open("w", buffering=1)
         self._server_log = (out / "server.log").open("ab")
+        self._certs = ["--certs", str(out / "certs")] if tls else []
         options = [
             "--config", str(CONFIG), "--clients", str(num_clients), "--max_updates", str(max_updates), "--seed", str(seed),
-            "--progress", "plain", *(["--certs", str(out / "certs")] if tls else []),
+            "--progress", "plain", *self._certs,
         ]  # fmt: skip
         if tls:
             for folder in ("certs", "others"):
@@ -108,6 +109,7 @@ class Federation:
         """How to start a client."""
         return [
             sys.executable, "-m", "raafl", "join", "--address", f"127.0.0.1:{self.proxy.port}", "--client", str(number),
+            *self._certs,
         ]  # fmt: skip
 
     # ---- how the run is doing ----

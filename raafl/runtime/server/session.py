@@ -37,7 +37,7 @@ from raafl.runtime.protocol import GPU_LOST, Answer, Assign, Config, Failed, Hel
 from raafl.runtime.secure_groups import NOT_OPENED
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.secure import SecureSession
-from raafl.runtime.server.sites import ANYTHING, SiteRules
+from raafl.runtime.server.site_rules import ANYTHING, SiteRules
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerTimeout, Refused

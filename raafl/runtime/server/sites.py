@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raafl.certs.files import read
-from raafl.core.types import ClientInfo
 from raafl.devices import Profile
 from raafl.errors import BadInput, nearest
+from raafl.runtime.server.site_rules import ANYTHING, SiteRules
 from raafl.sanitize import load_untrusted_yaml
 from raafl.transport import Refused
 from raafl.transport.tcp.credentials import stamp_of
@@ -29,44 +29,6 @@ _LOOK_S = 0.25
 _FIELDS = ("clients", "max_samples", "own_data", "profile")
 _BOUNDED = tuple(one.name for one in fields(Profile) if one.default is None or isinstance(one.default, float))
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SiteRules:
-    """Rules for the clients of one site.
-
-    Attributes:
-        clients: ids that it may use.
-        max_samples: most training samples that one of them may claim; None = any number.
-        own_data: whether they may train on data of their own.
-        profile: least and largest value of fields of the profile that they may claim.
-    """
-
-    clients: frozenset[int] = frozenset()
-    max_samples: int | None = None
-    own_data: bool = True
-    profile: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-    def check(self, info: ClientInfo) -> None:
-        """Raise `Refused` for a client that claims more than its site may; the detail is for the client."""
-        if info.own_data and not self.own_data:
-            raise Refused("own-data", f"client {info.id} has data of its own, which the server forbids its site")
-        if self.max_samples is not None and info.num_samples > self.max_samples:
-            raise Refused(
-                "too-many-samples",
-                f"client {info.id} says that it has {info.num_samples} samples: its site may have {self.max_samples} at most",
-            )
-        for name, (least, most) in self.profile.items():
-            value = getattr(info.profile, name)
-            if value is None or not least <= value <= most:
-                raise Refused(
-                    "profile",
-                    f"client {info.id} says that its {name} is {value}: its site may claim {least:g} to {most:g}",
-                )
-
-
-ANYTHING = SiteRules()
-"""No rules, for clients that are processes of the server's own command."""
 
 
 class Sites:

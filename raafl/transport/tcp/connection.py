@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,6 @@ from raafl.transport.codec import Expect, Message, Refused
 from raafl.transport.connection import Connection, PeerLost, PeerTimeout
 from raafl.transport.frames import Frames
 from raafl.transport.tcp.stream import SocketStream, TimeBudget, hang_up, shut
-from raafl.transport.tcp.tls import TlsStream
 
 MIN_BYTES_PER_S = 1000.0
 """Slower than this, a peer in the middle of a message is cut off as ``slow``."""
@@ -43,9 +41,8 @@ class TcpConnection(Connection):
             min_bytes_per_s: least average rate on the wire.
         """
         self.timeout_s, self.min_bytes_per_s = timeout_s, min_bytes_per_s
-        self.is_encrypted = isinstance(sock, ssl.SSLSocket)
-        budget = TimeBudget(timeout_s)
-        self._socket = TlsStream(sock, budget) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, budget)
+        self.is_encrypted = hasattr(sock, "getpeercert")
+        self._socket = _stream(sock, TimeBudget(timeout_s))
         self._stream = self._socket
         self._why_closed = PeerLost("closed-here")
         self._frames = Frames(self._stream)
@@ -125,3 +122,13 @@ class TcpConnection(Connection):
                 if self._has_ended() and self._num_inside == 0 and self._open:
                     self._open = False
                     hang_up(self._socket.sock)
+
+
+def _stream(sock: socket.socket, budget: TimeBudget) -> SocketStream:
+    if not hasattr(sock, "getpeercert"):
+        return SocketStream(sock, budget)
+    from raafl.transport.tcp.tls import (
+        TlsStream,  # here, since workers of one machine and ranks of torchrun have no TLS
+    )
+
+    return TlsStream(sock, budget)  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from raafl.certs.names import Holder
 from raafl.core.types import ClientInfo
 from raafl.devices import Profile
 from raafl.errors import BadInput
-from raafl.runtime.server.sites import SiteRules, Sites, read_sites
+from raafl.runtime.server.site_rules import SiteRules
+from raafl.runtime.server.sites import Sites, read_sites
 from raafl.transport import PeerLost, Refused
 from raafl.transport.tcp.listener import connect
 from raafl.transport.tcp.opening import Peer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -272,3 +274,17 @@ def test_which_proxy(monkeypatch):
 def test_a_connection_says_whether_it_is_encrypted(ends):
     assert all(isinstance(end, TcpConnection) and end.is_encrypted for end in ends)
     assert ends[0]._socket.sock.version() == "TLSv1.3" and ends[0]._socket.sock.selected_alpn_protocol() == "raafl"
+
+
+TLS_MODULES = (
+    "raafl.certs",
+    "raafl.transport.tcp.tls",
+    "raafl.transport.tcp.listener",
+    "raafl.transport.tcp.credentials",
+)
+
+
+@pytest.mark.slow("a process of its own: what a rank of torchrun imports")
+def test_ranks_of_torchrun_import_none_of_it():
+    code = f"import sys, raafl.runtime.fit; sys.exit(any(name.startswith({TLS_MODULES!r}) for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=80, check=False).returncode == 0

@@ -27,6 +27,7 @@ from raafl.algorithms.fed_pm import fed_pm as fed_pm
 from raafl.algorithms.fed_prox import fed_prox as fed_prox
 from raafl.algorithms.fed_raa import fed_raa as fed_raa
 from raafl.algorithms.fed_rolex import fed_rolex as fed_rolex
+from raafl.algorithms.fiarse import fiarse as fiarse
 from raafl.algorithms.fjord import fjord as fjord
 from raafl.algorithms.hetero_fl import hetero_fl as hetero_fl
 from raafl.algorithms.ist import ist as ist

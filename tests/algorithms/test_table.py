@@ -121,6 +121,7 @@ def test_arguments_reach_their_parts():
             "local",
             "SGD on the loss, exits weighed by depth, distilled with 0, activations rescaled",
         ),
+        "fiarse": ({"server_lr": 0.5}, "merge", "mean of the deltas that change an element, server lr 0.5"),
         "fed_async": ({"alpha": 0.25}, "merge", "mix with alpha 0.25"),
         "fed_avg": ({"cohort": 3}, "sample", "3 at random"),
         "fed_buff": ({"buffer_size": 7}, "trigger", "7 in the buffer"),

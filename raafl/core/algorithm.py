@@ -229,6 +229,14 @@ class Merge(Part, ABC):
         """
         return
 
+    def ends_run(self, state: GlobalState) -> str | None:
+        """Return the reason to end the run in the place of the merge of what waits, or None; called right before `apply`."""
+        return None
+
+    def figures(self, state: GlobalState) -> dict[str, float | None]:
+        """Return further columns of this version's row in metrics.csv."""
+        return {}
+
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return entries for the run's summary: plain data by name."""
         return {}

@@ -169,6 +169,9 @@ class Coordinator(Admission):
                 self.algorithm.merge.detach(self.state)
                 self._set_timer(trigger.wake_at(waiting))
                 return
+            if (why := self.algorithm.merge.ends_run(self.state)) is not None:
+                self._finish(why)
+                return
             self._merge(trigger.merged_now(waiting))
             self.opened_s = now
             self._after_merge()
@@ -242,7 +245,8 @@ class Coordinator(Admission):
 
     def _finish(self, reason: str) -> None:
         """End the run: merge the waiting updates if it is complete, settle the rest as unused, evaluate and save once more."""
-        if self.waiting and self.algorithm.trigger.folds_rest and reason in ENDS:
+        folds = self.algorithm.trigger.folds_rest and reason in ENDS
+        if self.waiting and folds and self.algorithm.merge.ends_run(self.state) is None:
             self._merge()
         for assignment, update, staleness in self.waiting:
             self._settle(assignment, assignment.client, "unused", staleness, update)

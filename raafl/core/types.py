@@ -19,6 +19,12 @@ OUT_OF_MEMORY = "out-of-memory"
 """Why an update is refused, `Update.refusal`, of a client whose memory was too small for the task."""
 
 
+POLICY = "policy"
+"""Why an update is refused, `Update.refusal`, of a client whose site does not allow the task; no more is told of it."""
+
+UNANSWERED = frozenset({OUT_OF_MEMORY, POLICY})
+"""Refusals by which a client says itself that there will be no update."""
+
 HUGE_NORM, OVERFLOW = "huge-norm", "overflow"
 """Why an update is refused: its norm is far above those accepted before; its merge would leave numbers that are not finite."""
 
@@ -292,7 +298,10 @@ class Finish:
 
 Action = Assign | SetTimer | Evaluate | Checkpoint | Settled | Dismiss | Suspend | Fail | Finish
 
-ENDS = ("max_updates", "max_time", "target")
+EPSILON = "epsilon"
+"""Reason of a run that has ended because its next merge would have spent more privacy than it may."""
+
+ENDS = ("max_updates", "max_time", "target", EPSILON)
 """Reasons of a run that has come to its end; one that ends for any other can be resumed."""
 
 RESTART = "restart"

@@ -7,7 +7,12 @@ from pathlib import Path
 from raafl.runfolder.schema import Summary
 from raafl.units import duration, size
 
-REASONS = {"max_updates": "max_updates reached", "max_time": "max_time is up", "target": "target reached"}
+REASONS = {
+    "max_updates": "max_updates reached",
+    "max_time": "max_time is up",
+    "target": "target reached",
+    "epsilon": "privacy.max_epsilon reached",
+}
 """Why runs end, in words; any other reason is one already."""
 
 

@@ -146,7 +146,7 @@ class RunRecord:
             }  # fmt: skip
         return row
 
-    def due(self, version: int, now: float, more: Mapping[str, float] | None = None) -> None:
+    def due(self, version: int, now: float, more: Mapping[str, float | None] | None = None) -> None:
         """Freeze the run's counters when `version` is queued for evaluation; the result may come later.
 
         Args:

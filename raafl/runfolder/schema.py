@@ -166,6 +166,7 @@ class RunFigures(TypedDict, total=False):
     bytes_down: int
     peak_bytes: int | None
     measured_bytes: int
+    epsilon: float | None
 
 
 METRIC_COLUMNS: Final = tuple(Measurement.__annotations__)

@@ -150,7 +150,9 @@ class Driver(ABC):
                 self._set_timer(id, at)
             case Evaluate(version) if self.evaluator is not None:
                 now = self.now
-                self.record.due(version, now, rank_energy(self.coordinator.state))
+                state = self.coordinator.state
+                figures = self.coordinator.algorithm.merge.figures(state)
+                self.record.due(version, now, {**rank_energy(state), **figures})
                 self._measure(version, now)
             case Dismiss(client, incarnation, reason, error):
                 self._dismiss(client, incarnation, reason)

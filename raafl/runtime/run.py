@@ -81,6 +81,7 @@ class Run:
             remember(config_yaml, self.folder)
             self._show(RunState())
             self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
+            self.record.due(0, 0.0, parts.coordinator.algorithm.merge.figures(parts.coordinator.state))
             self.record.evaluated(0, 0.0, metrics)
         self.record.figures.logged.expect(self._logs[:MAX_LOGGED])
         self.saver = Checkpointer(

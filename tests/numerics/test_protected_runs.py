@@ -21,7 +21,7 @@ from raafl.data.partition import Dirichlet, Partition
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
 from raafl.parts.protect.options import Guard
-from raafl.parts.protect.privacy import Privacy
+from raafl.parts.protect.privacy import Privacy, epsilon
 from raafl.runtime.run import simulate
 from tests.habits.source import ROOT
 from tests.helpers.crash import crash, simulated
@@ -78,6 +78,45 @@ def test_the_spent_epsilon_is_in_the_summary(tmp_path):
     assert spent["epsilon"] == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-4)
     assert (spent["delta"], spent["noise_multiplier"], spent["clip_norm"]) == (1e-6, 1.5, 0.5)
     assert spent["divisor"] == 2.0
+    # beside it a ledger of each client, and in each row of metrics.csv what had been spent by then
+    merged = {name: num for name, num in run.summary["participation"].items() if num}
+    assert {name: client["updates"] for name, client in spent["clients"].items()} == merged
+    assert {client["epsilon"] for client in spent["clients"].values() if client["updates"] == most} == {
+        spent["epsilon"]
+    }
+    rows = [(int(row["version"]), float(row["epsilon"])) for row in run.rows("metrics.csv")]
+    counts = dict.fromkeys(merged, 0)
+    by_version = {0: 0.0}
+    for row in run.rows():
+        counts[row["client"]] += 1
+        by_version[int(row["merged_version"])] = epsilon(1.5, max(counts.values()), 1e-6)
+    assert rows == [(version, pytest.approx(by_version[version], rel=1e-6)) for version, _ in rows] and len(rows) > 3
+
+
+def test_a_run_ends_before_a_client_spends_more_than_it_may(tmp_path):
+    """Four clients in rounds of all: each merge costs every client one more; three are within the budget, four are not."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    most = (epsilon(2.0, 3, 1e-5) + epsilon(2.0, 4, 1e-5)) / 2
+    privacy = Privacy(clip_norm=0.5, noise_multiplier=2.0, max_epsilon=most)
+    made = experiment(tmp_path / "run", fed_avg(), privacy=privacy, max_updates=1000)
+    run = finish(made)
+    assert (run.summary["finished"], run.summary["versions"], run.summary["updates_merged"]) == ("epsilon", 3, 12)
+    assert run.summary["updates_unused"] == 4  # of the round that was not merged
+    assert run.summary["privacy"]["epsilon"] == epsilon(2.0, 3, 1e-5) <= most == run.summary["privacy"]["max_epsilon"]
+    assert float(run.rows("metrics.csv")[-1]["epsilon"]) == pytest.approx(epsilon(2.0, 3, 1e-5), rel=1e-6)
+    assert equal_replay(made, run)
+
+
+def test_updates_that_wait_at_the_end_are_not_merged_above_the_budget(tmp_path):
+    """A buffer of three that never fills: what waits when the time is up would be folded in, within the budget."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    ends = {}
+    for name, most in (("within", 1e9), ("above", epsilon(0.5, 1, 1e-5) * 1.01)):
+        privacy = Privacy(clip_norm=0.5, noise_multiplier=0.5, max_epsilon=most)
+        made = experiment(tmp_path / name, fed_buff(buffer_size=2), clients=1, privacy=privacy, max_time=0.15)
+        ends[name] = finish(made).summary
+    assert ends["above"]["updates_merged"] == 0 and ends["above"]["finished"] in ("epsilon", "max_time")
+    assert ends["within"]["updates_merged"] > 0
 
 
 def test_a_secret_seed_is_needed_to_replay(tmp_path):

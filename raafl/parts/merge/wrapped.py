@@ -84,6 +84,14 @@ class Wrapped(Merge):
         """Tell the inner merge which merges a crash has rolled back."""
         self.inner.on_rollback(state, merged)
 
+    def ends_run(self, state: GlobalState) -> str | None:
+        """Return the inner merge's reason to end the run, or None."""
+        return self.inner.ends_run(state)
+
+    def figures(self, state: GlobalState) -> dict[str, float | None]:
+        """Return the inner merge's columns of metrics.csv."""
+        return self.inner.figures(state)
+
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return the inner merge's entries of the run's report."""
         return self.inner.report(state)

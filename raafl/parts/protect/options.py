@@ -71,6 +71,7 @@ class Privacy:
         noise_multiplier: standard deviation of the noise on a merge's sum, as a multiple of clip_norm (z or sigma).
         delta: probability with which epsilon may fail to hold; below 1 / clients.
         divisor: number by which the noisy sum is divided; null = updates expected in a merge (cohort, buffer size or 1).
+        max_epsilon: largest epsilon that any client may spend: the run ends before a merge that would exceed it; null = no limit.
         seed_file: file with the secret seed of the noise, created if missing; null = derive it from the run's seed.
     """
 
@@ -79,8 +80,16 @@ class Privacy:
     delta: float = 1e-5
     divisor: float | None = None
     seed_file: str | None = None
+    max_epsilon: float | None = None
 
     def __post_init__(self) -> None:
+        positive("privacy.max_epsilon", self.max_epsilon, optional=True)
+        if self.max_epsilon is not None and not (self.noise_multiplier > 0 and self.clip_norm is not None):
+            name = "clip_norm" if self.clip_norm is None else "noise_multiplier"
+            raise BadInput(
+                f"privacy.max_epsilon is {self.max_epsilon:g}, and privacy.{name} is {getattr(self, name)}: give a clip_norm and a "
+                "noise_multiplier above 0, without which nothing bounds epsilon"
+            )
         positive("privacy.clip_norm", self.clip_norm, optional=True)
         positive("privacy.divisor", self.divisor, optional=True)
         if not 0 <= self.noise_multiplier < math.inf:

@@ -20,6 +20,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from raafl.core.algorithm import Algorithm
 from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
-from raafl.core.types import Update
+from raafl.core.types import EPSILON, Update
 from raafl.errors import BadInput, installing
 from raafl.parts.merge.label_split import joint_notes
 from raafl.parts.merge.mean import CHUNK, zeros_like
@@ -39,6 +40,9 @@ from raafl.parts.protect.options import Privacy
 from raafl.parts.protect.robust import difference, feed, norm_of
 from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.flat import is_merged
+
+NEIGHBOURS = "one client's updates replaced by zero"
+"""Adjacency of every epsilon here, in words."""
 
 MECHANISM = "Gaussian noise on the sum of clipped updates at each merge; composed, no amplification by sampling"
 
@@ -69,7 +73,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
         raise BadInput(f"privacy.delta is {privacy.delta}: give less than 1 / clients, {1 / num_clients:g}")
     merge = Private(
         algorithm.merge, privacy.clip_norm, privacy.noise_multiplier, privacy.delta,
-        privacy.divisor or expected_updates(algorithm, num_clients), key,
+        privacy.divisor or expected_updates(algorithm, num_clients), key, privacy.max_epsilon,
     )  # fmt: skip
     return replace(algorithm, merge=merge)
 
@@ -105,6 +109,7 @@ def noise_key(privacy: Privacy, seed: int) -> bytes:
         raise BadInput(f"privacy.seed_file is '{path}': {error}: name a new file, or one that raafl has made") from None
 
 
+@lru_cache(4096)
 def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float | None:
     """Return the epsilon of repeated Gaussian mechanisms of sensitivity 1, by dp-accounting; None if it is infinite.
 
@@ -179,6 +184,7 @@ class Private(Wrapped):
         delta: delta for which epsilon is reported.
         divisor: m.
         key: seed of the noise.
+        max_epsilon: largest epsilon of a client; None = no limit.
     """
 
     clip_norm: float
@@ -186,9 +192,10 @@ class Private(Wrapped):
     delta: float
     divisor: float
     key: bytes = field(repr=False)
+    max_epsilon: float | None = None
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems, and one if the model has running statistics, to which no noise can be added."""
+        """Return the inner merge's problems, those of running statistics, which noise would spoil, and of too small a budget."""
         trained = state.submodels.layout(part="trained").entries
         problems = super().check(state)
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
@@ -198,11 +205,19 @@ class Private(Wrapped):
                 f"privacy: the model has running statistics ({statistics[0]}), which noise would spoil: "
                 "use GroupNorm or LayerNorm in the place of BatchNorm",
             ]
+        first = epsilon(self.noise_multiplier, 1, self.delta) if self.max_epsilon is not None else None
+        if first is not None and self.max_epsilon is not None and first > self.max_epsilon:
+            problems = [
+                *problems,
+                f"privacy.max_epsilon is {self.max_epsilon:g}, and a client's first merge spends {first:.3g}: give a larger "
+                "noise_multiplier or max_epsilon",
+            ]
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and a warning if joint updates make one of its options ineffective."""
-        return super().notes(state, num_clients) + joint_notes(self.inner)
+        """Return the inner merge's notes, what epsilon is of, and a warning if joint updates make an option ineffective."""
+        noisy = [f"privacy: epsilon is between runs that differ in {NEIGHBOURS}, at delta {self.delta:g}"]
+        return super().notes(state, num_clients) + joint_notes(self.inner) + (noisy if self.noise_multiplier else [])
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Clip the update's change to norm C, and add it to the sum of its submodel."""
@@ -287,20 +302,44 @@ class Private(Wrapped):
         feed(self.inner, state, [(spec, staleness) for spec, staleness, *_ in received], means)
         self._spend(state, Counter(client for *_, client, _ in received))
 
+    def _epsilon(self, compositions: int) -> float | None:
+        return epsilon(self.noise_multiplier, compositions, self.delta)
+
+    def ends_run(self, state: GlobalState) -> str | None:
+        """Return `EPSILON` if the merge of what waits would take a client above ``max_epsilon``."""
+        if self.max_epsilon is not None:
+            memory = state.memory.of(PrivacyMemory)
+            waiting = Counter(client for *_, client, _ in memory.received)
+            after = max((memory.squares.get(client, 0) + num**2 for client, num in waiting.items()), default=0)
+            spent = self._epsilon(after)
+            if spent is None or spent > self.max_epsilon:
+                return EPSILON
+        return super().ends_run(state)
+
+    def figures(self, state: GlobalState) -> dict[str, float | None]:
+        """Return, beside the inner merge's columns, the epsilon spent by the client that contributed most often."""
+        squares = state.memory.of(PrivacyMemory).squares
+        return {**super().figures(state), "epsilon": self._epsilon(max(squares.values(), default=0))}
+
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "privacy", the budget spent: the epsilon of the client that contributed most often."""
+        """Return, as "privacy", the budget spent: the epsilon of the client that contributed most often, and each client's."""
         memory = state.memory.of(PrivacyMemory)
         compositions = max(memory.squares.values(), default=0)
         spent = {
-            "epsilon": epsilon(self.noise_multiplier, compositions, self.delta),
+            "epsilon": self._epsilon(compositions),
+            "max_epsilon": self.max_epsilon,
             "delta": self.delta,
             "mechanism": MECHANISM,
-            "neighbours": "one client's updates replaced by zero",
+            "neighbours": NEIGHBOURS,
             "noise_multiplier": self.noise_multiplier,
             "clip_norm": self.clip_norm,
             "divisor": self.divisor,
             "max_contributions": max(memory.updates.values(), default=0),
             "compositions": compositions,
+            "clients": {
+                str(client): {"updates": num, "epsilon": self._epsilon(memory.squares[client])}
+                for client, num in sorted(memory.updates.items())
+            },
         }
         return {**super().report(state), "privacy": spent}
 

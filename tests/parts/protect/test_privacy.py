@@ -286,3 +286,48 @@ def test_no_two_pieces_of_the_noise_are_alike(monkeypatch):
 def test_indices_far_apart_are_reached_too():
     state = give(make(Mean()), line_state(), [(5.0, Spec.select({"hidden": [0, 2]}), 1, 0, 1)])
     assert state.values["fc2.weight"].tolist() == [[5.0, 0.0, 5.0, 0.0]]
+
+
+# ---- a budget ----
+
+
+def waiting(merge, state, *clients, first=1):
+    """Let the merge receive an update of each client."""
+    for place, client in enumerate(clients):
+        merge.receive(state, Update(first + place, client, 0, filled(state, 1.0), 1), FULL, 0)
+
+
+def test_a_merge_above_the_budget_ends_the_run_whoever_it_is_that_spends_most():
+    """Two updates of one client in a sum cost as much as four single ones."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    merge = Private(Deltas(), 1.0, 2.0, 1e-5, 1.0, KEY, (epsilon(2.0, 3, 1e-5) + epsilon(2.0, 4, 1e-5)) / 2)
+    state = line_state()
+    for number in range(3):
+        waiting(merge, state, 1, 2, first=10 * number)
+        assert merge.ends_run(state) is None
+        merge.apply(state)
+        assert merge.figures(state) == {"epsilon": epsilon(2.0, number + 1, 1e-5)}
+    waiting(merge, state, 3)
+    assert merge.ends_run(state) is None  # who has spent nothing yet may go on
+    waiting(merge, state, 1)
+    assert merge.ends_run(state) == "epsilon"
+    state = line_state()
+    waiting(merge, state, 5, 5)
+    assert merge.ends_run(state) == "epsilon"
+    assert make(Deltas(), 1.0, 2.0).ends_run(state) is None
+
+
+def test_a_budget_that_the_first_merge_exceeds_is_refused_before_the_run():
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    merge = Private(Deltas(), 1.0, 1.0, 1e-5, 1.0, KEY, 0.5)
+    (problem,) = merge.check(line_state())
+    assert problem.startswith("privacy.max_epsilon is 0.5, and a client's first merge spends ")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"clip_norm": 1.0, "noise_multiplier": 0.0}, "noise_multiplier is 0"), ({}, "clip_norm is None")],
+)
+def test_a_budget_without_noise_is_refused(options, named):
+    with pytest.raises(BadInput, match=f"privacy.max_epsilon is 3, and privacy.{named}"):
+        Privacy(max_epsilon=3.0, **options)

@@ -30,6 +30,7 @@ _FILES = frozenset(
         "--sites",
         "--measure",
         "--client_data",
+        "--policy",
     }
 )
 _FOLDERS = ("--output", "--resume", "--certs")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from raafl.config.argv import name_of, names_section
 from raafl.config.plain import check_plain
@@ -26,34 +27,45 @@ def command(argv: list[str]) -> int:
     check_plain("join", rest, whole=False)
     if own.address is not None:  # as there is but for --help
         resolves(own.address)
+
+    def say(text: str) -> None:
+        _log.info(f"client {own.client}: {text}", extra={"prefix": "raafl, "})
+
     with quick_imports():
         from raafl.config.parse import parse
         from raafl.runtime.client.join import join
         from raafl.runtime.client.multiprocess import together
         from raafl.runtime.client.setup import ClientSetup
+        from raafl.runtime.client.site.admit import admit, open_gate
+        from raafl.runtime.client.site.offer import DryRun, look
 
+        gate = open_gate(own.policy, say, looks=own.dry_run)
         has_config = any(name_of(item) in ("--config", "--resume", "--help", "-h") for item in rest)
         parsed = parse("join", rest) if has_config else None
 
     def make_site(config_yaml: str | None) -> ClientSetup:
-        found = parsed
-        if found is None:
-            with quick_imports():
-                found = parse("join", rest, config_yaml=config_yaml)
+        with quick_imports():
+            found = parsed or parse("join", rest, config_yaml=config_yaml)
         named = names_section(rest, "--data")
         own_data = named and not own.share_of_data
-        return ClientSetup.build(found.experiment, found.config_yaml, own.client, own_data=own_data, data_named=named)
+        experiment, text = found.experiment, found.config_yaml
+
+        def build() -> ClientSetup:
+            return ClientSetup.build(experiment, text, own.client, own_data=own_data, data_named=named)
+
+        admitted = partial(admit, gate, experiment, text, build)
+        return look(admitted, text, say) if own.dry_run else admitted()
 
     alone_s = parsed.experiment.waits.alone_s if parsed is not None else None
 
-    def say(text: str) -> None:
-        _log.info(f"client {own.client}: {text}", extra={"prefix": "raafl, "})
-
     def work(make: Callable[[str | None], ClientSetup]) -> int:
-        reason = join(
-            own.address, own.client, credentials(own, server=False), make,
-            needs_config=parsed is None, proxy=own.proxy, alone_s=alone_s, say=say,
-        )  # fmt: skip
+        try:
+            reason = join(
+                own.address, own.client, credentials(own, server=False), make,
+                needs_config=parsed is None, proxy=own.proxy, alone_s=alone_s, say=say, gate=gate,
+            )  # fmt: skip
+        except DryRun:
+            return 0
         say(f"the run has ended: {REASONS.get(reason, reason)}")
         return 0
 

@@ -257,7 +257,7 @@ class Explained(Check):
 
     def takes(self, factory: object) -> Mapping[str, Any]:
         """Return each argument's type as jsonargparse sees it, through ``**kwargs``."""
-        parser = _parser_of(factory)
+        parser = parser_of(factory)
         found = {action.dest.split(".")[1]: Any for action in parser._actions if action.dest.startswith("of.")}
         hints: dict[str, Any] = {}
         with suppress(Exception):  # names that a user's module has for type checkers alone
@@ -295,7 +295,7 @@ class Explained(Check):
         super().arguments(given, factory, where, owner)
         if where in MADE or where in SECTIONS:
             return  # jsonargparse makes those as the last thing, and lets through what they say
-        parser = _parser_of(factory)
+        parser = parser_of(factory)
         try:
             namespace = parser.parse_object({"of": given})
         except Exception:  # an argument is missing
@@ -322,7 +322,8 @@ class Explained(Check):
 
 
 @lru_cache(maxsize=64)  # one message asks for the same few up to ten times, for 10 ms each
-def _parser_of(factory: Any) -> ArgumentParser:
+def parser_of(factory: Any) -> ArgumentParser:
+    """Return a parser whose field ``of`` is what ``factory``, a class or function, makes."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raafl.config.argv import own_options, whole_number
+from raafl.config.argv import names_section, own_options, whole_number
 from raafl.errors import BadInput
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ Options of join itself:
   --tls_ca FILE, --tls_cert FILE, --tls_key FILE   certificates of one's own instead
   --proxy URL           an HTTP proxy to pass through (default: the environment's HTTPS_PROXY), or none
   --share_of_data true  with --data: train on this client's share of it, not on all of it
+  --policy FILE         what this site allows, checked here before and after each task (docs/site-policy.md)
+  --dry-run             show what the server would have this client do, and leave
 Without --config the server's is taken, if it is names of raafl's own parts and plain values. With --data, or any --data.FIELD, the
 client trains on data of its own. Processes started by torchrun are one client: torchrun --nproc-per-node 2 -m raafl join ..."""
 
@@ -48,6 +50,8 @@ def parser(command: str) -> ArgumentParser:
         found.add_argument("--client")
         found.add_argument("--proxy")
         found.add_argument("--share_of_data", default="false")
+        found.add_argument("--policy")
+        found.add_argument("--dry-run", "--dry_run", action="store_true")
     return found
 
 
@@ -86,6 +90,8 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     elif not {"--help", "-h", "--print_config"} & set(rest):
         if own.address is None:
             raise BadInput("join needs --address HOST:PORT, where the server listens")
+        if own.dry_run and names_section(rest, "--config"):
+            raise BadInput("--dry-run shows what the server's config asks for: leave --config out")
         if own.client is None:
             raise BadInput("join needs --client ID: a number from 1 to the run's number of clients")
         own.client = whole_number("client", own.client)

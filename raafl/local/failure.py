@@ -50,13 +50,13 @@ def attempt(
             raise _failed(trainer.fabric.device, assignment, context, error) from error
         traceback.clear_frames(error.__traceback__)  # they hold the task's tensors
     trainer.release()
-    return out_of_memory(assignment)
+    return unanswered(assignment, OUT_OF_MEMORY)
 
 
-def out_of_memory(assignment: Assignment) -> Update:
-    """Return the refused update of a task for which memory was too small."""
+def unanswered(assignment: Assignment, refusal: str) -> Update:
+    """Return the update, of no tensors, that stands for a task that its client refuses as ``refusal``, one of `UNANSWERED`."""
     nothing = FlatTensors.empty(Layout(()))
-    return Update(assignment.id, assignment.client, assignment.incarnation, nothing, 0, refusal=OUT_OF_MEMORY)
+    return Update(assignment.id, assignment.client, assignment.incarnation, nothing, 0, refusal=refusal)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ HELLO     client, process of a client, or rank, once set up     `Hello`         
 WELCOME   server or rank 0: the peer is admitted                `Welcome`               none
 ASSIGN    server, leader or rank 0: train this                  `Assign`                the submodel's values
 UPDATE    client or rank: the answer                            `Answer`                what was trained
-FAILED    client or rank: there will be no answer               `Failed`                none
+FAILED    client or rank: no answer; before a HELLO: no client   `Failed`                none
 QUESTION  client, in the middle of a task with an exchange      `Question`              the method's
 REPLY     server, to a question                                 none                    the method's
 REFUSED   server: the task's exchange is over, nothing is used  `Reason`                none
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self, cast
 
 from raafl.core.records_json import assignment_from_json, assignment_to_json, client_to_json
-from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
+from raafl.core.types import UNANSWERED, Assignment, ClientInfo
 from raafl.devices.series import as_sent, problem_of_sent
 from raafl.errors import LONGEST, GpuLost, TaskFailed
 from raafl.runtime.identity import Identity
@@ -46,7 +46,7 @@ MAX_METRIC: Final = 3.5e38
 """Slightly above the largest single-precision number, which is what clients measure in: sums of these are finite."""
 MAX_METRICS: Final = 100
 MAX_TRACEBACK: Final = 20_000
-GPU_LOST: Final = "gpu"
+GPU_LOST, DRY_RUN = "gpu", "dry-run"
 PRECISIONS: Final = ("32-true", "32", "bf16-mixed")
 """Those in which both sides of an exchange can train; 16-mixed scales losses, which takes one backward pass."""
 
@@ -280,10 +280,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Message in place of an answer: memory was too small, or the client's code raised an error.
+    """Message in place of an answer: memory was too small, the site does not allow the task, or the code raised an error.
 
     Attributes:
-        reason: `OUT_OF_MEMORY`, `GPU_LOST`, or "" for an error of the code.
+        reason: one of `UNANSWERED`, `GPU_LOST`, or "" for an error of the code; before a HELLO `POLICY` or `DRY_RUN`.
         where: the task and the line, as the client says.
         error: the error in a line.
         traceback: in full, at most `MAX_TRACEBACK` characters; "" where the client's data are private.
@@ -319,9 +319,9 @@ class Failed:
         )  # fmt: skip
 
     @property
-    def is_out_of_memory(self) -> bool:
-        """Whether the memory was too small for the task."""
-        return self.reason == OUT_OF_MEMORY
+    def refusal(self) -> str | None:
+        """Reason for which the client refuses the task; None for an error."""
+        return self.reason if self.reason in UNANSWERED else None
 
     def to_error(self, client: int) -> TaskFailed:
         """Return the failure of ``client`` as an exception."""

@@ -34,6 +34,13 @@ def test_own_options_are_taken_out_wherever_they_stand():
     assert split("serve", [])[0].address == "127.0.0.1:0"  # loopback unless told otherwise
 
 
+def test_a_dry_run_shows_what_the_server_asks_and_takes_no_config_of_ones_own():
+    own, rest = split("join", ["--client=3", "--address", "h:1", "--policy", "site.yaml", "--dry-run"])
+    assert (own.policy, own.dry_run, rest) == ("site.yaml", True, [])
+    with pytest.raises(BadInput, match="--dry-run shows what the server's config asks for: leave --config out"):
+        split("join", ["--client=3", "--address", "h:1", "--dry-run", "--config", "c.yaml"])
+
+
 @pytest.mark.parametrize(
     ("command", "argv", "named"),
     [

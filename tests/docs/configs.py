@@ -8,6 +8,7 @@ import yaml
 
 from raafl.config.experiment import Experiment
 from raafl.config.parse import parse
+from raafl.config.site_policy import load_policy
 from raafl.devices.profiles import load_devices
 from tests.docs.blocks import Block
 from tests.habits.source import ROOT
@@ -18,8 +19,11 @@ BASE: dict[str, Any] = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").rea
 
 
 def check_yaml(block: Block) -> None:
-    """Load a block: a config, part of one (the quick start has the rest), or a list of devices."""
+    """Load a block: a site's policy, a config, part of one (the quick start has the rest), or a list of devices."""
     data = yaml.safe_load(block.text)
+    if block.file == "site.yaml":
+        load_policy(block.file)  # the page has written it
+        return
     if isinstance(data, list):
         with open("devices.yaml", "w", encoding="utf-8") as file:
             file.write(block.text)

@@ -15,6 +15,8 @@ ELSEWHERE = {
     "raafl/runtime/client/join.py": "tests/commands/test_join.py",
     "raafl/runtime/client/secure.py": "tests/runtime/server/test_secure.py",
     "raafl/runtime/client/setup.py": "tests/runtime/client/test_memory.py",
+    "raafl/runtime/client/site/admit.py": "tests/distributed/test_site_policy.py",
+    "raafl/runtime/client/site/offer.py": "tests/commands/test_join.py",
     "raafl/runtime/client/worker.py": "tests/runtime/test_exchange.py",
     "raafl/runtime/driver.py": "tests/runtime/test_simulation.py",
     "raafl/runtime/executors/base.py": "tests/conformance/test_executors.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing as mp
 import os
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from raafl.errors import BadInput, Replaced, RunFailed
 from raafl.runtime import identity
 from raafl.runtime.client.join import join
 from raafl.runtime.client.setup import ClientSetup
+from raafl.runtime.client.site.admit import admit
+from raafl.runtime.client.site.gate import SiteGate
+from raafl.runtime.client.site.offer import DryRun, look
 from raafl.runtime.server.inbox import Inbox
 from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 from tests.helpers import cached_models, real_ranks
@@ -74,6 +79,7 @@ def _be_client(
     options: dict[str, Any],
 ) -> None:
     real_ranks.RANK = client
+    gc.freeze()  # stores of earlier tests have threads that this process has not: to collect them would wait for ever
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         told.recv()
@@ -83,13 +89,29 @@ def _be_client(
     own = options.pop("own", None)
     identity.__version__ = options.pop("raafl", identity.__version__)
     config_yaml = options.pop("config_yaml", "")
+    policy, looks = options.pop("policy", None), options.pop("looks", False)
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
     code = 0
     try:
         mine = experiment if own is None else own
+        gate = None if policy is None else SiteGate(policy, say)
+
+        def make_site(text: str | None) -> ClientSetup:
+            def build() -> ClientSetup:
+                return ClientSetup.build(mine, config_yaml, client, own_data=own is not None)
+
+            admitted = partial(admit, gate, mine, config_yaml, build)
+            return look(admitted, config_yaml, say) if looks else admitted()
+
         join(
-            address, client, credentials, lambda _: ClientSetup.build(mine, config_yaml, client, own_data=own is not None),
-            needs_config=False, alone_s=options.pop("alone_s", 60.0), say=lambda text: print(text, file=sys.stderr), **options,
+            address, client, credentials, make_site, needs_config=options.pop("needs_config", False), gate=gate,
+            alone_s=options.pop("alone_s", 60.0), say=say, **options,
         )  # fmt: skip
+    except DryRun:
+        pass
     except (RunFailed, BadInput) as error:
         print(error, file=sys.stderr)
         code = 3 if isinstance(error, Replaced) else 1
@@ -98,6 +120,7 @@ def _be_client(
 
 
 def _be_server(experiment: Experiment, config_yaml: str, address: str, told: Connection, said: Path) -> None:
+    gc.freeze()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         told.recv()

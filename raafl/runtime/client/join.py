@@ -8,14 +8,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from raafl.config.options import Timeouts
 from raafl.config.trust import from_server
 from raafl.errors import Replaced, RunFailed, TaskFailed
 from raafl.runtime.client.setup import ClientSetup
+from raafl.runtime.client.site.gate import Gate, PolicyRefusal
 from raafl.runtime.client.worker import Client
-from raafl.runtime.protocol import Config, Reason, no_tensors
+from raafl.runtime.protocol import Config, Failed, Reason, no_tensors
 from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # refusals in a row before a client believes them: a dying server, or a bit that flipped, looks the same
-_CONFIG_S = 30.0
+_CONFIG_S, _PARTING_S = 30.0, 5.0
 
 
 def join(
@@ -36,6 +38,7 @@ def join(
     proxy: str | None = None,
     alone_s: float | None = None,
     say: Callable[[str], None] = lambda text: None,
+    gate: Gate | None = None,
 ) -> str:
     """Work for a server until it dismisses the client; return its reason.
 
@@ -48,26 +51,33 @@ def join(
         proxy: see `raafl.transport.ConnectOptions`.
         alone_s: seconds to look for a server that is absent; None = `Timeouts.alone_s`.
         say: shows a line to the user.
+        gate: of the client's site; None = all passes.
 
     Raises:
         BadInput: the address, the credentials or the config is wrong.
         Replaced: another client with the same id took over.
         RunFailed: the server refused the client, or was absent for ``alone_s``.
+        PolicyRefusal: the site's policy does not allow the run.
     """
+    gate = gate or Gate()
     transport = TRANSPORTS["tcp"](ConnectOptions(address=address, credentials=credentials, client=client, proxy=proxy))
     alone_s = Timeouts().alone_s if alone_s is None else alone_s
     unsent: int | None = None
     num_refused = 0
     site = None if needs_config else _told(make_site(None), say)
-    search = _Search(transport.connect, address, alone_s, say)
+    search = _Search(transport.connect, address, alone_s, say, gate.wait)
     while True:
-        pair = search.find()
+        pair = gate.connection(search.find())
         worker: Client | None = None
         try:
             if site is None:
-                site = _told(make_site(_ask_config(pair)), say)
+                site = _told(make_site(ask_config(pair)), say)
             worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded)
             reason = _work(worker, site, say)
+        except PolicyRefusal as refusal:
+            unsent = None
+            _part(refusal, pair, worker, say)
+            continue
         except (PeerLost, PeerTimeout, Refused) as error:
             num_refused = (0 if worker and worker.num_answered else num_refused) + isinstance(error, Refused)
             if num_refused >= _SURE:
@@ -97,6 +107,22 @@ def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
         raise
 
 
+def _part(refusal: PolicyRefusal, pair: Connection, worker: Client | None, say: Callable[[str], None]) -> None:
+    """Leave a server whose run or task the site refuses; raises the refusal where it is for good.
+
+    Args:
+        refusal: by the site's policy.
+        pair: the connection.
+        worker: that was refused a task, of which it has told the server; None = the client has not joined.
+        say: shows a line to the user.
+    """
+    if worker is None:
+        tell_not_joining(pair, refusal.server_reason)
+    if refusal.then == "end":
+        raise refusal
+    say(str(refusal))
+
+
 def _told(site: ClientSetup, say: Callable[[str], None]) -> ClientSetup:
     for note in site.notes:
         say(note)
@@ -107,8 +133,10 @@ class _Search:
     """Looks for a server again and again, ever less often, for so long as it has been without one."""
 
     def __init__(
-        self, connect: Callable[[], Connection], address: str, alone_s: float, say: Callable[[str], None]
-    ) -> None:
+        self, connect: Callable[[], Connection], address: str, alone_s: float, say: Callable[[str], None],
+        wait: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._wait = wait  # until the site is open; whether it was not
         self._connect, self._address, self._alone_s, self._say = connect, address, alone_s, say
         self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
 
@@ -125,6 +153,8 @@ class _Search:
         """
         doubts, told = 0, False
         while True:
+            if self._wait():
+                self._since, self._wait_s = time.monotonic(), _FIRST_WAIT_S
             try:
                 return self._connect()
             except Refused as refused:
@@ -155,7 +185,20 @@ class _Search:
         self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
 
 
-def _ask_config(pair: Connection) -> str:
+def tell_not_joining(pair: Connection, reason: str) -> None:
+    """Tell a server, in the place of a HELLO, that this client does not join, and wait until it lets go.
+
+    Args:
+        pair: the connection.
+        reason: `POLICY` or `DRY_RUN`.
+    """
+    with suppress(PeerLost, PeerTimeout, Refused):
+        pair.send(Message(Kind.FAILED, meta=Failed(reason).to_meta()))
+        pair.recv(no_tensors, _PARTING_S)
+
+
+def ask_config(pair: Connection) -> str:
+    """Return the server's config, checked; raises `RunFailed` where it has more than names and plain values."""
     pair.send(Message(Kind.CONFIG))
     answer = pair.recv(no_tensors, _CONFIG_S)
     if answer.kind is Kind.STOP:

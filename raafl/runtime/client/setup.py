@@ -18,6 +18,7 @@ from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.memory import settle_heap, with_memory
 from raafl.runtime.client.secure import SecureSide
+from raafl.runtime.client.site.gate import Gate
 from raafl.runtime.client.worker import Client
 from raafl.runtime.secure_groups import masking
 from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data
@@ -34,6 +35,7 @@ class ClientSetup:
         sections: digest of each section of the config that the server compares.
         notes: for the user, one line each.
         process_group: processes that train this client together; None = only this one.
+        gate: checks each task for the client's site.
     """
 
     experiment: Experiment
@@ -44,6 +46,7 @@ class ClientSetup:
     sections: dict[str, str]
     notes: list[str] = field(default_factory=list)
     process_group: ClientProcesses | None = None
+    gate: Gate = field(default_factory=Gate)
 
     @classmethod
     def build(
@@ -110,12 +113,14 @@ class ClientSetup:
             on_welcome: called once the server has accepted the client.
         """
         merge = masking(self.experiment)
-        return Client(
+        client = Client(
             self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
             config=self.sections or None, unsent=unsent, on_welcome=on_welcome,
             plan=compression_plan(self.experiment, self.submodels), process_group=self.process_group,
             secure=None if merge is None else SecureSide(pair, self.submodels, merge),
         )  # fmt: skip
+        client.gate = self.gate
+        return client
 
 
 def whole(experiment: Experiment) -> FederatedData:

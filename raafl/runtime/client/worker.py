@@ -15,7 +15,7 @@ from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.config.options import Timeouts
 from raafl.core.payload import Payload
-from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo, Update
+from raafl.core.types import OUT_OF_MEMORY, POLICY, Assignment, ClientInfo, Update
 from raafl.data.federated import ClientData
 from raafl.errors import InvalidPayload, TaskFailed
 from raafl.local.client_group import ClientProcesses
@@ -27,6 +27,7 @@ from raafl.local.train import LocalTrainer, Stopped
 from raafl.log import warn_once
 from raafl.parts.protect.secure.group import CannotOpen
 from raafl.runtime.client.secure import SecureSide
+from raafl.runtime.client.site.gate import Gate, PolicyRefusal
 from raafl.runtime.exchange import ClientSide
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Reason, Welcome
@@ -48,6 +49,7 @@ class Client:
     Attributes:
         unsent: id of an assignment whose answer could not be sent; None = none.
         num_answered: number of tasks answered on this connection.
+        gate: checks each task for the client's site; lets all pass unless it is set before `run`.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Client:
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config
         self.unsent, self._on_welcome = unsent, on_welcome
-        self.num_answered = 0
+        self.num_answered, self.gate = 0, Gate()
         # The reader's thread receives into `_storage`, the other trains from it; `_free` hands it back. `_assignment` is cleared
         # before the answer goes out, not after: the next may be here while that send has not returned yet.
         self._storage: tuple[Layout, FlatTensors] | None = None
@@ -96,10 +98,12 @@ class Client:
 
         Raises:
             TaskFailed: the user's code failed; the server was told.
+            PolicyRefusal: the site's policy ends the session; the server was told that a task is refused.
             PeerLost: the server is gone.
             PeerTimeout: it sent nothing for ``Timeouts.idle_s``.
             Refused: it sent something that is not raafl's protocol.
         """
+        self.gate.stopped = self._stop.is_set
         self._pair.send(Message(Kind.HELLO, 0, self._info.incarnation, self._hello().to_meta()))
         reader = threading.Thread(target=self._read, name="reader", daemon=True)
         reader.start()
@@ -204,18 +208,27 @@ class Client:
         try:
             device = self._trainer.fabric.device
             peak_bytes(device, anew=True)
+            self.gate.before(assignment)
             received = self._down.unpack(assignment.spec, wire)
             trainer, context = self._side.begin(assignment, self._context)
             update = attempt(trainer, assignment, received, self._data, context)
             left = assignment.pace_s - (time.perf_counter() - self._since)
             if left > 0 and self._stop.wait(left):
                 raise Stopped
+            if update.refusal != OUT_OF_MEMORY:
+                update = self.gate.after(assignment, update, received)
         except Stopped:
             return  # what the reader has to say comes next
         except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
+        except PolicyRefusal as refusal:
+            self._give_up(assignment, Failed(POLICY))
+            if refusal.then != "go on":
+                raise
+            _log.warning(f"client {self._info.id}: {refusal}")
+            return
         except TaskFailed as failed:
-            self._give_up(assignment, Failed.of(failed, private=self._info.own_data))
+            self._give_up(assignment, Failed.of(failed, private=self._info.own_data or self.gate.hides_tracebacks))
             with suppress(queue.Empty):  # until the server has taken it in
                 self._received.get(timeout=self._waits.stop_s)
             raise
@@ -225,7 +238,8 @@ class Client:
             return
         base = assignment.spec.base
         answer = Answer(
-            update.num_samples, update.num_steps, {**update.metrics, PEAK: float(peak_bytes(device))}, update.extra,
+            update.num_samples, update.num_steps, self.gate.metrics({**update.metrics, PEAK: float(peak_bytes(device))}),
+            update.extra,
             None if base is None else self._submodels.bases.digest(base),
         )  # fmt: skip
         if self._secure is None:

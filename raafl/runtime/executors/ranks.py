@@ -19,7 +19,7 @@ from raafl.core.types import Assignment, Update
 from raafl.errors import TaskFailed
 from raafl.local.context import ALONE, TaskContext
 from raafl.local.evaluation.evaluate import Evaluator
-from raafl.local.failure import out_of_memory
+from raafl.local.failure import unanswered
 from raafl.local.train import LocalTrainer
 from raafl.runtime.executors.base import Executor, Like, kind_of, summed
 from raafl.runtime.executors.rank_worker import FOR_EVER_S
@@ -374,7 +374,8 @@ class RankExecutor(Executor):
         """Read what a rank answers to a task."""
         if message.tensors is None:
             failed = Failed.from_meta(message.meta)
-            return out_of_memory(assignment) if failed.is_out_of_memory else failed.to_error(assignment.client)
+            refusal = failed.refusal
+            return failed.to_error(assignment.client) if refusal is None else unanswered(assignment, refusal)
         answer = Answer.from_rank(message.meta)
         if answer.counted:
             self._counted[name] = dict(answer.counted)

@@ -19,21 +19,14 @@ from raafl.core.exchange import Exchange
 from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.core.quarantine import DAMAGED
-from raafl.core.types import (
-    Arrived,
-    Assignment,
-    ClientInfo,
-    Joined,
-    Lost,
-    Update,
-)
+from raafl.core.types import POLICY, Arrived, Assignment, ClientInfo, Joined, Lost, Update
 from raafl.errors import GpuLost, InvalidPayload, TaskFailed
-from raafl.local.failure import out_of_memory
+from raafl.local.failure import unanswered
 from raafl.local.train import Stopped
 from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE
 from raafl.runtime.exchange import Conversation, ServerSide
 from raafl.runtime.identity import Difference, Identity, agree, client_info
-from raafl.runtime.protocol import GPU_LOST, Answer, Assign, Config, Failed, Hello, Reason, Welcome, no_tensors
+from raafl.runtime.protocol import DRY_RUN, GPU_LOST, Answer, Assign, Config, Failed, Hello, Reason, Welcome, no_tensors
 from raafl.runtime.secure_groups import NOT_OPENED
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.secure import SecureSession
@@ -44,6 +37,9 @@ from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerT
 
 MAX_DAMAGED = 3
 """Damaged messages in a row after which a connection is given up."""
+
+NOT_JOINING: Mapping[str, str] = {POLICY: "its site does not allow this run", DRY_RUN: "it has seen what is asked"}
+"""Reasons of a FAILED in the place of a HELLO, in words for the log."""
 
 _LOOK_S = 0.5  # how often an idle session looks whether its client is still there
 
@@ -202,6 +198,8 @@ class Session(threading.Thread):
                 pair.send(Message(Kind.CONFIG, 0, self.incarnation, config.to_meta()))
             self._say_if_stopping()
             message = pair.recv(no_tensors, self._waits.join_s)
+        if message.kind is Kind.FAILED and (why := Failed.from_meta(message.meta).reason) in NOT_JOINING:
+            raise Refused(why, NOT_JOINING[why])
         if message.kind is not Kind.HELLO:
             raise Refused("incompatible", f"expected HELLO, got {message.kind.name}")
         hello = Hello.from_meta(message.meta)
@@ -327,10 +325,10 @@ class Session(threading.Thread):
             failed = Failed.from_meta({} if refused.message is None else refused.message.meta)
             if self._terms.masked and failed.reason in (NOT_OPENED, OUT_OF_RANGE, "non-finite"):
                 refused = Refused(failed.reason, failed.error)
-            elif not failed.is_out_of_memory:
+            elif failed.refusal is None:
                 raise failed.to_error(self.client) from None
             else:
-                return out_of_memory(assignment)
+                return unanswered(assignment, failed.refusal)
         nothing = self._nothing(assignment.spec)
         return Update(assignment.id, self.client, self.incarnation, nothing, 0, refusal=refused.reason)
 

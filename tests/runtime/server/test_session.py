@@ -82,6 +82,18 @@ def test_a_bad_answer_is_refused_by_name_and_the_next_one_is_taken(table, name):
     assert (event.update.refusal, event.update.assignment) == (None, 2)
 
 
+@pytest.mark.parametrize("reason", ["out-of-memory", "policy"])
+def test_a_client_may_refuse_a_task_by_one_of_two_reasons(table, reason):
+    table.greet()
+    table.assign(1)
+    table.say(Kind.FAILED, 1, {"reason": reason, "error": "more"})
+    update = table.event().update
+    assert (update.assignment, update.refusal, update.num_samples) == (1, reason, 0)
+    table.assign(2)
+    table.update(2)
+    assert table.event().update.refusal is None
+
+
 def test_an_answer_from_another_life_is_refused(table):
     table.greet()
     table.assign()

@@ -203,3 +203,17 @@ def test_data_of_ones_own_may_be_forbidden():
         assert table.event().reason.startswith("disconnected: own-data: ")
     finally:
         table.close()
+
+
+@pytest.mark.parametrize("reason", ["policy", "dry-run"])
+def test_a_client_may_say_in_the_place_of_a_hello_that_it_does_not_join(table, reason):
+    table.say(Kind.FAILED, meta={"reason": reason, "error": "what else it says is nobody's business"})
+    assert table.hear().kind is Kind.STOP
+    event = table.event()
+    assert isinstance(event, Lost) and event.reason.startswith(f"disconnected: {reason}: ")
+    assert "nobody's business" not in event.reason
+
+
+def test_no_other_failure_takes_the_place_of_a_hello(table):
+    table.say(Kind.FAILED, meta={"reason": "out-of-memory"})
+    assert "incompatible: expected HELLO, got FAILED" in table.event().reason

@@ -1,0 +1,224 @@
+"""Define what a site allows a server to ask of it, and read it from a file (`raafl join --policy site.yaml`).
+
+The file is the site's own and is read by the checks of a config: one line for each problem, with field, value and remedy.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final, Literal
+
+import yaml
+
+from raafl.config.hours import Hours
+from raafl.errors import BadInput, at_least, installing, nearest, no_utf8, positive
+
+PINNED: Final = ("models", "data", "algorithms")
+"""Fields that list names of parts, each with the digest of its section where it is to be that section to the letter."""
+
+KINDS: Final = {"models": "model", "data": "data", "algorithms": "algorithm"}
+_DIGEST: Final = re.compile(r"[0-9a-f]{16}")
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(kB|MB|GB|TB|B|)\s*", re.I)
+_UNITS: Final = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+
+
+@dataclass(frozen=True, slots=True)
+class SitePrivacy:
+    """Clipping and noise that the site adds to each update before it leaves, with an accountant of its own.
+
+    Attributes:
+        clip_norm: L2 norm to which what leaves of a task's tensors is clipped (C).
+        noise_multiplier: standard deviation of the noise on each number, as a multiple of clip_norm (sigma); 0 = clip alone.
+        delta: probability with which epsilon may fail to hold.
+        max_epsilon: largest epsilon that the site's data may spend in all runs that share `SitePolicy.state`; null = no limit.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    delta: float = 1e-5
+    max_epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        positive("policy.privacy.clip_norm", self.clip_norm)
+        at_least("policy.privacy.noise_multiplier", self.noise_multiplier, 0)
+        positive("policy.privacy.max_epsilon", self.max_epsilon, optional=True)
+        for name in ("clip_norm", "noise_multiplier"):
+            if not math.isfinite(getattr(self, name)):
+                raise BadInput(f"policy.privacy.{name} is {getattr(self, name)}: give a finite number")
+        if not 0 < self.delta < 1:
+            raise BadInput(f"policy.privacy.delta is {self.delta}: give a number between 0 and 1, such as 1e-5")
+        if self.max_epsilon is not None and self.noise_multiplier == 0:
+            raise BadInput(
+                f"policy.privacy.max_epsilon is {self.max_epsilon:g}, and policy.privacy.noise_multiplier is 0: give a "
+                "noise_multiplier above 0, without which nothing bounds epsilon"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Consent:
+    """Consent of a person at the site.
+
+    Attributes:
+        how: ``ask`` at the terminal, or ``spool``: write a request into a folder, where a reviewer answers it.
+        every: what is consented to: each ``run`` that the client joins, each ``task`` before it is trained, or each ``update``
+            before it leaves.
+        folder: of the requests; for ``spool``.
+        wait_s: seconds for which an answer is awaited; none is a no.
+    """
+
+    how: Literal["ask", "spool"]
+    every: Literal["run", "task", "update"] = "run"
+    folder: str | None = None
+    wait_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        positive("policy.consent.wait_s", self.wait_s)
+        if (self.folder is None) == (self.how == "spool"):
+            raise BadInput(
+                f"policy.consent.how is '{self.how}', and policy.consent.folder is {self.folder}: name a folder for spool, "
+                "and none for ask"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SitePolicy:
+    """Limits that a site sets, and checks itself before and after each task, whatever the server asks.
+
+    Attributes:
+        models: names of the models that may be trained, such as ``MLP``, or ``NAME@DIGEST``; null = any.
+        max_parameters: most parameters of the whole model; null = any number.
+        data: names of the data that a task may read, or ``NAME@DIGEST``; null = any.
+        algorithms: names of the methods, or ``NAME@DIGEST``; null = any.
+        min_samples: least number of different samples that an update is trained on; below it the task is refused.
+        hours: when the site works, such as ``mon-fri 20:00-06:00``, in its local time; null = always.
+        bytes_per_day: most bytes to and from servers in a day of local time, such as ``2GB``; null = any number.
+        privacy: clipping and noise that are added here; null = none.
+        metrics: names of the numbers that may leave beside an update, ``*`` for any part of a name; null = all.
+        consent: whom the client asks; null = nobody.
+        state: folder in which the day's bytes and the privacy spent are kept, so that a restart does not forget them; null =
+            nothing is to be kept.
+        tracebacks: whether a server is sent the traceback where a task raises an error.
+    """
+
+    models: list[str] | None = None
+    max_parameters: int | None = None
+    data: list[str] | None = None
+    algorithms: list[str] | None = None
+    min_samples: int = 1
+    hours: list[str] | None = None
+    bytes_per_day: int | str | None = None
+    privacy: SitePrivacy | None = None
+    metrics: list[str] | None = None
+    consent: Consent | None = None
+    state: str | None = None
+    tracebacks: bool = False
+
+    def __post_init__(self) -> None:
+        for field in PINNED:
+            _check_names(field, getattr(self, field))
+        at_least("policy.max_parameters", self.max_parameters, 1, optional=True)
+        at_least("policy.min_samples", self.min_samples, 1)
+        if self.hours == []:
+            raise BadInput("policy.hours is empty: give hours, such as ['mon-fri 20:00-06:00'], or null for always")
+        self.windows()
+        at_least("policy.bytes_per_day", self.max_bytes, 1, optional=True)
+
+    def check(self) -> None:
+        """Raise `BadInput` where fields do not go together."""
+        needs = "bytes_per_day" if self.max_bytes is not None else None if self.privacy is None else "privacy"
+        if needs is not None and self.state is None:
+            raise BadInput(
+                f"policy.state is null, and policy.{needs} is given: name a folder of this site, such as site-state, in which what "
+                "was used outlives a restart"
+            )
+        if self.privacy is not None and self.metrics is None:
+            raise BadInput(
+                "policy.metrics is null, and policy.privacy is given, which covers no metrics: name those that may leave without "
+                "noise, or give [] for none"
+            )
+        if self.privacy is not None and self.privacy.noise_multiplier > 0 and find_spec("dp_accounting") is None:
+            raise BadInput(f"policy.privacy needs an accountant, dp-accounting: {installing('privacy')}")
+
+    def windows(self) -> list[Hours]:
+        """Return the hours, read; none = always."""
+        return [Hours.parse(f"policy.hours[{i}]", text) for i, text in enumerate(self.hours or [])]
+
+    @property
+    def max_bytes(self) -> float | None:
+        """Most bytes in a day; None = any number."""
+        if self.bytes_per_day is None:
+            return None
+        match = _SIZE.fullmatch(str(self.bytes_per_day))
+        number = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
+        if not number > 0:
+            raise BadInput(f"policy.bytes_per_day is {self.bytes_per_day}: give bytes above 0, such as 500MB or 2GB")
+        return number
+
+
+def _check_names(field: str, entries: Sequence[str] | None) -> None:
+    """Raise `BadInput` for an entry that names nothing, or whose digest is none."""
+    for entry in entries or []:
+        name, at, digest = entry.partition("@")
+        if at and not _DIGEST.fullmatch(digest):
+            raise BadInput(
+                f"policy.{field} has '{entry}': give NAME, or NAME@DIGEST with the 16 digits that `raafl join --dry-run` shows"
+            )
+        if "." not in name and name not in own_names(field):
+            raise BadInput(
+                f"policy.{field} has '{name}': {nearest(name, own_names(field))}; of a class of yours give the path"
+            )
+
+
+def own_names(field: str) -> set[str]:
+    """Return the names of raafl's own parts of one of the `PINNED` fields."""
+    from raafl.config.registry import registry
+
+    return {entry.name for entry in registry()[KINDS[field]].values()}
+
+
+def same_part(field: str, allowed: str, path: str) -> bool:
+    """Check whether an allowed name and the class path of a config are of the same part.
+
+    A name without dots is that of a part of raafl's own, never of another module's class of that name.
+
+    Args:
+        field: one of `PINNED`.
+        allowed: NAME, without a digest.
+        path: class path, as the config has it.
+    """
+    from raafl.config.registry import registry
+
+    table = registry()[KINDS[field]]
+    asked = table.get(path)
+    if "." not in allowed:
+        return asked is not None and asked.name == allowed
+    return path == allowed or (asked is not None and table.get(allowed) == asked)
+
+
+def load_policy(file: str) -> SitePolicy:
+    """Read a site's policy from a YAML file.
+
+    Raises:
+        BadInput: the file is missing or no table, or one line for each field that is unknown, or whose value is wrong.
+    """
+    from raafl.config.records import make_record
+
+    path = Path(file)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise BadInput(f"policy {file} is not valid YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"policy {file} {no_utf8(error)}") from None
+    except OSError as error:
+        raise BadInput(f"policy is '{file}', which cannot be read ({error.strerror}): name a YAML file") from None
+    if not isinstance(tree, dict):
+        raise BadInput(f"policy {file} holds {tree!r:.40}: write a table of fields, with lines such as `models: [MLP]`")
+    policy = make_record(tree, SitePolicy, "policy", file)
+    policy.check()
+    return policy

@@ -1,0 +1,147 @@
+"""Keep what a site has used, in a folder that outlives its processes.
+
+`books.json` is replaced as a whole under a lock, so that several clients of one site share one budget, and a crash leaves the old
+or the new one. Whoever deletes it resets the budget: that is the site's own decision.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+from raafl.config.site_policy import SitePrivacy
+from raafl.errors import BadInput
+from raafl.runtime.client.site.noise import spent
+
+FILE, LEDGER = "books.json", "ledger.jsonl"
+_LOCK = "lock"
+
+
+@dataclass(slots=True)
+class Used:
+    """Counters of a site's use.
+
+    Attributes:
+        day: of local time, of which ``bytes`` are; empty = none yet.
+        bytes: to and from servers on that day.
+        releases: number of updates that have left with noise, or clipped alone.
+        inverse_squares: sum over them of 1 / sigma^2; infinite once one had no noise.
+    """
+
+    day: str = ""
+    bytes: int = 0
+    releases: int = 0
+    inverse_squares: float = 0.0
+
+    def bytes_on(self, day: date) -> int:
+        """Return the bytes of a day."""
+        return self.bytes if self.day == day.isoformat() else 0
+
+
+class BudgetSpent(Exception):
+    """No update may leave any more; the message says what it would spend."""
+
+
+def after(used: Used, privacy: SitePrivacy) -> float:
+    """Return `Used.inverse_squares` after one more release."""
+    return used.inverse_squares + (privacy.noise_multiplier**-2 if privacy.noise_multiplier else math.inf)
+
+
+class SiteBooks:
+    """The books of one site; each call reads them anew, since another client of the site may have written them."""
+
+    def __init__(self, folder: str) -> None:
+        """Open the books in ``folder``, which is made where there is none; only its owner may read it.
+
+        Raises:
+            BadInput: the folder cannot be written, or its books cannot be read.
+        """
+        self._folder = Path(folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._changing(lasting=True):
+                pass
+        except OSError as error:
+            raise BadInput(
+                f"policy.state is '{folder}', in which nothing can be kept ({error.strerror}): name another"
+            ) from None
+
+    def used(self) -> Used:
+        """Read the counters; raises `BadInput` where they cannot be read."""
+        file = self._folder / FILE
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            used = Used(**found)
+            if not all(type(getattr(used, one.name)) is type(one.default) for one in fields(Used)):
+                raise ValueError("a value is of another type")
+            return used
+        except (OSError, ValueError, TypeError) as error:
+            raise BadInput(
+                f"policy.state is '{self._folder}', whose {FILE} cannot be read ({error}): restore it from a copy; without it what "
+                "was used is forgotten"
+            ) from None
+
+    def add_bytes(self, num: int, day: date) -> None:
+        """Count bytes of a day; an earlier day is forgotten."""
+        with self._changing() as used:
+            used.bytes = used.bytes_on(day) + num
+            used.day = day.isoformat()
+
+    def release(self, privacy: SitePrivacy, about: Mapping[str, Any]) -> float | None:
+        """Account for an update that is about to leave; return the epsilon spent by then, None = infinite.
+
+        Args:
+            privacy: the site's options.
+            about: the update, for a row of the ledger, which has a row for each release.
+
+        Raises:
+            BudgetSpent: the release would exceed ``max_epsilon``; nothing was accounted.
+        """
+        with self._changing(lasting=True) as used:
+            used.inverse_squares, used.releases = after(used, privacy), used.releases + 1
+            epsilon = spent(used.inverse_squares, privacy.delta)
+            if privacy.max_epsilon is not None and (epsilon is None or epsilon > privacy.max_epsilon):
+                raise BudgetSpent(
+                    f"another update would spend epsilon {math.inf if epsilon is None else epsilon:.3g}, and "
+                    f"policy.privacy.max_epsilon is {privacy.max_epsilon:g}"
+                )
+            row = {
+                "time": f"{datetime.now():%Y-%m-%d %H:%M:%S}", **about, "clip_norm": privacy.clip_norm,
+                "noise_multiplier": privacy.noise_multiplier, "delta": privacy.delta, "epsilon": epsilon,
+            }  # fmt: skip
+            with (self._folder / LEDGER).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        return epsilon
+
+    def check_budget(self, privacy: SitePrivacy) -> None:
+        """Raise `BudgetSpent` where no further update may leave."""
+        epsilon = spent(after(self.used(), privacy), privacy.delta)
+        if privacy.max_epsilon is not None and (epsilon is None or epsilon > privacy.max_epsilon):
+            raise BudgetSpent(f"the budget is spent: policy.privacy.max_epsilon is {privacy.max_epsilon:g}")
+
+    @contextmanager
+    def _changing(self, *, lasting: bool = False) -> Iterator[Used]:
+        """Read the books, let the block change them, and write them, while nobody else does.
+
+        Args:
+            lasting: return only once the disk has them, so that they survive a loss of power.
+        """
+        with (self._folder / _LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            used = self.used()
+            yield used
+            new = self._folder / f"{FILE}.new"
+            with new.open("w", encoding="utf-8") as file:
+                json.dump(asdict(used), file)
+                if lasting:
+                    file.flush()
+                    os.fsync(file.fileno())
+            new.replace(self._folder / FILE)

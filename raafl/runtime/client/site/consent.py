@@ -1,0 +1,91 @@
+"""Ask a person at the site for consent: at the terminal, or by a request in a folder that a reviewer answers.
+
+In the folder a request is ``ID.json``. The reviewer answers by a file beside it, ``ID.yes`` or ``ID.no``; both are then removed by
+the client, and what was asked and answered goes to ``answers.jsonl``. No answer in time is a no.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from raafl.config.site_policy import Consent
+from raafl.errors import BadInput
+
+_LOOK_S = 0.2
+
+
+class Consents:
+    """Asks for what a policy wants consent to."""
+
+    def __init__(self, consent: Consent | None, ended: Callable[[], bool] = lambda: False) -> None:
+        """Prepare; the folder of a spool is made where there is none.
+
+        Args:
+            consent: whom to ask, and for what; None = nobody.
+            ended: returns whether an answer is no longer of use.
+
+        Raises:
+            BadInput: the folder cannot be written.
+        """
+        self._consent, self.ended = consent, ended
+        if consent is not None and consent.folder is not None:
+            try:
+                Path(consent.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                raise BadInput(
+                    f"policy.consent.folder is '{consent.folder}', which cannot be made ({error.strerror}): name another"
+                ) from None
+
+    def given(self, every: Literal["run", "task", "update"], request: Mapping[str, Any]) -> bool:
+        """Check whether a person consents; True where the policy wants no consent to this.
+
+        Args:
+            every: what is asked for.
+            request: what the person is to know of it, plain data.
+        """
+        consent = self._consent
+        if consent is None or consent.every != every:
+            return True
+        shown = {"asks": f"consent to this {every}", **request}
+        if consent.folder is None:
+            return self._at_terminal(shown, consent.wait_s)
+        return self._by_spool(Path(consent.folder), shown, consent.wait_s)
+
+    def _at_terminal(self, request: Mapping[str, Any], wait_s: float) -> bool:
+        """Show the request, and read a line; anything but yes is a no."""
+        lines = "\n".join(f"  {name}: {value}" for name, value in request.items())
+        sys.stderr.write(f"{lines}\nConsent? [y/N] ")
+        sys.stderr.flush()
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not self.ended():
+            if select.select([sys.stdin], [], [], _LOOK_S)[0]:
+                return sys.stdin.readline().strip().lower() in ("y", "yes")
+        sys.stderr.write("no answer\n")
+        return False
+
+    def _by_spool(self, folder: Path, request: Mapping[str, Any], wait_s: float) -> bool:
+        """Write the request, and wait for the reviewer's file."""
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-{uuid4().hex[:8]}"
+        new, file = folder / f"{name}.new", folder / f"{name}.json"
+        new.write_text(json.dumps(request, indent=2, default=str) + "\n", encoding="utf-8")
+        new.rename(file)  # whole, as soon as it is seen
+        yes, no = folder / f"{name}.yes", folder / f"{name}.no"
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not self.ended() and not (yes.exists() or no.exists()):
+            time.sleep(_LOOK_S)
+        answer = "no" if no.exists() else "yes" if yes.exists() else "none"
+        with (folder / "answers.jsonl").open("a", encoding="utf-8") as answers:
+            answers.write(json.dumps({"id": name, "answer": answer, **request}, default=str) + "\n")
+        for one in (file, yes, no):
+            with suppress(FileNotFoundError):
+                one.unlink()
+        return answer == "yes"

@@ -1,0 +1,326 @@
+"""Check each task against a site's policy, before it is trained and before its update leaves.
+
+The server is told that a task is refused, `POLICY`, and nothing else; the site's own log says which field forbids it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal
+
+import yaml
+
+from raafl.config.hours import opens_at
+from raafl.config.site_policy import KINDS, SitePolicy, same_part
+from raafl.core.types import POLICY, Assignment, Update
+from raafl.data.federated import ClientData
+from raafl.errors import RunFailed
+from raafl.local.train import LocalTrainer
+from raafl.runtime.client.site.books import BudgetSpent, SiteBooks
+from raafl.runtime.client.site.consent import Consents
+from raafl.runtime.client.site.metered import MeteredConnection
+from raafl.runtime.client.site.noise import privatise, problem
+from raafl.submodel import FlatTensors, Submodels
+from raafl.transport import Connection
+from raafl.units import size
+
+_log = logging.getLogger(__name__)
+
+Then = Literal["go on", "wait", "end"]
+"""What a client does after a refusal: take the next task; leave until the site is open again; leave for good."""
+
+_LONGEST_S = 60.0  # between two looks at the clock, which may be set meanwhile
+
+
+class PolicyRefusal(RunFailed):
+    """A run or a task that the site's policy does not allow; the message is for the site alone.
+
+    Attributes:
+        then: what the client does next.
+        server_reason: why the client does not join, as the server is told.
+    """
+
+    server_reason: ClassVar[str] = POLICY
+
+    def __init__(self, text: str, then: Then = "end") -> None:
+        super().__init__(f"the site's policy refuses {text}")
+        self.then = then
+
+
+class Gate:
+    """Lets every task pass: what a client without a policy has."""
+
+    hides_tracebacks = False
+    """Whether a server is told only the kind and the place of an error, as where a client has data of its own."""
+
+    stopped: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the task at hand is no longer wanted; set by the client."""
+
+    def wait(self) -> bool:
+        """Wait until the site is open; return whether it was not."""
+        return False
+
+    def connection(self, pair: Connection) -> Connection:
+        """Return a connection through which the site's traffic is seen."""
+        return pair
+
+    def before(self, assignment: Assignment) -> None:
+        """Check a task that has been received; raises `PolicyRefusal`."""
+
+    def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
+        """Return the update as it may leave.
+
+        Args:
+            assignment: its task.
+            update: as trained.
+            received: values from which it was trained; unchanged.
+
+        Raises:
+            PolicyRefusal: it may not leave.
+        """
+        return update
+
+    def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers that may leave beside an update."""
+        return dict(metrics)
+
+
+class SiteGate(Gate):
+    """A client's gate by its site's policy."""
+
+    def __init__(
+        self, policy: SitePolicy, say: Callable[[str], None] = _log.info, now: Callable[[], datetime] = datetime.now,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
+        """Open the site's books, if the policy needs any.
+
+        Args:
+            policy: what the site allows.
+            say: shows a line to the site's user.
+            now: returns the local time.
+            sleep: waits for so many seconds.
+
+        Raises:
+            BadInput: the books cannot be read or written.
+        """
+        self.policy, self._say, self._now, self._sleep = policy, say, now, sleep
+        self.hides_tracebacks = not policy.tracebacks
+        self._hours = policy.windows()
+        self._books = None if policy.state is None else SiteBooks(policy.state)
+        self._day_is_over: datetime | None = None
+        self._consents = Consents(policy.consent, lambda: self.stopped())
+        self._asks: dict[str, Any] = {}
+
+    # ---- before a client joins ----
+
+    def check_config(self, config_yaml: str, digests: Mapping[str, str]) -> None:
+        """Check which parts a run names, before any is made.
+
+        Args:
+            config_yaml: the run's config.
+            digests: of its sections.
+
+        Raises:
+            PolicyRefusal: it names a model, data or a method that the site does not allow.
+        """
+        config = yaml.safe_load(config_yaml) or {}
+        self._asks = {kind: config.get(kind) for kind in KINDS.values()}
+        for field, kind in KINDS.items():
+            allowed = getattr(self.policy, field)
+            if allowed is None:
+                continue
+            section = config.get(kind)
+            path = str(section.get("class_path") if isinstance(section, dict) else section)
+            mine = [entry for entry in allowed if same_part(field, entry.partition("@")[0], path)]
+            if not mine:
+                raise PolicyRefusal(f"this run: its {kind} is {path}, and policy.{field} is {allowed}")
+            if kind != "model":
+                self._check_digest(field, mine, digests[kind])
+
+    def _check_digest(self, field: str, entries: list[str], digest: str) -> None:
+        if not any(entry.partition("@")[2] in ("", digest) for entry in entries):
+            raise PolicyRefusal(f"this run: its {KINDS[field]} has digest {digest}, and policy.{field} is {entries}")
+
+    def check_size(self, num_parameters: int) -> None:
+        """Raise `PolicyRefusal` for a model of more parameters than the site allows; those that are frozen count."""
+        most = self.policy.max_parameters
+        if most is not None and num_parameters > most:
+            raise PolicyRefusal(
+                f"this run: its model has {num_parameters:,} parameters, and policy.max_parameters is {most:,}"
+            )
+
+    def check_parts(
+        self, submodels: Submodels, trainer: LocalTrainer, data: ClientData, digests: Mapping[str, str]
+    ) -> None:
+        """Check the model and the data that were made for a run, which this gate is for from now on.
+
+        Args:
+            submodels: of the model.
+            trainer: of its tasks.
+            data: the client's.
+            digests: of the config's sections.
+
+        Raises:
+            PolicyRefusal: the model is not the one allowed, there are too few samples, what tasks send cannot be made private,
+                the privacy budget is spent, or nobody consents.
+        """
+        self._trainer, self._data = trainer, data
+        self._asks["model_digest"] = digest = model_digest(submodels, digests)
+        if self.policy.models is not None and all("@" in entry for entry in self.policy.models):
+            self._check_digest("models", self.policy.models, digest)
+        if data.num_samples < self.policy.min_samples:
+            raise PolicyRefusal(
+                f"this run: the client has {data.num_samples} samples, and policy.min_samples is {self.policy.min_samples}"
+            )
+        if self.policy.privacy is not None and (why := problem(trainer)) is not None:
+            raise PolicyRefusal(f"this run: {why}, and policy.privacy is given")
+        self._check_budget()
+        if not self._consents.given("run", self._asks):
+            raise PolicyRefusal("this run: nobody has consented to it (policy.consent)")
+
+    # ---- between connections ----
+
+    def wait(self) -> bool:
+        """Wait until it is one of the site's hours and there are bytes left in the day."""
+        waited = False
+        while (closed := self._closed()) is not None:
+            until, why = closed
+            if not waited:
+                self._say(f"{why}: waiting until {until:%a %d %b %H:%M}")
+            waited = True
+            self._sleep(min(max((until - self._now()).total_seconds(), 1.0), _LONGEST_S))
+        return waited
+
+    def connection(self, pair: Connection) -> Connection:
+        """Count the connection's bytes where the policy bounds them."""
+        if self.policy.max_bytes is None:
+            return pair
+        return MeteredConnection(pair, self._moved)
+
+    def _moved(self, num: int) -> None:
+        if num and self._books is not None:
+            self._books.add_bytes(num, self._now().date())
+
+    def _closed(self) -> tuple[datetime, str] | None:
+        """Return when the site opens, and why it is closed; None = it is open."""
+        now = self._now()
+        opens = opens_at(self._hours, now)
+        if opens is not None:
+            return opens, "it is none of the hours in policy.hours"
+        if self._day_is_over is not None and now < self._day_is_over:
+            return self._day_is_over, "the day's bytes (policy.bytes_per_day) are used up"
+        most = self.policy.max_bytes
+        if most is not None and self._bytes_today() >= most:
+            return _midnight_after(now), "the day's bytes (policy.bytes_per_day) are used up"
+        return None
+
+    def _bytes_today(self) -> int:
+        return 0 if self._books is None else self._books.used().bytes_on(self._now().date())
+
+    # ---- tasks ----
+
+    def before(self, assignment: Assignment) -> None:
+        """Refuse a task outside the site's hours or bytes, or one that trains on too few samples."""
+        self._check_hours()
+        self._check_bytes(assignment)
+        epochs, steps = self._trainer.length(assignment)
+        per_epoch = self._data.num_batches(self._trainer.training.batch_size)
+        self._check_samples(per_epoch * (epochs or 1) if steps is None else steps)
+        self._check_budget()
+        self._ask("task", {**_in_words(assignment), "epochs": epochs, "batches": steps})
+
+    def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
+        """Refuse an update outside the site's hours, or one that was trained on too few samples; see `Gate.after`."""
+        self._check_hours()
+        self._check_samples(update.num_steps * self._trainer.options.accumulate_grad_batches)
+        leaves = {"samples": update.num_samples, "metrics": self.metrics(update.metrics)}
+        self._ask("update", {**_in_words(assignment), **leaves})
+        self._add_noise(assignment, update, received)
+        return update
+
+    def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the numbers that `SitePolicy.metrics` names."""
+        allowed = self.policy.metrics
+        if allowed is None:
+            return dict(metrics)
+        return {name: value for name, value in metrics.items() if any(fnmatchcase(name, one) for one in allowed)}
+
+    def _add_noise(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
+        """Account for the release, then clip the update and add noise to it, in place."""
+        privacy = self.policy.privacy
+        if privacy is None or self._books is None:
+            return
+        if update.extra:
+            raise PolicyRefusal(
+                f"this run: its method sends {', '.join(update.extra)} beside tensors, and policy.privacy is given"
+            )
+        if update.refusal is not None:
+            raise PolicyRefusal("a task: its update is not finite", "go on")
+        try:
+            self._books.release(privacy, _in_words(assignment))
+        except BudgetSpent as spent:
+            raise PolicyRefusal(f"a task: {spent}") from None
+        privatise(privacy, self._trainer, assignment.spec, update.tensors, received)
+
+    def _check_budget(self) -> None:
+        if self.policy.privacy is None or self._books is None:
+            return
+        try:
+            self._books.check_budget(self.policy.privacy)
+        except BudgetSpent as spent:
+            raise PolicyRefusal(f"this run: {spent}") from None
+
+    def _ask(self, every: Literal["task", "update"], request: Mapping[str, Any]) -> None:
+        if not self._consents.given(every, {**self._asks, **request}):
+            raise PolicyRefusal(f"a task: nobody has consented to its {every} (policy.consent)", "go on")
+
+    def _check_hours(self) -> None:
+        if (closed := opens_at(self._hours, self._now())) is not None:
+            raise PolicyRefusal(f"a task: it is none of the hours in policy.hours until {closed:%a %H:%M}", "wait")
+
+    def _check_bytes(self, assignment: Assignment) -> None:
+        most = self.policy.max_bytes
+        if most is None:
+            return
+        answer, used = self._trainer.payload.layout(assignment.spec, "trained").num_bytes, self._bytes_today()
+        if used + answer > most:
+            self._day_is_over = _midnight_after(self._now())
+            raise PolicyRefusal(
+                f"a task: its answer has {size(answer)} beside today's {size(used)}, and policy.bytes_per_day is {size(most)}",
+                "wait",
+            )
+
+    def _check_samples(self, num_batches: int) -> None:
+        """Refuse a task of fewer samples than allowed, counted as batches times their size, at most all that there are."""
+        batch_size = self._trainer.training.batch_size or self._data.batch_size or 1
+        num = min(num_batches * batch_size, self._data.num_samples)
+        if num < self.policy.min_samples:
+            raise PolicyRefusal(
+                f"a task: it trains on {num} samples, and policy.min_samples is {self.policy.min_samples}", "go on"
+            )
+
+
+def model_digest(submodels: Submodels, digests: Mapping[str, str]) -> str:
+    """Return 16 digits that change with the model's class, its arguments, its tensors' shapes, or its frozen parameters.
+
+    Args:
+        submodels: of the model.
+        digests: of the config's sections.
+    """
+    base = "" if submodels.base is None else submodels.base.digest
+    text = "\n".join((digests["model"], submodels.layout().fingerprint, base))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _in_words(assignment: Assignment) -> dict[str, Any]:
+    """Describe a task for a person."""
+    return {"client": assignment.client, "assignment": assignment.id, "submodel": str(assignment.spec)}
+
+
+def _midnight_after(at: datetime) -> datetime:
+    return at.replace(hour=0, minute=0, second=0, microsecond=0) + timedelta(days=1)

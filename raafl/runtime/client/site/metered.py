@@ -1,0 +1,52 @@
+"""Count the bytes of a connection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raafl.transport import Connection, Message
+from raafl.transport.codec import Expect
+
+
+class MeteredConnection(Connection):
+    """A connection that reports the bytes of each message, sent or received, refused ones included."""
+
+    def __init__(self, inner: Connection, moved: Callable[[int], None]) -> None:
+        """Wrap a connection.
+
+        Args:
+            inner: the connection.
+            moved: called with the bytes of each message, on the thread that sent or received it.
+        """
+        self._inner, self._moved = inner, moved
+
+    @property
+    def received_bytes(self) -> int:  # type: ignore[override]
+        """Size of the last received message."""
+        return self._inner.received_bytes
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        """Whether the session has ended."""
+        return self._inner.closed
+
+    def send(self, message: Message, timeout_s: float | None = None) -> int:
+        """Send a message; see `Connection.send`."""
+        sent = self._inner.send(message, timeout_s)
+        self._moved(sent)
+        return sent
+
+    def recv(self, expect: Expect, timeout_s: float, *, finite: bool = False) -> Message:
+        """Receive a message; see `Connection.recv`."""
+        try:
+            return self._inner.recv(expect, timeout_s, finite=finite)
+        finally:
+            self._moved(self._inner.received_bytes)
+
+    def check(self) -> None:
+        """Raise `PeerLost` if the peer is gone; see `Connection.check`."""
+        self._inner.check()
+
+    def close(self) -> None:
+        """End the session; see `Connection.close`."""
+        self._inner.close()

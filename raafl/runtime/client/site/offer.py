@@ -1,0 +1,90 @@
+"""Describe what a server would have a client do, for a site that only looks (`raafl join --dry-run`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import yaml
+
+from raafl.config.shared import sections
+from raafl.runtime.client.setup import ClientSetup
+from raafl.runtime.client.site.gate import PolicyRefusal, model_digest
+from raafl.runtime.protocol import DRY_RUN
+from raafl.sanitize import sanitize_text
+from raafl.units import size
+
+
+class DryRun(PolicyRefusal):
+    """Reason for which a client does not join that only looks."""
+
+    server_reason = DRY_RUN
+
+    def __init__(self) -> None:
+        super().__init__("this run: it only looks")
+
+
+def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str], None]) -> NoReturn:
+    """Show what a run would have a client do, or why its site refuses that; raises `DryRun`.
+
+    Args:
+        make: builds the client's parts behind its site's gate.
+        config_yaml: the run's config.
+        say: shows a line to the user.
+    """
+    for line in named_parts(config_yaml):
+        say(line)
+    try:
+        for line in offer(make(), config_yaml):
+            say(line)
+    except PolicyRefusal as refusal:
+        say(str(refusal))
+    raise DryRun
+
+
+def named_parts(config_yaml: str) -> list[str]:
+    """Return a line for each part that a run names, known before any is made.
+
+    Args:
+        config_yaml: the run's config.
+    """
+    config, digests = yaml.safe_load(config_yaml) or {}, sections(config_yaml)
+    lines = [f"model: {_section(config.get('model'))}"]
+    return lines + [f"{kind}: {_section(config.get(kind))}, digest {digests[kind]}" for kind in ("data", "algorithm")]
+
+
+def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
+    """Return, a line each, what tasks of a run would do at this client, and what would leave it.
+
+    Args:
+        setup: the client's parts, as it would join with them.
+        config_yaml: the run's config.
+    """
+    trainer, submodels, data, experiment = setup.trainer, setup.submodels, setup.data, setup.experiment
+    batch = trainer.training.batch_size or data.batch_size or 1
+    epochs, steps = trainer.training.num_epochs, trainer.training.num_steps
+    length = f"{epochs} epochs" if steps is None else f"{steps} batches"
+    compress, local = experiment.compress, trainer.local
+    lines = [
+        f"the model has {sum(submodels.parameters.values()):,} parameters, digest {model_digest(submodels, sections(config_yaml))}",
+        f"a task: {length} of {batch}, unless the server says otherwise, on {data.num_samples} samples",
+        f"it comes with at most {size(trainer.payload.layout().num_bytes)} (compressed: {compress.down})",
+        f"its answer has at most {size(trainer.payload.layout(way='trained').num_bytes)} (compressed: {compress.up}), what the "
+        f"module logs, and the number of samples and steps",
+        f"on joining, the server is told the number of samples and the device: {sanitize_text(setup.info.profile.name)}",
+    ]
+    if local.exchange(submodels) is not None:
+        lines.append("in the middle of a task activations go to the server, and gradients come back")
+    if data.test is not None:
+        lines.append(
+            f"the trained model is measured on {data.test.num_samples} samples of the client's, and the means are sent"
+        )
+    return lines
+
+
+def _section(section: Any) -> str:
+    """Describe a part as its path and its arguments, on one line."""
+    if not isinstance(section, dict):
+        return sanitize_text(section)
+    arguments = ", ".join(f"{name}={value}" for name, value in (section.get("init_args") or {}).items())
+    return sanitize_text(f"{section.get('class_path')}({arguments})", 500)

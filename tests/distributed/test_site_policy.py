@@ -1,0 +1,103 @@
+"""A real server, and real clients whose sites do not allow all that it asks for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raafl.config.site_policy import SitePolicy, SitePrivacy
+from raafl.core.types import Arrived
+from raafl.runtime.client.site.noise import spent
+from tests.distributed.test_come_and_go import ENDLESS, On, arrived, joined, parsed, settled
+from tests.helpers.joining_clients import remote
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def refused(client):
+    return lambda event: (
+        isinstance(event, Arrived) and (event.update.client, event.update.refusal) == (client, "policy")
+    )
+
+
+def told(folder):
+    """All that the server has written down, but for numbers of tensors."""
+    return "".join(
+        file.read_text() for file in Path(folder).iterdir() if file.suffix in (".jsonl", ".csv", ".json", ".txt")
+    )
+
+
+def test_a_site_refuses_a_task_or_a_whole_run_and_the_others_go_on(tmp_path):
+    """A task is one step of 32 samples: the second site wants more behind an update, the third another model."""
+    experiment, config = parsed(tmp_path, "--clients=3", ENDLESS, "--train.batch_size=32")
+    few, other = SitePolicy(min_samples=33), SitePolicy(models=["CNN"])
+    clients = [1, (2, {"policy": few}), (3, {"policy": other, "needs_config": True})]
+    with remote(experiment, config, tmp_path, clients, held_back=[2]) as fleet:
+        third = fleet.joiners[2]
+        on = On((joined(2), third.begin), (refused(2), lambda: third.exit_code()), (arrived(1), None))
+        run = fleet.serve(on.inbox, min_clients=2)
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 1]
+    assert {row["outcome"] for row in run.rows() if row["client"] == "2"} <= {"refused:policy", "unused"}
+    assert run.summary["updates_refused"]["policy"] >= 1 and run.summary["updates_merged"] >= 1
+    assert run.summary["connections_refused"] == {"policy": 1}
+    assert "its model is model_zoo.MLP, and policy.models is ['CNN']" in third.words()
+    assert "min_samples" not in told(run.folder) and "CNN" not in told(run.folder)
+    settled(run)
+
+
+def test_a_site_adds_noise_until_its_budget_is_spent_and_then_leaves(tmp_path):
+    """Two updates are within the budget, the third is not; of its metrics the server sees the one that is named."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    experiment, config = parsed(tmp_path, "--clients=2", ENDLESS)
+    most = (spent(2 / 9, 1e-5) + spent(3 / 9, 1e-5)) / 2
+    policy = SitePolicy(
+        privacy=SitePrivacy(clip_norm=0.1, noise_multiplier=3.0, max_epsilon=most),
+        metrics=["loss"],
+        state=str(tmp_path / "site"),
+    )
+    with remote(experiment, config, tmp_path, [1, (2, {"policy": policy})]) as fleet:
+        second = fleet.joiners[1]
+        on = On((refused(2), second.exit_code), (arrived(1), None))
+        run = fleet.serve(on.inbox)
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 1]
+    rows = [row for row in run.rows() if row["client"] == "2"]
+    assert [row["outcome"] for row in rows][:3] == ["merged", "merged", "refused:policy"]
+    assert all(row["loss"] and not row["measured_bytes"] for row in rows[:2])
+    assert "the budget is spent: policy.privacy.max_epsilon is" in second.words()
+    ledger = [json.loads(line) for line in (tmp_path / "site" / "ledger.jsonl").read_text().splitlines()]
+    assert [row["assignment"] for row in ledger] == [int(row["assignment"]) for row in rows[:2]]
+    assert [row["epsilon"] for row in ledger] == [spent(1 / 9, 1e-5), spent(2 / 9, 1e-5)]
+    settled(run)
+
+
+def test_who_only_looks_sees_what_is_asked_and_does_not_join(tmp_path):
+    """The quick start's model has 64 x 200 + 200 + 200 x 10 + 10 parameters of four bytes; the third's site allows fewer."""
+    experiment, config = parsed(tmp_path, "--clients=3", ENDLESS, "--train.batch_size=32")
+    small = SitePolicy(max_parameters=100)
+    clients = [
+        1,
+        (2, {"looks": True, "needs_config": True}),
+        (3, {"looks": True, "needs_config": True, "policy": small}),
+    ]
+    with remote(experiment, config, tmp_path, clients, held_back=[1, 2]) as fleet:
+        second, third = fleet.joiners[1:]
+
+        def look():
+            second.begin()
+            third.begin()
+            assert (second.exit_code(), third.exit_code()) == (0, 0)
+
+        on = On((arrived(1), look), (arrived(1), None))
+        run = fleet.serve(on.inbox, min_clients=1)
+        assert fleet.joiners[0].exit_code() == 0
+    said = second.words()
+    assert "model: model_zoo.MLP(in_features=64, " in said and "data: raafl.data.Digits(" in said
+    assert "the model has 15,010 parameters, digest " in said
+    assert "a task: 1 batches of 32, " in said and "its answer has at most 60 kB (compressed: " in said
+    refused = "the site's policy refuses this run: its model has 15,010 parameters, and policy.max_parameters is 100"
+    assert refused in third.words() and "a task: " not in third.words()
+    assert run.summary["connections_refused"] == {"dry-run": 2}
+    assert {event["client"] for event in run.events("joined")} == {1}
+    settled(run)

@@ -1,0 +1,201 @@
+"""A site's gate, check by check: what it lets pass, what it refuses, and what a client does then."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import pytest
+import torch
+import yaml
+
+from raafl.algorithms import fed_avg
+from raafl.config.site_policy import Consent, SitePolicy, SitePrivacy
+from raafl.runtime.client.site.books import SiteBooks
+from raafl.runtime.client.site.gate import Gate, PolicyRefusal, SiteGate, model_digest
+from raafl.submodel import FlatTensors
+from raafl.transport import Connection, Kind, Message
+from tests.helpers.site_gates import DIGESTS, NOON, Clock, answer, site_gate, task
+
+CONFIG = {
+    "model": {"class_path": "model_zoo.MLP", "init_args": {"in_features": 64}}, "data": {"class_path": "raafl.data.Digits"},
+    "algorithm": {"class_path": "raafl.fed_avg"},
+}  # fmt: skip
+
+
+def refusal(gate, check):
+    with pytest.raises(PolicyRefusal) as refused:
+        check(gate)
+    return refused.value.then, str(refused.value).removeprefix("the site's policy refuses ")
+
+
+def check_config(**policy):
+    SiteGate(SitePolicy(**policy)).check_config(yaml.safe_dump(CONFIG), DIGESTS)
+
+
+@pytest.mark.parametrize("policy", [
+    {}, {"models": ["CNN", "MLP"], "data": ["Digits"], "algorithms": ["fed_avg"]},
+    {"data": ["Digits@" + "d" * 16], "algorithms": ["fed_buff", "raafl.fed_avg@" + "a" * 16]},
+])  # fmt: skip
+def test_a_run_of_the_named_parts_is_let_in(policy):
+    check_config(**policy)
+
+
+@pytest.mark.parametrize(("policy", "said"), [
+    ({"models": ["CNN"]}, "its model is model_zoo.MLP, and policy.models is ['CNN']"),
+    ({"models": ["mine.MLP"]}, "its model is model_zoo.MLP, and policy.models is ['mine.MLP']"),
+    ({"models": []}, "its model is model_zoo.MLP, and policy.models is []"),
+    ({"data": ["MNIST"]}, "its data is raafl.data.Digits, and policy.data is ['MNIST']"),
+    ({"data": ["Digits@" + "0" * 16]}, f"its data has digest {'d' * 16}, and policy.data is ['Digits@{'0' * 16}']"),
+    ({"algorithms": ["fed_buff"]}, "its algorithm is raafl.fed_avg, and policy.algorithms is ['fed_buff']"),
+])  # fmt: skip
+def test_a_run_of_other_parts_is_refused_before_any_is_made(policy, said):
+    with pytest.raises(PolicyRefusal) as refused:
+        check_config(**policy)
+    assert str(refused.value) == f"the site's policy refuses this run: {said}" and refused.value.then == "end"
+
+
+def test_a_model_is_bounded_in_size_and_known_by_its_digest():
+    gate = site_gate(fed_avg())
+    digest = model_digest(gate._trainer.submodels, DIGESTS)
+    assert digest != model_digest(gate._trainer.submodels, {**DIGESTS, "model": "1" * 16})
+    site_gate(fed_avg(), models=[f"MLP@{digest}"])
+    with pytest.raises(PolicyRefusal, match=f"its model has digest {digest}, and policy.models is"):
+        site_gate(fed_avg(), models=["MLP@" + "0" * 16])
+    site_gate(fed_avg(), max_parameters=7).check_size(7)
+    said = refusal(site_gate(fed_avg(), max_parameters=7), lambda gate: gate.check_size(8))
+    assert said == ("end", "this run: its model has 8 parameters, and policy.max_parameters is 7")
+
+
+def test_samples_behind_an_update_are_those_of_its_batches():
+    """Ten samples in batches of two: the run's three steps see six of them."""
+    with pytest.raises(PolicyRefusal, match=r"the client has 10 samples, and policy.min_samples is 11"):
+        site_gate(fed_avg(), min_samples=11)
+    gate = site_gate(fed_avg(), min_samples=7)
+    assert refusal(gate, lambda gate: gate.before(task()))[0] == "go on"
+    assert refusal(gate, lambda gate: gate.before(task(num_steps=3)))[1].startswith("a task: it trains on 6 samples, ")
+    gate.before(task(num_steps=4))
+    gate.before(task(num_epochs=1))
+    assert refusal(gate, lambda gate: gate.after(task(num_epochs=1), answer(num_steps=3), None))[0] == "go on"
+    update = answer(num_steps=5)
+    assert gate.after(task(num_epochs=1), update, None) is update
+    site_gate(fed_avg(), min_samples=10).before(task(num_steps=99))  # ten in all, however often
+
+
+def test_nothing_is_trained_and_nothing_leaves_outside_the_hours():
+    clock, told = Clock(), []
+    gate = site_gate(fed_avg(), clock, say=told.append, hours=["thu 20:00-22:00"])
+    assert refusal(gate, lambda gate: gate.before(task())) == (
+        "wait", "a task: it is none of the hours in policy.hours until Thu 20:00"
+    )  # fmt: skip
+    assert gate.wait() is True
+    assert (clock.at, clock.slept) == (datetime(2026, 11, 26, 20), 8 * 3600)
+    assert told == ["it is none of the hours in policy.hours: waiting until Thu 26 Nov 20:00"]
+    assert gate.wait() is False
+    gate.before(task())
+    clock.at = datetime(2026, 11, 26, 22)
+    assert refusal(gate, lambda gate: gate.after(task(), answer(), None))[0] == "wait"
+
+
+class Line(Connection):
+    """A connection whose every message has 400 bytes."""
+
+    received_bytes = 400
+
+    def send(self, message, timeout_s=None):
+        return 400
+
+    def recv(self, expect, timeout_s, *, finite=False):
+        return Message(Kind.STOP)
+
+    def close(self):
+        pass
+
+
+def test_the_days_bytes_end_the_work_until_midnight_also_after_a_restart(tmp_path):
+    """An answer has four bytes: one weight."""
+    clock, policy = Clock(), {"bytes_per_day": 1000, "state": str(tmp_path)}
+    gate = site_gate(fed_avg(), clock, **policy)
+    pair = gate.connection(Line())
+    assert pair.send(Message(Kind.HELLO)) == 400
+    pair.recv(None, 1.0)
+    gate.before(task())
+    SiteBooks(str(tmp_path)).add_bytes(196, NOON.date())  # another client of the site
+    gate.before(task())
+    SiteBooks(str(tmp_path)).add_bytes(1, NOON.date())
+    said = refusal(gate, lambda gate: gate.before(task()))
+    assert said == ("wait", "a task: its answer has 4 B beside today's 997 B, and policy.bytes_per_day is 1 kB")
+    SiteBooks(str(tmp_path)).add_bytes(3, NOON.date())
+    for one in (gate, site_gate(fed_avg(), clock, **policy)):
+        clock.at = NOON
+        assert one.wait() is True and clock.at == datetime(2026, 11, 27)
+        one.before(task())
+
+
+def test_bytes_are_counted_only_where_they_are_bounded():
+    line = Line()
+    assert site_gate(fed_avg()).connection(line) is line is Gate().connection(line)
+
+
+def test_tracebacks_stay_unless_the_site_allows_them():
+    assert site_gate(fed_avg()).hides_tracebacks and not site_gate(fed_avg(), tracebacks=True).hides_tracebacks
+    assert not Gate().hides_tracebacks
+
+
+def test_only_named_metrics_leave():
+    measured = {"loss": 1.0, "test/accuracy": 0.5, "test/num_samples": 9.0, "patient_age": 70.0}
+    assert site_gate(fed_avg()).metrics(measured) == measured
+    assert site_gate(fed_avg(), metrics=[]).metrics(measured) == {}
+    assert list(site_gate(fed_avg(), metrics=["loss", "test/*"]).metrics(measured)) == [
+        "loss",
+        "test/accuracy",
+        "test/num_samples",
+    ]
+
+
+RECEIVED = FlatTensors.from_named({"line.weight": torch.full((1, 1), 3.0)})
+
+
+def test_an_update_leaves_clipped_and_accounted_for_and_what_noise_does_not_cover_stays(tmp_path):
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    gate = site_gate(fed_avg(), state=str(tmp_path), privacy=SitePrivacy(0.5, 0.0), metrics=[])
+    update = gate.after(task(), answer(7.0), RECEIVED)
+    assert update.tensors["line.weight"].item() == 3.5
+    assert SiteBooks(str(tmp_path)).used().releases == 1
+    then, said = refusal(gate, lambda gate: gate.after(task(), answer(7.0, extra={"classes": [1]}), RECEIVED))
+    assert (then, said) == ("end", "this run: its method sends classes beside tensors, and policy.privacy is given")
+    assert refusal(gate, lambda gate: gate.after(task(), answer(7.0, refusal="non-finite"), RECEIVED))[0] == "go on"
+    assert SiteBooks(str(tmp_path)).used().releases == 1
+
+
+def test_a_budget_that_is_spent_ends_the_work_before_the_next_task(tmp_path):
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    policy = {"state": str(tmp_path), "metrics": [], "privacy": SitePrivacy(1.0, 4.0, max_epsilon=3.0)}
+    gate, num = site_gate(fed_avg(), **policy), 0
+    while SiteBooks(str(tmp_path)).used().releases == num:
+        num += 1
+        try:
+            gate.before(task())
+        except PolicyRefusal as refused:
+            assert refused.then == "end" and "the budget is spent: policy.privacy.max_epsilon is 3" in str(refused)
+            break
+        gate.after(task(), answer(), RECEIVED)
+    assert 1 < num < 20
+    with pytest.raises(PolicyRefusal, match="this run: the budget is spent"):
+        site_gate(fed_avg(), **policy)
+
+
+@pytest.mark.parametrize("every", ["run", "task", "update"])
+def test_without_consent_nothing_is_done(tmp_path, every):
+    consent = Consent("spool", every=every, folder=str(tmp_path), wait_s=0.01)
+    if every == "run":
+        with pytest.raises(PolicyRefusal, match="this run: nobody has consented to it"):
+            site_gate(fed_avg(), consent=consent)
+        return
+    gate = site_gate(fed_avg(), consent=consent)
+    if every == "update":
+        gate.before(task())
+        assert refusal(gate, lambda gate: gate.after(task(), answer(), RECEIVED))[0] == "go on"
+    else:
+        assert refusal(gate, lambda gate: gate.before(task())) == (
+            "go on", "a task: nobody has consented to its task (policy.consent)"
+        )  # fmt: skip

@@ -236,7 +236,17 @@ class Client:
             warn_once(_log, f"client {self._info.id}: memory is too small for {assignment.spec}")
             self._give_up(assignment, Failed(OUT_OF_MEMORY))
             return
-        base = assignment.spec.base
+        self._answer(assignment, update, received)
+
+    def _answer(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
+        """Send an update, masked where updates are, with what the site lets leave beside it.
+
+        Args:
+            assignment: its task.
+            update: as the site lets it leave.
+            received: from which it was trained.
+        """
+        device, base = self._trainer.fabric.device, assignment.spec.base
         answer = Answer(
             update.num_samples, update.num_steps, self.gate.metrics({**update.metrics, PEAK: float(peak_bytes(device))}),
             update.extra,

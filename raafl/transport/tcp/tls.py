@@ -144,6 +144,8 @@ def problem_of(error: OSError, has_opened: bool) -> Refused | PeerLost:
         return Refused("bad-certificate", f"the other end's certificate is not accepted: {error.verify_message}")
     if "_ALERT_" in reason:
         name = reason.partition("_ALERT_")[2]
+        if name == "BAD_RECORD_MAC":
+            return Refused("bad-record", "the other end got a TLS record that was changed on its way")
         kind, why = _ALERTS.get(name, ("tls-failed", name.lower().replace("_", " ")))
         return Refused(kind, f"the other end does not accept this end's certificate or offer: {why}")
     if has_opened:

@@ -90,8 +90,10 @@ def test_records_that_are_not_the_next_are_a_bad_record(attack):
         pair = connect(relay.address, 2, server.theirs, timeout_s=WAIT_S)
         with pair:
             assert answered(pair, 1)
-            relay.meddle = ATTACKS[attack]
+            passed = threading.Event()
+            relay.meddle = lambda data: (passed.set(), ATTACKS[attack](data))[1]
             pair.send(update(2))
+            assert passed.wait(WAIT_S)
             if attack == "drop":
                 relay.meddle = lambda data: data
                 pair.send(update(3))

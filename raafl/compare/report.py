@@ -33,8 +33,8 @@ def result(
         comparison: the file.
         outcomes: of the runs that are reported.
         trials: of the search, by label; empty where nothing was searched.
-        best: the best trial of each row, with whose settings it was run.
-        root: the comparison's folder, that run folders are named from.
+        best: best trial of each row; the row was run with its settings.
+        root: the comparison's folder; paths of run folders are relative to it.
     """
     runs: dict[str, list[dict[str, Any]]] = {label: [] for label in comparison.rows}
     for outcome in outcomes:

@@ -173,7 +173,7 @@ class Explained(Check):
         self.problems += [f"{name} is missing: give it in the config, or as --{name} VALUE" for name in needed]
 
     def options(self, argv: Sequence[str]) -> list[dict[str, Any]]:
-        """Parse options as one-value trees; record unknown options and missing values."""
+        """Parse options, each as a nested mapping with one value; record unknown options and missing values."""
         known = {name: action for action in self._parser._actions for name in action.option_strings}
         found: list[dict[str, Any]] = []
         items = list(argv)

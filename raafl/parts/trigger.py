@@ -82,7 +82,7 @@ class AllReported(Trigger):
 
     @property
     def refuses_late(self) -> bool:
-        """Whether a round may close before all of its tasks report."""
+        """Whether a round may close before all its tasks report; updates that come later are refused."""
         return self.close_at < 1 or self.deadline is not None
 
     def due(self, waiting: TriggerContext) -> bool:

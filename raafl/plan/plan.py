@@ -68,8 +68,8 @@ def make_plan(
 
     Args:
         experiment: the run; is checked.
-        algorithms: names of others to predict beside its own; "all" alone = all of them; None = all of them, of a model with
-            more than `MOST_VALUES` parameters none.
+        algorithms: names of further algorithms to predict; ["all"] = all. None = all, or none for a model of more
+            than `MOST_VALUES` parameters.
         max_updates: of each dry run; see `raafl.plan.dry.predict`.
         more: further devices to show in the table, such as this machine.
 

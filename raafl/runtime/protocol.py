@@ -360,7 +360,7 @@ class Question:
     sends: Literal["values", "delta"]
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields to add to the method's own."""
+        """Return the message's fields, to be added to those of the algorithm."""
         return {"precision": self.precision, "accumulate": self.accumulate, "sends": self.sends}
 
     @classmethod

@@ -183,7 +183,7 @@ def _checked(item: Any) -> tuple[str, list[int], torch.dtype]:
         good = good and isinstance(item[2], str) and item[2] in DTYPES
     if not good:
         raise BadInput(
-            f"layout has the tensor {str(item)[:80]!r}: give [name, shape, dtype] with a dtype of raafl's table"
+            f"layout has the tensor {str(item)[:80]!r}: give [name, shape, dtype], with a dtype of {', '.join(DTYPES)}"
         )
     return item[0], item[1], DTYPES[item[2]]
 

@@ -259,9 +259,9 @@ class Submodels:
 
         Args:
             spec: the submodel.
-            part: of the submodel to move.
-            whole: part of the whole model on the other side.
-            only: names of the tensors in both storages; None = all.
+            part: part of the submodel's tensors to copy.
+            whole: part of the whole model's tensors, from or to which they are copied.
+            only: names of the tensors to copy; None = all that both parts have.
         """
         spec = self.normal(spec)
         return self.cached("plan", (spec, part, whole, only), lambda: self._plan(spec, part, whole, only))

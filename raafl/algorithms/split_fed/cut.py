@@ -215,7 +215,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         return frozenset(value.name for value in self._values.values() if value.name and 0 <= value.first <= now)
 
     def replaced(self, call: Call, lower: frozenset[str]) -> list[Call]:
-        """Return the calls before ``call`` that the server skips: the outermost calls of modules with tensors in ``lower``."""
+        """Return the calls that the server skips: the outermost ones, before ``call``, of modules with tensors in ``lower``."""
         enclosing = set()
         parent = call.parent
         while parent >= 0:

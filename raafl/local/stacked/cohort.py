@@ -130,7 +130,7 @@ class CohortTrainer:
 
     @property
     def num_known(self) -> int:
-        """Number of kinds of products that have been tried."""
+        """Number of operations for which it was tested whether a batch of clients gives equal bits."""
         return len(self._known)
 
     def num_bytes(self, spec: Spec) -> int:

@@ -76,7 +76,7 @@ class Norms:
 
 @dataclass(slots=True)
 class Accepted:
-    """Number of accepted updates of a layout, and the norms of each part of them."""
+    """Number of accepted updates with one layout, and norms of their parts (parameters, statistics, bundles)."""
 
     num: int = 0
     of: dict[str, Norms] = field(default_factory=dict)

@@ -33,12 +33,13 @@ class RestartPolicy:
     """Limits and delays of the supervisor's restarts.
 
     Attributes:
-        max_restarts: of all processes together; after that a client that ends stays away, and a server ends the run.
-        first_s: from a process's end to its next start; doubled each time.
-        longest_s: where the doubling stops.
-        sound_s: a process that ran so long is sound: the next wait is ``first_s`` again.
-        leave_s: for clients to leave by themselves once the server has ended.
-        stop_s: from SIGTERM to SIGKILL, and from the second Ctrl-C to the server's.
+        max_restarts: restarts of all processes together; after these, a client that ends is not started again, and a
+            server's end is the run's.
+        first_s: seconds from a process's end to its next start; doubled at each restart.
+        longest_s: largest number of seconds to which the doubling goes.
+        sound_s: a process that ran this many seconds counts as healthy: its next wait is ``first_s`` again.
+        leave_s: seconds that clients have to end by themselves once the server has ended.
+        stop_s: seconds from SIGTERM to SIGKILL of a process, and from the second Ctrl-C to SIGKILL of the server.
     """
 
     max_restarts: int = 100

@@ -61,7 +61,7 @@ class Call:
         return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
 
     def place(self, more: int = 0) -> int:
-        """Return the argument ``dim`` counted from 0, for a tensor with ``more`` dimensions than the first input."""
+        """Return the argument ``dim`` as an index from 0; the output has ``more`` additional dimensions."""
         return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
 
     def new(self, sizes: Iterable[int], pinned: str = "") -> list[Dim]:

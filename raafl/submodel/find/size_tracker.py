@@ -50,7 +50,7 @@ class Size(int):
 
     Attributes:
         origin: where it comes from.
-        note: called when code turns it into a number that is no size, such as the scale of scores.
+        note: called when code computes a number from it that is not a size, such as the scale of attention scores.
     """
 
     origin: Origin
@@ -247,9 +247,10 @@ class SizeTracker(TorchFunctionMode):
     # ---- what follows from it ----
 
     def solve(self, extent_of: Callable[[Dim], Extent | None], full: Counts) -> Sizes:
-        """Return the attributes that depend on axes, and the calls that would be wrong even so.
+        """Return the sizes to correct in a small module: attributes that depend on axes, and arguments of calls.
 
-        An attribute that was passed on unchanged has the size of what it was used for, if that is always the same.
+        An attribute gets the size of the dimension that it was used for, if all its uses agree. Calls are corrected
+        where their arguments would still be wrong with these attributes.
 
         Args:
             extent_of: returns the size of a dimension by the axes' counts; None = it depends on the batch as well.

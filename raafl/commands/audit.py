@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raafl.config.argv import options_of
+from raafl.config.argv import names_section, own_options
+from raafl.config.remote_options import share_of
 from raafl.errors import BadInput, at_least
 from raafl.lean_import import quick_imports
 from raafl.runfolder.books import Books, check_books
@@ -17,6 +19,8 @@ from raafl.sanitize import sanitize_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from raafl.runtime.client.receipts import SiteBooks
 
 
 def parser() -> ArgumentParser:
@@ -32,6 +36,15 @@ def parser() -> ArgumentParser:
         help="the public key that must have signed: base64, or a PEM file; may be given again",
     )  # fmt: skip
     found.add_argument("--books_only", action="store_true", help="re-execute nothing")
+    found.add_argument(
+        "--site", type=Path, action="append", default=[], metavar="DIR",
+        help="a folder of receipts of raafl join: compare them, and train a share of its tasks again; may be given again",
+    )  # fmt: skip
+    found.add_argument(
+        "--share",
+        default="0.05",
+        help="with --site: share of its tasks to train again, of those whose inputs were kept",
+    )
     found.add_argument("--workers", type=int, default=1, help="processes that train")
     found.add_argument(
         "--client_data", action="append", default=[], metavar="ID=FILE",
@@ -50,26 +63,95 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
     Raises:
         BadInput: an option is wrong, or the folder is not a run's.
     """
-    options = options_of(parser(), argv)
+    options, rest = own_options(parser(), argv)
+    unknown = [item for item in rest if item.startswith("--") and not (options.site and names_section([item], "data"))]
+    if unknown or (rest and not rest[0].startswith("--")):
+        raise BadInput(f"unknown option '{(unknown or rest)[0]}': raafl audit --help lists the options")
     at_least("workers", options.workers, 1)
+    share = share_of("share", options.share)
     folder: Path = options.run
     for name in (CONFIG, JOURNAL):
         if not (folder / name).is_file():
             raise BadInput(f"'{folder}' is not a run folder: it has no {name}")
+    sites = _sites(options.site)
+    keys = [read_public_key(text) for text in options.key] or [key for site in sites for key in site.keys]
     try:
-        books = check_books(folder, keys=[read_public_key(text) for text in options.key])
+        books = check_books(folder, keys=keys, heads=bool(sites))
     except OSError as error:
         raise BadInput(f"'{folder}' cannot be read: {error}") from None
     result: dict[str, Any] = {
         "books": books.state, "findings": list(books.findings), "notes": list(books.notes), "rows": books.num_rows,
         "signed_rows": books.num_signed, "head": books.head, "seals": books.num_seals, "key": books.key, "replay": None,
+        "sites": [],
     }  # fmt: skip
-    if not options.books_only:
+    for site in sites:
+        site.audit(folder, books, result, None if options.books_only else share, rest, trusted=options.trust_config)
+    if not options.books_only and not sites:
         _replay(folder, options, result)
     text = (
         json.dumps(result) if options.json else "\n".join(sanitize_text(line, 1000) for line in _lines(books, result))
     )
     return text, not result["findings"]
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Receipts of a site, and the server's keys in them."""
+
+    books: SiteBooks
+    keys: list[str]
+
+    def audit(
+        self,
+        run: Path,
+        books: Books,
+        result: dict[str, Any],
+        share: float | None,
+        overrides: Sequence[str],
+        *,
+        trusted: bool,
+    ) -> None:
+        """Compare the receipts with a run, train tasks again, and add to ``result`` what came of it.
+
+        Args:
+            run: its folder.
+            books: of the run.
+            result: gets findings, notes, and an entry of ``sites``.
+            share: of the tasks to train again; None = none.
+            overrides: options for the site's data.
+            trusted: import whatever the site's config names.
+        """
+        from raafl.config.parse import load_run
+        from raafl.runtime.client.setup import ClientSetup
+        from raafl.runtime.lifecycle.environment import conditions
+        from raafl.runtime.site_audit import compare, retrain, site_notes
+
+        site = self.books
+        try:
+            findings, notes = compare(site, run, books)
+        except ValueError as error:
+            findings, notes = [f"receipts were not compared: {error}"], []
+        entry = {"site": str(site.folder), "client": site.client, "receipts": len(site.receipts), "trained_again": 0}
+        if share is not None and any(site.inputs()):
+            experiment = load_run(site.folder, *overrides, trusted=trusted, for_replay=True)
+            setup = ClientSetup.build(experiment, "", site.client, own_data=site.own_data)
+            notes += site_notes(site, conditions(experiment))
+            again = retrain(site, setup, share)
+            findings += again.findings
+            entry["trained_again"] = again.num_tasks
+        result["sites"].append(entry)
+        result["findings"] += findings
+        result["notes"] += notes
+
+
+def _sites(folders: Sequence[Path]) -> list[_Site]:
+    if not folders:
+        return []
+    with quick_imports():
+        from raafl.runtime.client.receipts import SiteBooks
+        from raafl.runtime.site_audit import server_keys
+
+    return [_Site(site, server_keys(site.receipts)) for site in map(SiteBooks.read, folders)]
 
 
 def _replay(folder: Path, options: Any, result: dict[str, Any]) -> None:
@@ -106,6 +188,10 @@ def _lines(books: Books, result: Mapping[str, Any]) -> list[str]:
     if (played := result["replay"]) is not None:
         equal = {True: "equal to the recorded model", False: "NOT equal to the recorded model", None: "no end recorded"}
         lines.append(f"replay: {played['events']} events, version {played['versions']}, {equal[played['equal']]}")
+    lines += [
+        f"site: client {one['client']}, {one['receipts']} receipts, {one['trained_again']} tasks trained again"
+        for one in result["sites"]
+    ]
     lines += [f"note: {note}" for note in result["notes"]]
     lines += [f"FOUND: {finding}" for finding in result["findings"]]
     lines.append(f"books: {books.state}" if not result["findings"] else f"{len(result['findings'])} findings")

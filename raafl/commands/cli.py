@@ -50,7 +50,7 @@ usage: raafl COMMAND [options]
   replay       re-execute a recorded run from its journal, to the last bit:
                  raafl replay RUN [--until EVENT] [--workers N] [--json]
   audit        check that nothing of a recorded run was altered: hash chain, signatures, digests, and a replay:
-                 raafl audit RUN [--key KEY] [--books_only] [--json]
+                 raafl audit RUN [--key KEY] [--books_only] [--json]; at a site: raafl audit RUN --site DIR [--share 0.05]
   watch        show a run that goes on, or has ended, from its folder:
                  raafl watch RUN [--once [--json]] [--progress live|plain|verbose]
   report       write one HTML page about a run, or about several compared:

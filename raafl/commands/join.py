@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from raafl.config.argv import name_of, names_section
 from raafl.config.plain import check_plain
-from raafl.config.remote_options import credentials, split
+from raafl.config.remote_options import credentials, split, tls_key
 from raafl.errors import resolves
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import REASONS
+from raafl.runfolder.signing import Signer
 
 _log = logging.getLogger(__name__)
 
@@ -59,11 +61,19 @@ def command(argv: list[str]) -> int:
     alone_s = parsed.experiment.waits.alone_s if parsed is not None else None
 
     def work(make: Callable[[str | None], ClientSetup]) -> int:
+        def kept(config_yaml: str | None) -> ClientSetup:
+            site = make(config_yaml)
+            if own.receipts:
+                stack.enter_context(site.receipts_kept(own.keep_inputs, say, Signer.choose(tls_key(known))))
+            return site
+
+        known = credentials(own, server=False)
         try:
-            reason = join(
-                own.address, own.client, credentials(own, server=False), make,
-                needs_config=parsed is None, proxy=own.proxy, alone_s=alone_s, say=say, gate=gate,
-            )  # fmt: skip
+            with ExitStack() as stack:
+                reason = join(
+                    own.address, own.client, known, kept,
+                    needs_config=parsed is None, proxy=own.proxy, alone_s=alone_s, say=say, gate=gate,
+                )  # fmt: skip
         except DryRun:
             return 0
         say(f"the run has ended: {REASONS.get(reason, reason)}")

@@ -20,6 +20,7 @@ from raafl.commands.fit_local import NOTE
 from raafl.config.experiment import Experiment
 from raafl.config.shared import for_clients, sections
 from raafl.errors import BadInput, parse_address
+from raafl.runfolder.signing import Signer
 from raafl.runtime.server.host import host
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Terms
@@ -106,6 +107,9 @@ def serve(
         authorize=(lambda peer: None) if sites is None else sites.authorize,
     )  # fmt: skip
 
+    signer = Signer.choose(credentials.key if isinstance(credentials, TlsFiles) else None)
+    terms = Terms(for_clients(config_yaml), sections(config_yaml), experiment.guard.own_data, signer=signer)
+
     def note(folder: Path) -> None:
         if NOTE in os.environ:  # for the supervisor of `raafl fit --local`
             Path(os.environ[NOTE]).write_text(str(folder.absolute()), encoding="utf-8")
@@ -116,6 +120,6 @@ def serve(
     with nullcontext() if sites is None else sites.watch(transport.recheck):
         return host(
             experiment, config_yaml, transport, inbox=inbox, max_failures=max_failures, min_clients=min_clients,
-            terms=Terms(for_clients(config_yaml), sections(config_yaml), experiment.guard.own_data), note=note,
+            terms=terms, note=note,
             rules=(lambda client: ANYTHING) if sites is None else sites.rules,
         )  # fmt: skip

@@ -31,6 +31,8 @@ Options of join itself:
   --share_of_data true  with --data: train on this client's share of it, not on all of it
   --policy FILE         what this site allows, checked here before and after each task (docs/site-policy.md)
   --dry-run             show what the server would have this client do, and leave
+  --receipts true|false keep signed receipts of what is sent, for raafl audit (default: true)
+  --keep_inputs SHARE   share of tasks, drawn in secret, whose inputs are kept for raafl audit (default 0.05; 0 keeps none)
 Without --config the server's is taken, if it is names of raafl's own parts and plain values. With --data, or any --data.FIELD, the
 client trains on data of its own. Processes started by torchrun are one client: torchrun --nproc-per-node 2 -m raafl join ..."""
 
@@ -52,6 +54,8 @@ def parser(command: str) -> ArgumentParser:
         found.add_argument("--share_of_data", default="false")
         found.add_argument("--policy")
         found.add_argument("--dry-run", "--dry_run", action="store_true")
+        found.add_argument("--receipts", default="true")
+        found.add_argument("--keep_inputs", default="0.05")
     return found
 
 
@@ -76,6 +80,13 @@ def credentials(own: Namespace, *, server: bool) -> TlsFiles | LocalToken:
     return found
 
 
+def tls_key(known: TlsFiles | LocalToken) -> Path | None:
+    """Return the private key of an end's certificate, by which it signs its books too; None for a token."""
+    from raafl.transport.tcp.credentials import TlsFiles
+
+    return known.key if isinstance(known, TlsFiles) else None
+
+
 def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     """Return the command's own options, and the rest for the config's parser.
 
@@ -85,6 +96,8 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     own, rest = own_options(parser(command), argv)
     if command == "join":
         own.share_of_data = _truth("share_of_data", own.share_of_data)
+        own.receipts = _truth("receipts", own.receipts)
+        own.keep_inputs = share_of("keep_inputs", own.keep_inputs)
     if command == "serve":
         own.min_clients = None if own.min_clients is None else whole_number("min_clients", own.min_clients)
     elif not {"--help", "-h", "--print_config"} & set(rest):
@@ -96,6 +109,17 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
             raise BadInput("join needs --client ID: a number from 1 to the run's number of clients")
         own.client = whole_number("client", own.client)
     return own, rest
+
+
+def share_of(name: str, text: str) -> float:
+    """Read a share, from 0 to 1; raises `BadInput` for anything else."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0.0 <= share <= 1.0:
+        raise BadInput(f"{name} is '{text}': give a share from 0 to 1, such as 0.05")
+    return share
 
 
 def _truth(name: str, text: str) -> bool:

@@ -71,6 +71,17 @@ class Signer:
             _log.debug("no signing key: %s", error)
             return None
 
+    @classmethod
+    def choose(cls, path: Path | None) -> Signer | None:
+        """Return the signer of a TLS key; `own` without one, or where that is of a kind that does not sign here (RSA)."""
+        if path is None:
+            return cls.own()
+        try:
+            return cls.load(path)
+        except BadInput as error:
+            _log.info("%s; this user's own key signs", error)
+            return cls.own()
+
     def sign(self, text: str) -> str:
         """Return the signature of a text, in base64."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

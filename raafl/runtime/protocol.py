@@ -34,13 +34,11 @@ from raafl.core.records_json import assignment_from_json, assignment_to_json, cl
 from raafl.core.types import UNANSWERED, Assignment, ClientInfo
 from raafl.devices.series import as_sent, problem_of_sent
 from raafl.errors import LONGEST, GpuLost, TaskFailed
+from raafl.runtime.fields import HEAD_FIELDS, Meta, SignedHead, count_of
 from raafl.runtime.identity import Identity
 from raafl.sanitize import sanitize_text
 from raafl.submodel import SpecError, Submodels
 from raafl.transport import Kind, Refused
-
-Meta = Mapping[str, Any]
-"""A JSON object that a peer sent: bounded in size and depth by the codec, and otherwise anything."""
 
 MAX_METRIC: Final = 3.5e38
 """Slightly above the largest single-precision number, which is what clients measure in: sums of these are finite."""
@@ -53,23 +51,6 @@ PRECISIONS: Final = ("32-true", "32", "bf16-mixed")
 
 def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
     """Expect a message without tensors; arguments as for `raafl.transport.Expect`."""
-
-
-def count_of(meta: Meta, name: str, least: int = 0) -> int:
-    """Read a whole number below 2**53 from a message's field.
-
-    Args:
-        meta: plain data of a message.
-        name: of the field.
-        least: smallest allowed value.
-
-    Raises:
-        Refused: it is missing, or anything else.
-    """
-    value = meta.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
-        raise Refused("bad-json", f"{name} is {sanitize_text(value)}")
-    return value
 
 
 # ---- records, in the order of a session ----
@@ -191,21 +172,24 @@ class Assign:
     Attributes:
         assignment: what to train.
         more: whether the tasks that follow are trained together with this one, as one batch.
+        head: of the server's journal, for the site's receipt; None = none.
     """
 
     assignment: Assignment
     more: bool = False
+    head: SignedHead | None = None
 
     def to_meta(self) -> dict[str, Any]:
         """Return the message's fields."""
-        return {**assignment_to_json(self.assignment), **({"more": True} if self.more else {})}
+        head = {} if self.head is None else self.head.to_meta()
+        return {**assignment_to_json(self.assignment), **({"more": True} if self.more else {}), **head}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
         """Read a message; raises `Refused` for what is no assignment."""
         try:
-            fields = {name: value for name, value in meta.items() if name != "more"}
-            return cls(assignment_from_json(fields), meta.get("more") is True)
+            fields = {name: value for name, value in meta.items() if name not in ("more", *HEAD_FIELDS)}
+            return cls(assignment_from_json(fields), meta.get("more") is True, SignedHead.from_meta(meta))
         except (SpecError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise Refused("bad-json", f"assignment: {sanitize_text(error)}") from None
 

@@ -52,7 +52,7 @@ class Run:
 
     def __init__(
         self, parts: ServerSetup, config_yaml: str, runtime: str,
-        saved: resume.SavedRun | None = None, observer: RunHooks | None = None,
+        saved: resume.SavedRun | None = None, observer: RunHooks | None = None, signer: Signer | None = None,
     ) -> None:  # fmt: skip
         """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
         experiment = parts.experiment
@@ -63,6 +63,7 @@ class Run:
         self.evaluator = Evaluator(submodels, data.test_batches, device, self.statistics.fill_)
         self.progress = Progress(experiment.progress)  # type: ignore[arg-type]
         self._resumed = saved is not None
+        self.signer = signer or Signer.own()
         self.folder = self._name_folder(saved)
         metrics = self._first_metrics(saved)  # before there is a folder: a run that cannot start leaves none
         self._notes = self._said_before()
@@ -77,7 +78,7 @@ class Run:
                 raise BadInput(
                     f"output is '{self.folder}', which cannot be made: {error}: name another folder"
                 ) from error
-            self._writer.signer = Signer.own()
+            self._writer.signer = self.signer
             remember(config_yaml, self.folder)
             self._show(RunState())
             self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
@@ -125,7 +126,7 @@ class Run:
             with resume.restoring(saved):
                 mended = resume.mend(saved)
             self._writer = RunFolder.reopen(self.folder, self.progress.warn)
-            self._writer.signer = Signer.own()
+            self._writer.signer = self.signer
         except OSError as error:
             raise BadInput(f"resume is '{self.folder}', which cannot be written to: {error}") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())

@@ -26,7 +26,7 @@ import torch
 
 from raafl.parts.protect.secure.coverage import Coverage
 from raafl.parts.protect.secure.group import COMMITMENT_BYTES, Group, GroupMember, reveal_bytes, share_bytes
-from raafl.runtime.protocol import Meta, count_of
+from raafl.runtime.fields import Meta, count_of
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, SpecError
 from raafl.transport import Refused

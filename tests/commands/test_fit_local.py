@@ -83,7 +83,8 @@ def test_a_client_gets_what_decides_its_tasks_and_nothing_of_the_servers():
         "--clients",
         "3",
     )
-    mine = ["--config", "c.yaml", "--seed", "1", "--clients", "3", "--address", "127.0.0.1:9", "--client", "2"]
+    where = ["--address", "127.0.0.1:9", "--client", "2", "--receipts", "false"]
+    mine = ["--config", "c.yaml", "--seed", "1", "--clients", "3", *where]
     assert client_command(options, 9, 2) == [*RAAFL, "join", *mine]
 
 

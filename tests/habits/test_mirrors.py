@@ -23,6 +23,7 @@ ELSEWHERE = {
     "raafl/runtime/executors/pool.py": "tests/conformance/test_executors.py",
     "raafl/runtime/executors/rank_worker.py": "tests/runtime/executors/test_ranks.py",
     "raafl/runtime/executors/shared_evaluation.py": "tests/conformance/test_executors.py",
+    "raafl/runtime/fields.py": "tests/runtime/test_protocol.py",
     "raafl/runtime/fit.py": "tests/distributed/test_torchrun.py",
     "raafl/runtime/server/evaluator.py": "tests/runtime/server/test_wall_clock.py",
     "raafl/runtime/server/host.py": "tests/distributed/test_torchrun.py",

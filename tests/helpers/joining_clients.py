@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -88,28 +88,32 @@ def _be_client(
     sys.stderr = said.open("w", buffering=1)
     own = options.pop("own", None)
     identity.__version__ = options.pop("raafl", identity.__version__)
-    config_yaml = options.pop("config_yaml", "")
+    config_yaml, keep_inputs = options.pop("config_yaml", ""), options.pop("keep_inputs", None)
     policy, looks = options.pop("policy", None), options.pop("looks", False)
+    code = 0
+    mine = experiment if own is None else own
 
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
-    code = 0
+    def make(_: str | None) -> ClientSetup:
+        site = ClientSetup.build(mine, config_yaml, client, own_data=own is not None)
+        if keep_inputs is not None:
+            stack.enter_context(site.receipts_kept(keep_inputs, say))
+        return site
+
     try:
-        mine = experiment if own is None else own
         gate = None if policy is None else SiteGate(policy, say)
 
         def make_site(text: str | None) -> ClientSetup:
-            def build() -> ClientSetup:
-                return ClientSetup.build(mine, config_yaml, client, own_data=own is not None)
-
-            admitted = partial(admit, gate, mine, config_yaml, build)
+            admitted = partial(admit, gate, mine, config_yaml, partial(make, text))
             return look(admitted, config_yaml, say) if looks else admitted()
 
-        join(
-            address, client, credentials, make_site, needs_config=options.pop("needs_config", False), gate=gate,
-            alone_s=options.pop("alone_s", 60.0), say=say, **options,
-        )  # fmt: skip
+        with ExitStack() as stack:
+            join(
+                address, client, credentials, make_site, needs_config=options.pop("needs_config", False), gate=gate,
+                alone_s=options.pop("alone_s", 60.0), say=say, **options,
+            )  # fmt: skip
     except DryRun:
         pass
     except (RunFailed, BadInput) as error:

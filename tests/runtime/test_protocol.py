@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import GpuLost, TaskFailed
+from raafl.runtime.fields import SignedHead, count_of
 from raafl.runtime.identity import Identity, agree, client_info
 from raafl.runtime.protocol import (
     MAX_METRIC,
@@ -25,7 +26,6 @@ from raafl.runtime.protocol import (
     Question,
     Reason,
     Welcome,
-    count_of,
 )
 from raafl.submodel import FULL
 from raafl.transport import Refused
@@ -50,6 +50,7 @@ RECORDS = {
     "welcome of a rank": Welcome(("hidden",)),
     "assign": Assign(TASK),
     "assign, more to come": Assign(TASK, more=True),
+    "assign with a head": Assign(TASK, head=SignedHead("a" * 64, "c2lnbmVk", "a2V5")),
     "answer": Answer(17, 2, {"loss": 0.5}, {"scores": [1]}, "digest"),
     "failed": Failed("gpu", "task 2", "RuntimeError: x", "Traceback\nline"),
     "out of memory": Failed(OUT_OF_MEMORY),
@@ -107,6 +108,9 @@ def test_exact_metrics_survive_json_to_the_bit():
         (Assign, {}),
         (Assign, {**Assign(TASK).to_meta(), "spec": 5}),
         (Assign, {**Assign(TASK).to_meta(), "other": 5}),
+        (Assign, {**Assign(TASK).to_meta(), "head": 5}),
+        (Assign, {**Assign(TASK).to_meta(), "head": "a" * 1001}),
+        (Assign, {**Assign(TASK).to_meta(), "head": "a", "head_key": "\x1b[2J"}),
         (Answer, {"num_samples": 0, "num_steps": 1}),
         (Answer, {"num_samples": 2**53, "num_steps": 1}),
         (Answer, {"num_samples": 1.5, "num_steps": 1}),

@@ -12,7 +12,8 @@ from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE, OutOfRange
 from raafl.parts.protect.secure.group import CannotOpen
 from raafl.parts.protect.secure.member import Member
 from raafl.parts.protect.secure.merge import SecureSum
-from raafl.runtime.protocol import Answer, Meta
+from raafl.runtime.fields import Meta
+from raafl.runtime.protocol import Answer
 from raafl.runtime.secure_protocol import (
     Formed,
     Members,

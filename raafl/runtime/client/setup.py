@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
 from raafl.config.experiment import Experiment
@@ -16,10 +17,13 @@ from raafl.errors import BadInput
 from raafl.local.client_group import ClientProcesses
 from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
+from raafl.runfolder.signing import Signer
 from raafl.runtime.client.memory import settle_heap, with_memory
+from raafl.runtime.client.receipts import Receipts
 from raafl.runtime.client.secure import SecureSide
 from raafl.runtime.client.site.gate import Gate
 from raafl.runtime.client.worker import Client
+from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.secure_groups import masking
 from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data
 from raafl.submodel import Submodels
@@ -36,6 +40,8 @@ class ClientSetup:
         notes: for the user, one line each.
         process_group: processes that train this client together; None = only this one.
         gate: checks each task for the client's site.
+        receipts: of what is sent to the server; None = none are kept.
+        config_yaml: text of its config.
     """
 
     experiment: Experiment
@@ -47,6 +53,8 @@ class ClientSetup:
     notes: list[str] = field(default_factory=list)
     process_group: ClientProcesses | None = None
     gate: Gate = field(default_factory=Gate)
+    receipts: Receipts | None = None
+    config_yaml: str = ""
 
     @classmethod
     def build(
@@ -71,7 +79,9 @@ class ClientSetup:
         # torchrun's ranks are all this client's; without it, the processes here are those of `fit --local`, the server's first
         server_device = None if "RANK" in os.environ else experiment.server_device
         place = Place.here(server_device, experiment.fabric.device)
-        return cls.make(experiment, client, place, own_data=own_data, alike=alike)
+        setup = cls.make(experiment, client, place, own_data=own_data, alike=alike)
+        setup.config_yaml = config_yaml
+        return setup
 
     @classmethod
     def make(
@@ -102,6 +112,33 @@ class ClientSetup:
         settle_heap(experiment, info, submodels, data, trainer.fabric.device)
         return cls(experiment, info, submodels, trainer, mine, alike or {}, notes)
 
+    @contextmanager
+    def receipts_kept(
+        self, share: float, say: Callable[[str], None], signer: Signer | None = None
+    ) -> Iterator[None]:  # fmt: skip
+        """Return a context in which receipts of what is sent are kept, and the inputs of a ``share`` of the tasks.
+
+        Args:
+            share: from 0 to 1.
+            say: shows a line to the user.
+            signer: of this site; None = this user's own key.
+        """
+        self.receipts = Receipts.open(
+            self.info.id,
+            self.config_yaml,
+            conditions(self.experiment),
+            share=share,
+            own_data=self.info.own_data,
+            signer=signer,
+        )
+        if self.receipts is None:
+            say("keeps no receipts: no file can be written in the state folder")
+            yield
+            return
+        say(f"keeps receipts in {self.receipts.folder}")
+        with closing(self.receipts):
+            yield
+
     def client(
         self, pair: Connection, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None
     ) -> Client:
@@ -119,7 +156,7 @@ class ClientSetup:
             plan=compression_plan(self.experiment, self.submodels), process_group=self.process_group,
             secure=None if merge is None else SecureSide(pair, self.submodels, merge),
         )  # fmt: skip
-        client.gate = self.gate
+        client.gate, client.receipts = self.gate, self.receipts
         return client
 
 

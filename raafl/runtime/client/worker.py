@@ -26,9 +26,11 @@ from raafl.local.malloc import give_back
 from raafl.local.train import LocalTrainer, Stopped
 from raafl.log import warn_once
 from raafl.parts.protect.secure.group import CannotOpen
+from raafl.runtime.client.receipts import Receipts, receipt_of
 from raafl.runtime.client.secure import SecureSide
 from raafl.runtime.client.site.gate import Gate, PolicyRefusal
 from raafl.runtime.exchange import ClientSide
+from raafl.runtime.fields import SignedHead
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Reason, Welcome
 from raafl.runtime.secure_groups import NOT_OPENED
@@ -50,6 +52,7 @@ class Client:
         unsent: id of an assignment whose answer could not be sent; None = none.
         num_answered: number of tasks answered on this connection.
         gate: checks each task for the client's site; lets all pass unless it is set before `run`.
+        receipts: of what is sent; None = none are kept.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class Client:
             secure: masks updates; None = they go as they are.
         """
         self._plan, self._secure = plan, secure
+        self.receipts: Receipts | None = None
+        self._head: SignedHead | None = None  # came with `_assignment`
         travels = plan or CompressionPlan(Payload(submodels))
         self._down, self._up = DownlinkCodec(travels), UplinkCodec(travels)
         self._stop = threading.Event()
@@ -181,7 +186,8 @@ class Client:
             raise Refused("bad-kind", f"assignment {assignment} came before {self._assignment.id} was answered")
         self._since = time.perf_counter()
         try:
-            found = Assign.from_meta(meta).assignment
+            message = Assign.from_meta(meta)
+            found = message.assignment
             layout = self._layout(found)  # what came before is unpacked: an answer to it has been sent
         except (SpecError, TypeError, KeyError) as error:
             raise Refused("bad-json", f"assignment {assignment}: {sanitize_text(error)}") from None
@@ -190,7 +196,7 @@ class Client:
         if self._storage is None or self._storage[0] != layout:
             self._storage = None  # the old submodel goes before the new one comes
             self._storage = (layout, FlatTensors.empty(layout, self._trainer.fabric.device))
-        self._assignment = found
+        self._assignment, self._head = found, message.head
         return self._storage[1]
 
     def _layout(self, assignment: Assignment) -> Layout:
@@ -215,6 +221,7 @@ class Client:
             left = assignment.pace_s - (time.perf_counter() - self._since)
             if left > 0 and self._stop.wait(left):
                 raise Stopped
+            trained = "" if self.receipts is None else update.tensors.fingerprint()
             if update.refusal != OUT_OF_MEMORY:
                 update = self.gate.after(assignment, update, received)
         except Stopped:
@@ -236,16 +243,18 @@ class Client:
             warn_once(_log, f"client {self._info.id}: memory is too small for {assignment.spec}")
             self._give_up(assignment, Failed(OUT_OF_MEMORY))
             return
-        self._answer(assignment, update, received)
+        self._answer(assignment, update, received, trained)
 
-    def _answer(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
+    def _answer(self, assignment: Assignment, update: Update, received: FlatTensors, trained: str) -> None:
         """Send an update, masked where updates are, with what the site lets leave beside it.
 
         Args:
             assignment: its task.
             update: as the site lets it leave.
             received: from which it was trained.
+            trained: fingerprint of it before the site's policy; "" where no receipts are kept.
         """
+        head, leaves = self._head, "" if self.receipts is None else update.tensors.fingerprint()
         device, base = self._trainer.fabric.device, assignment.spec.base
         answer = Answer(
             update.num_samples, update.num_steps, self.gate.metrics({**update.metrics, PEAK: float(peak_bytes(device))}),
@@ -268,6 +277,13 @@ class Client:
             give_back()
         self.unsent = None
         self.num_answered += 1
+        if self.receipts is not None:
+            whole = self._side.exchange(assignment) is None  # the server trains nothing of it
+            plain = whole and self._secure is None and (self._plan is None or self._plan.up is None)
+            sent = leaves if plain else None  # else the server's fingerprint is of other values
+            receipt = receipt_of(assignment, head, trained=trained, sent=sent, num_samples=update.num_samples)
+            alone = whole and self._context.process_group is None and trained == leaves  # no noise of the site's own
+            self.receipts.sent(receipt, received, repeatable=alone)
 
     def _masked(self, secure: SecureSide, assignment: Assignment, update: Update, answer: Answer) -> FlatTensors | None:
         """Send an update masked; return what opens its group's sum, or None where the task has ended without."""

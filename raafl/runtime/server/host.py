@@ -61,7 +61,7 @@ def host(
             experiment, pace=experiment.emulate and experiment.devices is not None, min_clients=min_clients,
             count_lost=not transport.comes_and_goes,
         )  # fmt: skip
-        run = Run(parts, config_yaml, "distributed", saved, observer)
+        run = Run(parts, config_yaml, "distributed", saved, observer, None if terms is None else terms.signer)
         run.progress.stamped = max_failures is None  # clients of others come and go: the server's output is a log
         note(run.folder)
         server = Server(
@@ -69,6 +69,8 @@ def host(
             progress=run.progress, announce=transport.announce, max_failures=max_failures,
             patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
         )  # fmt: skip
+        if terms is not None:
+            terms = replace(terms, signer=run.signer)
         transport.listen(
             _admit(run, server, terms, rules), run.record.turned_away, parts.coordinator.state.values.device
         )

@@ -21,7 +21,8 @@ from raafl.parts.protect.secure.coverage import Ring
 from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, threshold_of
 from raafl.parts.protect.secure.opening import Opening
 from raafl.runtime.exchange import Conversation
-from raafl.runtime.protocol import Answer, Meta
+from raafl.runtime.fields import Meta
+from raafl.runtime.protocol import Answer
 from raafl.runtime.secure_groups import NOT_OPENED, SecureGroups
 from raafl.runtime.secure_protocol import (
     KEY_BYTES,

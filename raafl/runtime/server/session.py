@@ -24,7 +24,9 @@ from raafl.errors import GpuLost, InvalidPayload, TaskFailed
 from raafl.local.failure import unanswered
 from raafl.local.train import Stopped
 from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE
+from raafl.runfolder.signing import Signer
 from raafl.runtime.exchange import Conversation, ServerSide
+from raafl.runtime.fields import SignedHead
 from raafl.runtime.identity import Difference, Identity, agree, client_info
 from raafl.runtime.protocol import DRY_RUN, GPU_LOST, Answer, Assign, Config, Failed, Hello, Reason, Welcome, no_tensors
 from raafl.runtime.secure_groups import NOT_OPENED
@@ -54,6 +56,7 @@ class Terms:
         own_data: whether it may train on data of its own.
         site: rules of the client's site.
         masked: whether it masks its updates (docs/secure-aggregation.md).
+        signer: signs the journal's head that goes with each assignment; None = unsigned.
     """
 
     config_yaml: str = ""
@@ -61,12 +64,14 @@ class Terms:
     own_data: bool = True
     site: SiteRules = ANYTHING
     masked: bool = False
+    signer: Signer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
     assignment: Assignment
     snapshot: FlatTensors
+    head: str | None = None
 
 
 class Session(threading.Thread):
@@ -111,9 +116,15 @@ class Session(threading.Thread):
         self._local = local or Local()
         self._side = ServerSide(self._local, device, torch.get_num_threads())  # as many as where the run was set up
 
-    def assign(self, assignment: Assignment, snapshot: FlatTensors) -> None:
-        """Send work; returns at once."""
-        self._outbox.put(_Task(assignment, snapshot))
+    def assign(self, assignment: Assignment, snapshot: FlatTensors, head: str | None = None) -> None:
+        """Send work; returns at once.
+
+        Args:
+            assignment: of the task.
+            snapshot: values to send; unchanged until the answer.
+            head: of the journal once it had the assignment; None = there is none.
+        """
+        self._outbox.put(_Task(assignment, snapshot, head))
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:
         """Tell the client to stop, even in the middle of a task or while it builds its model.
@@ -282,7 +293,8 @@ class Session(threading.Thread):
             values = FlatTensors.empty(exchange.client.layout(spec, "sent"), values.device).take_(values)
         self._out = assignment
         packed = self._down.pack(assignment, values)
-        talk.send(Kind.ASSIGN, Assign(assignment).to_meta(), packed)
+        head = None if task.head is None else SignedHead.sign(task.head, assignment.id, self._terms.signer)
+        talk.send(Kind.ASSIGN, Assign(assignment, head=head).to_meta(), packed)
         if self._plan.sender_unpacks:
             self._received = self._down.unpack(spec, packed)
         told, secure = "", self._terms.masked

@@ -278,7 +278,7 @@ class Server(Driver):
         if session is not None:
             snapshot = self._snapshots.cut(assignment)
             self._sent[assignment.client, assignment.incarnation] = (assignment.id, snapshot)
-            session.assign(assignment, snapshot)
+            session.assign(assignment, snapshot, None if self.record.folder is None else self.record.folder.head)
 
     def _set_timer(self, id: int, at: float) -> None:
         heapq.heappush(self._timers, (at, id))

@@ -1,0 +1,117 @@
+"""Measure what books that show tampering cost: linking a journal's row, a site's receipts, training a share of tasks again.
+
+A row is timed with and without its link to the chain, in turns in one run. The site's rows train tasks of the quick start's
+model as `raafl join` does, without a server: first alone, then with a receipt of each update and the inputs of a share of
+them, then `raafl audit --site` trains that share again. CPU seconds of this process; medians of each turn's ratio.
+
+    python -m benchmarks.books [--json] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+from benchmarks.common import Row, main
+from raafl.config.parse import parse
+from raafl.core.snapshots import Snapshots
+from raafl.core.types import Assignment, derive_seed
+from raafl.local.failure import attempt
+from raafl.runfolder import growing_files
+from raafl.runfolder.journal import RunFolder
+from raafl.runfolder.schema import JournalRow
+from raafl.runtime.client.receipts import SiteBooks, receipt_of
+from raafl.runtime.client.setup import ClientSetup
+from raafl.runtime.setup import build
+from raafl.runtime.site_audit import retrain
+from raafl.submodel import FULL
+
+CONFIG = "configs/quickstart.yaml"
+REPEATS = 3
+ROW: JournalRow = {
+    "time_s": 12.5, "event": "arrived", "assignment": 1234, "client": 7, "incarnation": 0, "num_samples": 495,
+    "refusal": None, "fingerprint": "0123456789abcdef0123456789abcdef",
+}  # fmt: skip
+
+
+def append(num_rows: int) -> Row:
+    """Return microseconds of a row's append, with and without its link."""
+    times: dict[str, list[float]] = {"plain": [], "linked": []}
+    for _ in range(REPEATS):
+        times["linked"].append(_append_us(num_rows))
+        with mock.patch.object(growing_files, "link", lambda head, row: (row, head)):
+            times["plain"].append(_append_us(num_rows))
+    found = {f"{name}_us": statistics.median(kept) for name, kept in times.items()}
+    return {"what": "append a row", "tasks": num_rows, **found, "more_us": found["linked_us"] - found["plain_us"]}
+
+
+def _append_us(num_rows: int) -> float:
+    with tempfile.TemporaryDirectory() as scratch, RunFolder(Path(scratch) / "run", "") as folder:
+        start = time.process_time()
+        for _ in range(num_rows):
+            folder.event(ROW)
+        return (time.process_time() - start) / num_rows * 1e6
+
+
+def site(num_tasks: int, share: float) -> Row:
+    """Return CPU seconds of a client's tasks, and the shares that receipts and an audit of them take.
+
+    Args:
+        num_tasks: in each turn.
+        share: of the tasks whose inputs are kept, and that are trained again.
+    """
+    parsed = parse("simulate", ["--config", CONFIG, "--progress=quiet"])
+    setup = ClientSetup.build(parsed.experiment, parsed.config_yaml, 1, own_data=False)
+    values = Snapshots(build(parsed.experiment, pace=False).coordinator).cut(_task(0))
+    trained, receipts, audit = [], [], []
+    for turn in range(REPEATS):
+        tasks = [_task(turn * num_tasks + number) for number in range(1, num_tasks + 1)]
+        start = time.process_time()
+        for task in tasks:
+            attempt(setup.trainer, task, values, setup.data)
+        trained.append(time.process_time() - start)
+        start = time.process_time()
+        with setup.receipts_kept(share, lambda text: None):
+            assert setup.receipts is not None
+            for task in tasks:
+                update = attempt(setup.trainer, task, values, setup.data)
+                digest = update.tensors.fingerprint()
+                receipt = receipt_of(task, None, trained=digest, sent=digest, num_samples=update.num_samples)
+                setup.receipts.sent(receipt, values, repeatable=True)
+            books = setup.receipts.folder
+        receipts.append(time.process_time() - start)
+        start = time.process_time()
+        again = retrain(SiteBooks.read(books), setup, share)
+        audit.append(time.process_time() - start)
+        assert not again.findings
+    more = statistics.median((b - a) / a for a, b in zip(trained, receipts, strict=True))
+    audited = statistics.median(b / a for a, b in zip(trained, audit, strict=True))
+    return {
+        "what": "a site", "tasks": num_tasks, "share": share, "train_s": statistics.median(trained),
+        "receipts_of_run": more, "audit_of_run": audited, "both_of_run": more + audited,
+    }  # fmt: skip
+
+
+def _task(number: int) -> Assignment:
+    seed = derive_seed(0, 1, number)
+    return Assignment(number, 1, 0, number, 0, FULL, 0, None, 100, seed, 0.0)
+
+
+def rows(num_rows: int = 50_000, num_tasks: int = 60, share: float = 0.05) -> list[Row]:
+    """Measure both, with a state folder of its own.
+
+    Args:
+        num_rows: of a journal.
+        num_tasks: of a site, in each turn.
+        share: of the tasks that are kept and trained again.
+    """
+    with tempfile.TemporaryDirectory() as state, mock.patch.dict(os.environ, {"XDG_STATE_HOME": state}):
+        return [append(num_rows), site(num_tasks, share)]
+
+
+if __name__ == "__main__":
+    main("books", rows)

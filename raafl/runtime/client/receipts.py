@@ -1,0 +1,269 @@
+"""Keep at a site what its server cannot alter: a signed receipt of each update that it sent, and inputs of a few tasks.
+
+A receipt has the assignment, the journal's head that the server signed with it, and digests of the update. Of tasks drawn by
+the site, which nobody else can know, the values that it was sent are kept, so that an audit can train them again. All lies in
+a folder of its own for each `raafl join`, in this user's state folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+
+from raafl.core.records_json import assignment_from_json, assignment_to_json
+from raafl.core.types import Assignment
+from raafl.errors import BadInput
+from raafl.runfolder.append_file import AppendFile, atomic_file
+from raafl.runfolder.json_text import to_json
+from raafl.runfolder.schema import CONFIG
+from raafl.runfolder.signing import Signer, is_signed
+from raafl.runtime.fields import SignedHead
+from raafl.state_folder import state_folder
+from raafl.submodel import FlatTensors, Layout, SpecError
+from raafl.transport import Refused
+
+SHARE: Final = 0.05
+"""Share of tasks whose inputs are kept, unless the site says otherwise."""
+MAX_KEPT_BYTES: Final = 2 << 30
+"""Inputs that one folder holds at most; beyond it, ones drawn from them are deleted."""
+RECEIPTS: Final = "receipts.jsonl"
+SITE: Final = "site.json"
+INPUTS: Final = "inputs"
+_CONTEXT: Final = "raafl receipt 1\n"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Record of an update that was sent.
+
+    Attributes:
+        assignment: plain data of the assignment, as it came.
+        head: the journal's head that came with it, as `SignedHead.to_meta`; None where none came.
+        trained: fingerprint of what was trained.
+        sent: fingerprint that the journal must have for the update; None where the server computes another, since values
+            are compressed or the server trained a part.
+        num_samples: samples that were claimed.
+        inputs: fingerprint of the values received, where they are kept.
+    """
+
+    assignment: dict[str, Any]
+    head: dict[str, str] | None
+    trained: str
+    sent: str | None
+    num_samples: int
+    inputs: str | None = None
+
+
+class Receipts:
+    """Writer of a site's receipts; the worker's thread calls it, a thread of its own writes inputs.
+
+    Attributes:
+        folder: that holds them.
+    """
+
+    def __init__(
+        self, folder: Path, client: int, config_yaml: str, conditions: dict[str, Any], signer: Signer, *,
+        share: float = SHARE, own_data: bool = False,
+    ) -> None:  # fmt: skip
+        """Make the folder.
+
+        Args:
+            folder: that holds the receipts; must not exist.
+            client: id of this client.
+            config_yaml: with which it trains, its own data section included.
+            conditions: on which the bits of its results depend.
+            signer: of this site.
+            share: of tasks whose inputs are kept, from 0 to 1.
+            own_data: whether it trains on data of its own.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / INPUTS).mkdir()
+        (folder / CONFIG).write_text(config_yaml, encoding="utf-8")
+        site = {"client": client, "share": share, "own_data": own_data, "key": signer.public, "conditions": conditions}
+        (folder / SITE).write_text(to_json(site) + "\n", encoding="utf-8")
+        self.folder, self._signer, self._share = folder, signer, share
+        self._file: AppendFile[bytes] = AppendFile(folder / RECEIPTS, bytes, remake=folder.mkdir)
+        self._draw = random.SystemRandom()  # the system's entropy: no seed of the run foretells which tasks are kept
+        self._kept: dict[Path, int] = {}
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inputs")
+
+    @classmethod
+    def open(
+        cls,
+        client: int,
+        config_yaml: str,
+        conditions: dict[str, Any],
+        *,
+        share: float,
+        own_data: bool,
+        signer: Signer | None = None,
+    ) -> Self | None:
+        """Return a writer in a new folder of this user's state folder; None where no file can be written for the user.
+
+        Args:
+            client: id of this client.
+            config_yaml: see `__init__`.
+            conditions: see `__init__`.
+            share: see `__init__`.
+            own_data: see `__init__`.
+            signer: see `__init__`; None = this user's own.
+        """
+        try:
+            signer = signer or Signer.own()
+            if signer is None:
+                return None
+            first = state_folder() / "receipts" / f"client-{client}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            path, number = first, 2
+            while path.exists():
+                path, number = first.with_name(f"{first.name}-{number}"), number + 1
+            return cls(path, client, config_yaml, conditions, signer, share=share, own_data=own_data)
+        except (OSError, RuntimeError):
+            return None
+
+    def sent(self, receipt: Receipt, received: FlatTensors, *, repeatable: bool) -> None:
+        """Write the receipt of an update that was sent.
+
+        Args:
+            receipt: without inputs.
+            received: values that the task started from; read before this returns.
+            repeatable: whether one process can train the task again by itself.
+        """
+        data = asdict(receipt)
+        if repeatable and self._draw.random() < self._share:
+            data["inputs"] = received.fingerprint()
+            copied = FlatTensors.empty(received.layout).copy_(received)
+            self._writer.submit(self._keep, receipt.assignment["id"], copied)
+        text = to_json(data)
+        signature = self._signer.sign(_CONTEXT + text)
+        self._file.add(to_json({"receipt": text, "signature": signature}).encode() + b"\n")
+
+    def _keep(self, number: int, values: FlatTensors) -> None:
+        path = self.folder / INPUTS / f"{number:09d}.pt"
+        try:
+            with atomic_file(path) as file:
+                torch.save(dict(values.items()), file)
+        except (OSError, RuntimeError) as error:
+            _log.warning(f"inputs of assignment {number} cannot be kept in {path.parent}: {error}")
+            return
+        self._kept[path] = path.stat().st_size
+        while sum(self._kept.values()) > MAX_KEPT_BYTES:
+            gone = self._draw.choice(list(self._kept))
+            del self._kept[gone]
+            with suppress(OSError):
+                gone.unlink()
+
+    def close(self) -> None:
+        """Finish writing."""
+        self._writer.shutdown()
+        self._file.close()
+
+
+def receipt_of(
+    assignment: Assignment, head: SignedHead | None, *, trained: str, sent: str | None, num_samples: int
+) -> Receipt:  # fmt: skip
+    """Return the receipt of an update, without inputs.
+
+    Args:
+        assignment: of the task.
+        head: that came with it; None = none.
+        trained: see `Receipt`.
+        sent: see `Receipt`.
+        num_samples: see `Receipt`.
+    """
+    told = None if head is None else head.to_meta()
+    return Receipt(assignment_to_json(assignment), told, trained, sent, num_samples)
+
+
+@dataclass(frozen=True)
+class SiteBooks:
+    """Receipts of a site, read back.
+
+    Attributes:
+        folder: that holds them.
+        client: id of the client.
+        own_data: whether it trained on data of its own.
+        conditions: on which the bits of its results depended.
+        receipts: in the order in which updates were sent.
+        findings: receipts that were altered, a line each.
+    """
+
+    folder: Path
+    client: int
+    own_data: bool
+    conditions: dict[str, Any]
+    receipts: list[Receipt]
+    findings: list[str]
+
+    @classmethod
+    def read(cls, folder: Path) -> SiteBooks:
+        """Read a folder of receipts, and check their signatures.
+
+        Raises:
+            BadInput: the folder is none of `raafl join`.
+        """
+        try:
+            site = json.loads((folder / SITE).read_text(encoding="utf-8"))
+            client, key, known = int(site["client"]), site["key"], dict(site["conditions"])
+            lines = (folder / RECEIPTS).read_bytes().splitlines(keepends=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"site is '{folder}', which is no folder of receipts of raafl join: {error}") from None
+        receipts, findings = list[Receipt](), list[str]()
+        for number, line in enumerate(lines, 1):
+            receipt = _read(line, key) if line.endswith(b"\n") else None
+            if receipt is not None:
+                receipts.append(receipt)
+            elif line.endswith(b"\n"):
+                findings.append(f"{RECEIPTS}: receipt {number} was altered")
+        return cls(folder, client, site.get("own_data") is True, known, receipts, findings)
+
+    def inputs(self) -> Iterator[tuple[Receipt, Path]]:
+        """Yield the receipts whose inputs are there, with their files."""
+        for receipt in self.receipts:
+            path = self.folder / INPUTS / f"{receipt.assignment['id']:09d}.pt"
+            if receipt.inputs is not None and path.is_file():
+                yield receipt, path
+
+
+def _read(line: bytes, key: object) -> Receipt | None:
+    try:
+        data = json.loads(line)
+        text = data["receipt"]
+        if not isinstance(text, str) or not is_signed(_CONTEXT + text, data["signature"], key):
+            return None
+        receipt = Receipt(**json.loads(text))
+        assignment_from_json(receipt.assignment)
+        return receipt if receipt.head is None or receipt.head == _head(receipt.head) else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, Refused, SpecError):
+        return None
+
+
+def _head(meta: Mapping[str, Any]) -> dict[str, Any] | None:
+    head = SignedHead.from_meta(meta)
+    return None if head is None else head.to_meta()
+
+
+def read_inputs(path: Path, layout_of: Callable[[], Layout]) -> FlatTensors:
+    """Read the values that a task started from, in the layout of its spec.
+
+    Raises:
+        BadInput: the file is damaged, or of another model.
+    """
+    try:
+        return FlatTensors.from_named(torch.load(path, map_location="cpu", weights_only=True), layout_of())
+    except Exception as error:  # torch.load raises errors of many types
+        raise BadInput(f"inputs in '{path}' cannot be read: {type(error).__name__}") from None

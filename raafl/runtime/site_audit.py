@@ -1,0 +1,151 @@
+"""Audit a run at a site: compare its journal with the site's receipts, and train tasks again whose inputs the site kept."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raafl.core.records_json import assignment_from_json
+from raafl.errors import BadInput, TaskFailed
+from raafl.local.failure import attempt
+from raafl.local.train import LocalTrainer
+from raafl.runfolder.books import Books
+from raafl.runfolder.events import JournalReader
+from raafl.runfolder.schema import JournalRow
+from raafl.runtime.client.receipts import Receipt, SiteBooks, read_inputs
+from raafl.runtime.client.setup import ClientSetup
+from raafl.runtime.fields import SignedHead
+from raafl.runtime.lifecycle.environment import differences
+from raafl.submodel import SpecError
+
+_NOT_COMPARED = ("time_s", "event", "chain")
+
+
+def server_keys(receipts: Sequence[Receipt]) -> list[str]:
+    """Return the public keys with which the server signed the heads that it sent, each once."""
+    keys = (receipt.head["head_key"] for receipt in receipts if receipt.head is not None)
+    return sorted({key for key in keys if key})
+
+
+def compare(site: SiteBooks, run: Path, books: Books) -> tuple[list[str], list[str]]:
+    """Compare the receipts of a site with the journal of a run; return findings, and notes on what is open.
+
+    Args:
+        site: the receipts.
+        run: the run's folder.
+        books: of the run, with all heads of its journal.
+
+    Raises:
+        ValueError: the journal has a line that is none.
+    """
+    findings, notes = list(site.findings), list[str]()
+    assigned, arrived = _rows_of(run, site.client)
+    last = max((receipt.assignment["id"] for receipt in site.receipts), default=0)
+    for receipt in site.receipts:
+        number = receipt.assignment["id"]
+        name = f"assignment {number} of client {site.client}"
+        findings += [f"{name}: {problem}" for problem in _head_problems(receipt, books)]
+        row = assigned.get(number)
+        if row is None:
+            findings.append(f"{name}: this site has a receipt of it, the journal has no such assignment")
+        elif {key: value for key, value in row.items() if key not in _NOT_COMPARED} != receipt.assignment:
+            findings.append(f"{name}: the journal records another assignment than the site was sent")
+        answer = arrived.get(number)
+        if answer is None:
+            (notes if number == last else findings).append(f"{name}: the site sent an update, the journal has none")
+        elif receipt.sent is not None and answer["fingerprint"] != receipt.sent and answer["refusal"] is None:
+            findings.append(f"{name}: the journal records another update than the site sent")
+    known = {receipt.assignment["id"] for receipt in site.receipts}
+    first = min(known, default=0)
+    for number, answer in arrived.items():
+        if number not in known and answer["refusal"] is None:
+            inside = first <= number <= last
+            more = "" if inside else ": give --site for every folder of receipts of this client"
+            text = f"assignment {number} of client {site.client}: the journal has an update, this site no receipt of it{more}"
+            (findings if inside else notes).append(text)
+    return findings, notes
+
+
+def _rows_of(run: Path, client: int) -> tuple[dict[int, JournalRow], dict[int, JournalRow]]:
+    """Return the rows of a client's assignments and of its updates, by assignment; those that were rolled back too."""
+    assigned, arrived = dict[int, JournalRow](), dict[int, JournalRow]()
+    for row in JournalReader(run).written():
+        if row.get("client") != client:
+            continue
+        if row.get("event") == "assigned":
+            assigned[row["id"]] = row
+        elif row.get("event") == "arrived":
+            arrived.setdefault(row["assignment"], row)
+    return assigned, arrived
+
+
+def _head_problems(receipt: Receipt, books: Books) -> list[str]:
+    head = None if receipt.head is None else SignedHead.from_meta(receipt.head)
+    if head is None:
+        return []
+    if head.key and not head.is_signed(receipt.assignment["id"]):
+        return ["the server's signature of its journal's head does not fit"]
+    if head.head not in books.heads:
+        proof = ", and its signature proves that it said so" if head.key else ""
+        return [f"the journal was rewritten since: it never had the head that the server sent{proof}"]
+    return []
+
+
+@dataclass(frozen=True)
+class Retrained:
+    """Tasks that were trained again.
+
+    Attributes:
+        num_tasks: how many.
+        num_receipts: of how many that the site answered.
+        findings: what came out otherwise, a line each.
+    """
+
+    num_tasks: int
+    num_receipts: int
+    findings: list[str]
+
+
+def retrain(site: SiteBooks, setup: ClientSetup, share: float) -> Retrained:
+    """Train a share of a site's tasks again, from the inputs that it kept.
+
+    Args:
+        site: its receipts.
+        setup: the client, with the data that it had.
+        share: of all tasks; of more kept inputs so many are drawn.
+    """
+    kept = list(site.inputs())
+    most = math.ceil(share * len(site.receipts))
+    chosen = random.SystemRandom().sample(kept, min(most, len(kept)))
+    findings = []
+    for receipt, path in chosen:
+        if (problem := _problem_of_task(receipt, path, setup)) is not None:
+            findings.append(f"assignment {receipt.assignment['id']} of client {site.client}: {problem}")
+    return Retrained(len(chosen), len(site.receipts), findings)
+
+
+def _problem_of_task(receipt: Receipt, path: Path, setup: ClientSetup) -> str | None:
+    """Return what is wrong with a task that is trained again; None where the same bits come out."""
+    trainer: LocalTrainer = setup.trainer
+    try:
+        assignment = assignment_from_json(dict(receipt.assignment))
+        values = read_inputs(path, lambda: trainer.payload.layout(assignment.spec, "sent")).to(trainer.fabric.device)
+    except (BadInput, SpecError) as error:
+        return str(error)
+    if values.fingerprint() != receipt.inputs:
+        return f"its inputs in '{path}' were altered"
+    try:
+        update = attempt(trainer, assignment, values, setup.data)
+    except (TaskFailed, BadInput) as error:
+        return f"it cannot be trained again: {error}"
+    found = update.tensors.fingerprint()
+    return None if found == receipt.trained else f"trained again it gives {found}, the site had {receipt.trained}"
+
+
+def site_notes(site: SiteBooks, here: dict[str, Any]) -> list[str]:
+    """Return a line for each condition of the site's results that is another one here."""
+    return [f"{line}: tasks trained again need not give the same bits" for line in differences(site.conditions, here)]

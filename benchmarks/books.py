@@ -57,19 +57,20 @@ def _append_us(num_rows: int) -> float:
         return (time.process_time() - start) / num_rows * 1e6
 
 
-def site(num_tasks: int, share: float) -> Row:
+def site(num_tasks: int, num_steps: int, share: float) -> Row:
     """Return CPU seconds of a client's tasks, and the shares that receipts and an audit of them take.
 
     Args:
         num_tasks: in each turn.
+        num_steps: of a task.
         share: of the tasks whose inputs are kept, and that are trained again.
     """
     parsed = parse("simulate", ["--config", CONFIG, "--progress=quiet"])
     setup = ClientSetup.build(parsed.experiment, parsed.config_yaml, 1, own_data=False)
-    values = Snapshots(build(parsed.experiment, pace=False).coordinator).cut(_task(0))
+    values = Snapshots(build(parsed.experiment, pace=False).coordinator).cut(_task(0, 1))
     trained, receipts, audit = [], [], []
     for turn in range(REPEATS):
-        tasks = [_task(turn * num_tasks + number) for number in range(1, num_tasks + 1)]
+        tasks = [_task(turn * num_tasks + number, num_steps) for number in range(1, num_tasks + 1)]
         start = time.process_time()
         for task in tasks:
             attempt(setup.trainer, task, values, setup.data)
@@ -91,26 +92,25 @@ def site(num_tasks: int, share: float) -> Row:
     more = statistics.median((b - a) / a for a, b in zip(trained, receipts, strict=True))
     audited = statistics.median(b / a for a, b in zip(trained, audit, strict=True))
     return {
-        "what": "a site", "tasks": num_tasks, "share": share, "train_s": statistics.median(trained),
+        "what": "a site", "tasks": num_tasks, "steps": num_steps, "share": share, "train_s": statistics.median(trained),
         "receipts_of_run": more, "audit_of_run": audited, "both_of_run": more + audited,
     }  # fmt: skip
 
 
-def _task(number: int) -> Assignment:
+def _task(number: int, num_steps: int) -> Assignment:
     seed = derive_seed(0, 1, number)
-    return Assignment(number, 1, 0, number, 0, FULL, 0, None, 100, seed, 0.0)
+    return Assignment(number, 1, 0, number, 0, FULL, 0, None, num_steps, seed, 0.0)
 
 
-def rows(num_rows: int = 50_000, num_tasks: int = 60, share: float = 0.05) -> list[Row]:
+def rows(num_rows: int = 50_000, share: float = 0.05) -> list[Row]:
     """Measure both, with a state folder of its own.
 
     Args:
         num_rows: of a journal.
-        num_tasks: of a site, in each turn.
         share: of the tasks that are kept and trained again.
     """
     with tempfile.TemporaryDirectory() as state, mock.patch.dict(os.environ, {"XDG_STATE_HOME": state}):
-        return [append(num_rows), site(num_tasks, share)]
+        return [append(num_rows), site(60, 100, share), site(20, 400, share)]
 
 
 if __name__ == "__main__":

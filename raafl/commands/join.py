@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 from raafl.config.argv import name_of, names_section
 from raafl.config.plain import check_plain
@@ -14,6 +16,9 @@ from raafl.errors import resolves
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.signing import Signer
+
+if TYPE_CHECKING:
+    from raafl.runtime.client.setup import ClientSetup
 
 _log = logging.getLogger(__name__)
 
@@ -49,30 +54,23 @@ def command(argv: list[str]) -> int:
         with quick_imports():
             found = parsed or parse("join", rest, config_yaml=config_yaml)
         named = names_section(rest, "--data")
-        own_data = named and not own.share_of_data
         experiment, text = found.experiment, found.config_yaml
 
         def build() -> ClientSetup:
+            own_data = named and not own.share_of_data
             return ClientSetup.build(experiment, text, own.client, own_data=own_data, data_named=named)
 
         admitted = partial(admit, gate, experiment, text, build)
         return look(admitted, text, say) if own.dry_run else admitted()
 
-    alone_s = parsed.experiment.waits.alone_s if parsed is not None else None
-
     def work(make: Callable[[str | None], ClientSetup]) -> int:
-        def kept(config_yaml: str | None) -> ClientSetup:
-            site = make(config_yaml)
-            if own.receipts:
-                stack.enter_context(site.receipts_kept(own.keep_inputs, say, Signer.choose(tls_key(known))))
-            return site
-
         known = credentials(own, server=False)
         try:
             with ExitStack() as stack:
                 reason = join(
-                    own.address, own.client, known, kept,
-                    needs_config=parsed is None, proxy=own.proxy, alone_s=alone_s, say=say, gate=gate,
+                    own.address, own.client, known, _with_receipts(make, own, Signer.choose(tls_key(known)), say, stack),
+                    needs_config=parsed is None, proxy=own.proxy, say=say, gate=gate,
+                    alone_s=None if parsed is None else parsed.experiment.waits.alone_s,
                 )  # fmt: skip
         except DryRun:
             return 0
@@ -80,3 +78,26 @@ def command(argv: list[str]) -> int:
         return 0
 
     return together(make_site, work, own.client, say)
+
+
+def _with_receipts(
+    make: Callable[[str | None], ClientSetup], own: Namespace, signer: Signer | None, say: Callable[[str], None],
+    stack: ExitStack,
+) -> Callable[[str | None], ClientSetup]:  # fmt: skip
+    """Return ``make`` whose clients keep receipts until ``stack`` is closed, unless the options say otherwise.
+
+    Args:
+        make: builds a client from a config.
+        own: options of join.
+        signer: of the site.
+        say: shows a line to the user.
+        stack: closes the receipts.
+    """
+
+    def kept(config_yaml: str | None) -> ClientSetup:
+        site = make(config_yaml)
+        if own.receipts:
+            stack.enter_context(site.receipts_kept(own.keep_inputs, say, signer))
+        return site
+
+    return kept

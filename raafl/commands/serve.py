@@ -23,9 +23,9 @@ from raafl.errors import BadInput, parse_address
 from raafl.runfolder.signing import Signer
 from raafl.runtime.server.host import host
 from raafl.runtime.server.inbox import Inbox
-from raafl.runtime.server.session import Terms
 from raafl.runtime.server.site_rules import ANYTHING
 from raafl.runtime.server.sites import Sites
+from raafl.runtime.server.terms import Terms
 from raafl.transport import ConnectOptions
 from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 from raafl.transport.tcp.transport import TcpTransport

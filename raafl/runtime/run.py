@@ -62,8 +62,7 @@ class Run:
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
         self.evaluator = Evaluator(submodels, data.test_batches, device, self.statistics.fill_)
         self.progress = Progress(experiment.progress)  # type: ignore[arg-type]
-        self._resumed = saved is not None
-        self.signer = signer or Signer.own()
+        self._resumed, self.signer = saved is not None, signer or Signer.own()
         self.folder = self._name_folder(saved)
         metrics = self._first_metrics(saved)  # before there is a folder: a run that cannot start leaves none
         self._notes = self._said_before()

@@ -26,6 +26,7 @@ ELSEWHERE = {
     "raafl/runtime/fields.py": "tests/runtime/test_protocol.py",
     "raafl/runtime/fit.py": "tests/distributed/test_torchrun.py",
     "raafl/runtime/server/evaluator.py": "tests/runtime/server/test_wall_clock.py",
+    "raafl/runtime/server/terms.py": "tests/runtime/server/test_session_hello.py",
     "raafl/runtime/server/host.py": "tests/distributed/test_torchrun.py",
     "raafl/runtime/setup.py": "tests/runtime/test_simulation.py",
     "raafl/runtime/simulate_over_ranks.py": "tests/distributed/test_torchrun.py",

@@ -14,8 +14,9 @@ from raafl.runtime.lifecycle import resume
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run
 from raafl.runtime.server.inbox import Inbox
-from raafl.runtime.server.session import Session, Terms
+from raafl.runtime.server.session import Session
 from raafl.runtime.server.site_rules import ANYTHING, SiteRules
+from raafl.runtime.server.terms import Terms
 from raafl.runtime.server.wall_clock import Server
 from raafl.runtime.setup import build
 from raafl.transport import (

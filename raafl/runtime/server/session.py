@@ -24,7 +24,6 @@ from raafl.errors import GpuLost, InvalidPayload, TaskFailed
 from raafl.local.failure import unanswered
 from raafl.local.train import Stopped
 from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE
-from raafl.runfolder.signing import Signer
 from raafl.runtime.exchange import Conversation, ServerSide
 from raafl.runtime.fields import SignedHead
 from raafl.runtime.identity import Difference, Identity, agree, client_info
@@ -32,7 +31,7 @@ from raafl.runtime.protocol import DRY_RUN, GPU_LOST, Answer, Assign, Config, Fa
 from raafl.runtime.secure_groups import NOT_OPENED
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.secure import SecureSession
-from raafl.runtime.server.site_rules import ANYTHING, SiteRules
+from raafl.runtime.server.terms import Terms
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerTimeout, Refused
@@ -44,27 +43,6 @@ NOT_JOINING: Mapping[str, str] = {POLICY: "its site does not allow this run", DR
 """Reasons of a FAILED in the place of a HELLO, in words for the log."""
 
 _LOOK_S = 0.5  # how often an idle session looks whether its client is still there
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """Terms on which a client must agree with the server.
-
-    Attributes:
-        config_yaml: the run's config, for a client that has none.
-        sections: digest of each section of it that both must have alike; None = not compared (they share one file).
-        own_data: whether it may train on data of its own.
-        site: rules of the client's site.
-        masked: whether it masks its updates (docs/secure-aggregation.md).
-        signer: signs the journal's head that goes with each assignment; None = unsigned.
-    """
-
-    config_yaml: str = ""
-    sections: Mapping[str, str] | None = None
-    own_data: bool = True
-    site: SiteRules = ANYTHING
-    masked: bool = False
-    signer: Signer | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,10 @@ def windows(*periods: tuple[tuple[float, float], float]) -> list[Device]:
 COMING_AND_GOING = windows(((0.0, 0.4), 0.5), ((0.1, 0.6), 0.7), ((0.0, 0.2), 0.3), ((0.05, 0.22), 0.25))
 
 
+SHORT_TASKS = {"fed_compass": {"min_steps": 2, "max_steps": 6}}
+"""Arguments of methods that choose the number of steps, so that tasks are about as long as those of others."""
+
+
 def experiment(output: Path, algorithm: Algorithm | str = "fed_avg", **fields: Any) -> Experiment:
     """Return an experiment of four unequal clients on digits that ends after twelve updates.
 
@@ -63,7 +67,7 @@ def experiment(output: Path, algorithm: Algorithm | str = "fed_avg", **fields: A
         fields: of the experiment that differ.
     """
     if isinstance(algorithm, str):
-        algorithm = ALGORITHMS[algorithm]()
+        algorithm = ALGORITHMS[algorithm](**SHORT_TASKS.get(algorithm, {}))
     clients = fields.get("clients", 4)
     speeds = [SPEEDS[i % 4] / (1 + i // 4) for i in range(clients)]
     settings: dict[str, Any] = {

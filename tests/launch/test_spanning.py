@@ -101,14 +101,14 @@ def test_only_what_torchrun_has_started_spans(monkeypatch, missing):
 
 @pytest.mark.parametrize("algorithm", ["fed_mezo", "split_fed"])
 def test_an_algorithm_that_cannot_span_is_refused_before_anything_is_sent(tmp_path, algorithm):
-    here = site(tmp_path)
+    here = site(tmp_path, "fed_raa")
     here.experiment = replace(here.experiment, algorithm=ALGORITHMS[algorithm]())
     with pytest.raises(BadInput, match=f"algorithm is '{algorithm}', whose clients cannot span several processes"):
         refuse(here)
 
 
 def test_processes_must_be_alike_and_the_one_with_least_memory_counts(tmp_path):
-    here, leader = site(tmp_path), SimpleNamespace(_client=2)
+    here, leader = site(tmp_path, "fed_raa"), SimpleNamespace(_client=2)
     assert ClientGroup._compared(leader, here, 1, _hello(here)).info == here.info
     less = ClientGroup._compared(leader, here, 1, replace(_hello(here), memory_bytes=5e6))
     assert less.info.profile == replace(here.info.profile, memory_bytes=5e6)

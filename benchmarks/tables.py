@@ -34,7 +34,7 @@ def written(result: dict[str, Any]) -> str:
     seeds = max(len(row["seeds"]) for row in result["rows"])
     shown = "\n".join(f"- {line}" for line in sentences(result["rows"], result["reference"], result["metric"]))
     source = (
-        f"`raafl compare configs/papers/{result['name']}.yaml`, {result['date'][:10]}, {result['hardware']['processor']}, commit "
+        f"`raafl compare {_file_of(result['name'])}`, {result['date'][:10]}, {result['hardware']['processor']}, commit "
         f"`{(result['commit'] or 'unknown')[:8]}`: mean over {seeds} seeds ± half of its 95 % interval."
     )
     missing = (
@@ -43,6 +43,16 @@ def written(result: dict[str, Any]) -> str:
         else []
     )
     return "\n\n".join(filter(None, [source, markdown(cells(result)), shown, *missing]))
+
+
+def _file_of(name: str) -> str:
+    """Return a result's comparison file, and the variant of it where the name is FILE-VARIANT."""
+    folder = Path("configs/papers")
+    for place in [len(name), *(found.start() for found in reversed(list(re.finditer("-", name))))]:
+        if (ROOT / folder / f"{name[:place]}.yaml").is_file():
+            variant = name[place + 1 :]
+            return f"{folder}/{name[:place]}.yaml" + (f" --variant {variant}" if variant else "")
+    return f"{folder}/{name}.yaml"
 
 
 def chosen(result: dict[str, Any], spec: str) -> str:

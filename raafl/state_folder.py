@@ -1,4 +1,4 @@
-"""Locate this user's state folder, where raafl keeps notes that outlive a run."""
+"""Locate this user's state folder, where raafl keeps notes that outlive a run; write files that only the user can read."""
 
 from __future__ import annotations
 
@@ -13,3 +13,16 @@ def state_folder() -> Path:
         RuntimeError: the user has no home folder.
     """
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "raafl"
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file with mode 600, whatever the umask is.
+
+    Raises:
+        FileExistsError: there is one.
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(data)

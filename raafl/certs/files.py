@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from raafl.errors import BadInput
+from raafl.state_folder import write_private
 
 _LARGEST_BYTES = 1 << 20
 
@@ -28,14 +29,11 @@ def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        write_private(path, text)
     except FileExistsError:
         raise BadInput(f"'{path}' exists: a key is never overwritten: remove it, or name another --folder") from None
     except OSError as error:
         raise BadInput(f"'{path}' cannot be written: {error.strerror}") from None
-    with os.fdopen(file, "wb") as out:
-        os.fchmod(file, 0o600)
-        out.write(text)
     return key
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-import os
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +37,7 @@ from raafl.parts.merge.mean import CHUNK, zeros_like
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.protect.options import Privacy
 from raafl.parts.protect.robust import difference, feed, norm_of
+from raafl.state_folder import write_private
 from raafl.submodel import FlatTensors, Spec
 from raafl.submodel.flat import is_merged
 
@@ -99,8 +99,7 @@ def noise_key(privacy: Privacy, seed: int) -> bytes:
     path = Path(privacy.seed_file)
     try:
         if not path.exists():
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(secrets.token_hex(32) + "\n")
+            write_private(path, f"{secrets.token_hex(32)}\n".encode())
         key = bytes.fromhex(path.read_text(encoding="ascii").strip())
         if len(key) < 32:
             raise ValueError("it holds fewer than 64 hexadecimal digits")

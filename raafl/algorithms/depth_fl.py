@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from raafl.algorithms.fed_dyn import GRADIENT, Corrected, Regularised
+from raafl.algorithms.fed_dyn import GRADIENT, Corrected, LinearTerm, Regularised
 from raafl.core.algorithm import Algorithm, Hook, Local, Merge, Select, Task
 from raafl.core.sample import Sample
 from raafl.errors import at_least, positive, refuse_unused
@@ -104,16 +104,8 @@ class Mutual(ByExits):
         return loss
 
 
-class DynamicMutual(Mutual):
+class DynamicMutual(LinearTerm, Mutual):
     """The same with FedDyn's linear term; the trainer adds its proximal term."""
-
-    def update(self) -> None:
-        """Subtract g_k from the gradients, then make the optimizer's step."""
-        linear = self.task.down[GRADIENT]
-        for name, parameter in self.task.module.named_parameters():
-            if parameter.grad is not None and name in linear:
-                parameter.grad.sub_(linear[name].to(parameter.device))
-        super().update()
 
 
 def teaching_weight(version: int, ramp: int) -> float:

@@ -76,13 +76,13 @@ class Regularised(Local):
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that adds the linear term to the gradients."""
-        return _Steps(task)
+        return LinearTerm(task)
 
     def __str__(self) -> str:
         return f"SGD on the loss, dynamically regularised with {self.prox:g}"
 
 
-class _Steps(Hook):
+class LinearTerm(Hook):
     """Hook that subtracts g_k from each gradient; the trainer adds the proximal term."""
 
     def update(self) -> None:

@@ -8,7 +8,7 @@ from raafl.core.algorithm import Select, SelectContext
 from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput
 from raafl.parts.local.distilled import exit_depths
-from raafl.parts.select.rate_select import Rates, RateSelect
+from raafl.parts.select.rate_select import Rates, RateSelect, rates_in_words
 from raafl.parts.select.segments import stack_of
 from raafl.parts.select.units import count, leading
 from raafl.parts.select.windows import RollingWindows, window_notes
@@ -91,11 +91,5 @@ class LeadingBlocks(Select):
         return notes if self.widths != 1.0 else [note for note in notes if not note.startswith("the model's width")]
 
     def __str__(self) -> str:
-        width = "" if self.widths == 1.0 else f", {_words(self.widths)} of the width"
-        return f"lowest blocks, at most {_words(self.depths)} of them{width}"
-
-
-def _words(rates: Rates) -> str:
-    if isinstance(rates, dict):
-        return ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
-    return ", ".join(f"{rate:g}" for rate in (rates if isinstance(rates, list) else [rates]))
+        width = "" if self.widths == 1.0 else f", {rates_in_words(self.widths)} of the width"
+        return f"lowest blocks, at most {rates_in_words(self.depths)} of them{width}"

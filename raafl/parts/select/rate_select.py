@@ -150,11 +150,7 @@ class RateSelect(Select):
         return Budget(memory_bytes, profile=client.profile, samples=max(samples, 1), tested=tested, **given)
 
     def __str__(self) -> str:
-        if isinstance(self.rates, dict):
-            rates = ", ".join(f"{name} {rate:g}" for name, rate in self.rates.items())
-        else:
-            rates = ", ".join(f"{rate:g}" for rate in self._all_rates())
-        words = f"{self.selector} units, at most {rates} of the {self.rate_of}"
+        words = f"{self.selector} units, at most {rates_in_words(self.rates)} of the {self.rate_of}"
         limits = {"s": self.seconds, "FLOPs": self.flops, "bytes on the wire": self.wire_bytes}
         words += "".join(f", {limit:g} {unit}" for unit, limit in limits.items() if limit is not None)
         return words + ("" if self.steps_within_s is None else f", only the steps that {self.steps_within_s:g} s allow")
@@ -162,6 +158,13 @@ class RateSelect(Select):
 
 Rated = RateSelect
 """The older name, which configs and saved runs contain."""
+
+
+def rates_in_words(rates: Rates) -> str:
+    """Return rates as text, such as "1, 0.5" or "phone 0.25, laptop 1"."""
+    if isinstance(rates, dict):
+        return ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
+    return ", ".join(f"{rate:g}" for rate in (rates if isinstance(rates, Sequence) else [rates]))
 
 
 def by_rate(

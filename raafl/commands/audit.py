@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raafl.config.argv import names_section, own_options
+from raafl.config.argv import add_replay_options, names_section, own_options
 from raafl.config.remote_options import share_of
 from raafl.errors import BadInput, at_least
 from raafl.lean_import import quick_imports
@@ -45,14 +45,7 @@ def parser() -> ArgumentParser:
         default="0.05",
         help="with --site: share of its tasks to train again, of those whose inputs were kept",
     )
-    found.add_argument("--workers", type=int, default=1, help="processes that train")
-    found.add_argument(
-        "--client_data", action="append", default=[], metavar="ID=FILE",
-        help="YAML file with the data section of a client that trained on data of its own; once for each",
-    )  # fmt: skip
-    found.add_argument(
-        "--trust_config", action="store_true", help="import what the run's config names, though it is not raafl's own"
-    )
+    add_replay_options(found)
     found.add_argument("--json", action="store_true", help="print the result as JSON")
     return found
 

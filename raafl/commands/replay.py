@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from raafl.config.argv import add_replay_options
 from raafl.config.parse import load_run
 from raafl.data.federated import ClientData
 from raafl.errors import BadInput
@@ -28,14 +29,7 @@ def parser() -> ArgumentParser:
     found = ArgumentParser(prog="raafl replay", exit_on_error=False, description="Re-execute a recorded run.")
     found.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     found.add_argument("--until", type=int, metavar="EVENT", help="stop after so many events and write a checkpoint")
-    found.add_argument("--workers", type=int, default=1, help="processes that train")
-    found.add_argument(
-        "--client_data", action="append", default=[], metavar="ID=FILE",
-        help="YAML file with the data section of a client that trained on data of its own; once for each",
-    )  # fmt: skip
-    found.add_argument(
-        "--trust_config", action="store_true", help="import what the run's config names, though it is not raafl's own"
-    )
+    add_replay_options(found)
     found.add_argument(
         "--json", action="store_true", help="print the result as JSON, and nothing else, on standard output"
     )

@@ -80,3 +80,15 @@ def without(argv: Sequence[str], *options: str) -> list[str]:
         elif "=" not in item:
             next(items, None)
     return kept
+
+
+def add_replay_options(parser: ArgumentParser) -> None:
+    """Add the options that every command with a replay has."""
+    parser.add_argument("--workers", type=int, default=1, help="processes that train")
+    parser.add_argument(
+        "--client_data", action="append", default=[], metavar="ID=FILE",
+        help="YAML file with the data section of a client that trained on data of its own; once for each",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trust_config", action="store_true", help="import what the run's config names, though it is not raafl's own"
+    )

@@ -23,7 +23,6 @@ from typing import Any
 import psutil
 
 from benchmarks.common import Row, main
-from raafl.certs.authority import Authority, request
 
 CONFIG = str(Path(__file__).resolve().parent.parent / "configs" / "quickstart.yaml")
 KEPT = 400  # connections that the attacker holds at a time
@@ -161,13 +160,13 @@ def measure(pairs: int, seconds: float, per_s: float) -> list[dict[str, Any]]:
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     raafl = [sys.executable, "-m", "raafl"]
+    from benchmarks.wire import certify  # it imports torch, which the attacker's process does not need
+
     with tempfile.TemporaryDirectory() as scratch, socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         listener.set_inheritable(True)
         address, folder = f"127.0.0.1:{listener.getsockname()[1]}", Path(scratch) / "run"
-        authority = Authority.create(Path(scratch) / "certs", "storm")
-        authority.issue_server(["127.0.0.1"])
-        authority.sign(request(authority.folder, "site"))
-        certs = ["--certs", str(authority.folder)]
+        certify(Path(scratch) / "certs")
+        certs = ["--certs", str(Path(scratch) / "certs")]
         where = ["--config", CONFIG, *OPTIONS, "--progress", "quiet", *certs]
         serve = [*raafl, "serve", *where, "--min_clients", "1", "--output", str(folder)]
         join = [*raafl, "join", "--config", CONFIG, *OPTIONS, *certs, "--address", address, "--client", "1"]

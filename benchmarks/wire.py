@@ -65,7 +65,7 @@ def trips(device: str = "cpu", sizes: dict[int, int] = SIZES, only: str | None =
     """
     store = dist.TCPStore(_HOST, 0, None, True, timeout=timedelta(seconds=_TIMEOUT_S), wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        _certify(Path(folder))
+        certify(Path(folder))
         told = json.dumps([device, list(sizes.items()), only, folder])
         client = subprocess.Popen([sys.executable, "-m", "benchmarks.wire", "client", str(store.port), told])
         try:
@@ -89,7 +89,7 @@ def sessions(number: int = 100) -> Row:
     """Return the memory that TLS sessions hold, both ends together, after a message each way."""
     admitted: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        _certify(Path(folder))
+        certify(Path(folder))
         pairs: list[Connection] = []
         with Listener(f"{_HOST}:0", _files(folder, "server"), lambda pair, _: admitted.put(pair), print) as door:
 
@@ -111,8 +111,9 @@ def sessions(number: int = 100) -> Row:
     return {"transport": "tls", "sessions": number, "bytes_a_session": round(each)}
 
 
-def _certify(folder: Path) -> None:
-    authority = Authority.create(folder, "wire")
+def certify(folder: Path) -> None:
+    """Make an authority, and certificates of a server of this machine and of a site."""
+    authority = Authority.create(folder, "benchmark")
     authority.issue_server([_HOST])
     authority.sign(request(folder, "site"))
 

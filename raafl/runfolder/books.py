@@ -174,7 +174,7 @@ def _check_seals(
 
 
 def _problem_of_signature(seal: Seal, before: str | None, keys: Collection[str]) -> str:
-    """Return what is wrong with who signed a seal; empty where nothing is.
+    """Describe a fault in a seal's signature or key; empty if there is none.
 
     Args:
         seal: the seal.

@@ -129,7 +129,7 @@ def retrain(site: SiteBooks, setup: ClientSetup, share: float) -> Retrained:
 
 
 def _problem_of_task(receipt: Receipt, path: Path, setup: ClientSetup) -> str | None:
-    """Return what is wrong with a task that is trained again; None where the same bits come out."""
+    """Train a task again; describe how its result differs from the receipt, None for the same bits."""
     trainer: LocalTrainer = setup.trainer
     try:
         assignment = assignment_from_json(dict(receipt.assignment))

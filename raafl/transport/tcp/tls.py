@@ -121,7 +121,7 @@ class TlsStream(SocketStream):
                 raise problem_of(error, self._has_opened) from None
 
     def _num_queued(self) -> int:
-        """Return how many bytes the system has that the peer has not acknowledged; 0 where it does not tell."""
+        """Return the number of sent bytes that the peer has not acknowledged; 0 where the system does not tell."""
         try:
             return int(struct.unpack("i", fcntl.ioctl(self.sock, termios.TIOCOUTQ, bytes(4)))[0])
         except OSError:

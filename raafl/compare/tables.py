@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def with_interval(figure: Mapping[str, Any] | None) -> str:
     """Format a mean with half its interval: `0.912 ± 0.004`; of a single seed, the mean alone."""
     if figure is None:
         return "-"
-    return short(figure["mean"]) if figure["half"] is None else f"{short(figure['mean'])} ± {short(figure['half'])}"
+    return short(figure["mean"]) if figure["half"] is None else _rounded(figure["mean"], figure["half"])
 
 
 def difference(figure: Mapping[str, Any] | None) -> str:
@@ -53,10 +54,18 @@ def difference(figure: Mapping[str, Any] | None) -> str:
     if figure is None:
         return ""
     sign = "+" if figure["mean"] >= 0 else "-"
-    size = short(abs(figure["mean"]))
+    size = abs(figure["mean"])
     if figure["half"] is None:
-        return f"{sign}{size} (one seed)"
-    return f"{sign}{size} ± {short(figure['half'])}" + ("" if figure["excludes_0"] else " (not shown)")
+        return f"{sign}{short(size)} (one seed)"
+    return sign + _rounded(size, figure["half"]) + ("" if figure["excludes_0"] else " (not shown)")
+
+
+def _rounded(mean: float, half: float) -> str:
+    """Format a mean and half its interval to the decimals of the interval's second significant digit."""
+    if not (math.isfinite(mean) and math.isfinite(half) and half > 0):
+        return f"{short(mean)} ± {short(half)}"
+    decimals = max(0, 1 - math.floor(math.log10(half)))
+    return f"{mean:,.{decimals}f} ± {half:,.{decimals}f}"
 
 
 def time_cell(cell: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ def test_a_table_is_replaced_between_its_marks_alone(tmp_path, monkeypatch):
     )
     text = renewed("before\n<!-- table: r.json -->\nold\n<!-- end of table -->\nafter")
     assert text.startswith("before\n<!-- table: r.json -->\n\n`raafl compare configs/papers/r.yaml`, 2026-01-02, P")
-    assert "| A | 0.5 ± 0.25 |" in text and "old" not in text and text.endswith("\n\n<!-- end of table -->\nafter")
+    assert "| A | 0.50 ± 0.25 |" in text and "old" not in text and text.endswith("\n\n<!-- end of table -->\nafter")
 
 
 def test_an_empty_place_is_filled_and_then_stays(tmp_path, monkeypatch):

@@ -30,15 +30,15 @@ def test_cells():
     head, *lines = tables.cells(RESULT)
     assert head == ["row", "accuracy", "minus A & B_1", "s to 0.5", "seeds"]
     assert lines == [
-        ["A & B_1", "0.9 ± 0.01", "", "12.5 (2/2)", "2"],
-        ["C", "0.8 ± 0.2", "-0.1 ± 0.3 (not shown)", "never (1/2)", "2 (1 failed)"],
-        ["D", "0.7", "+0.25 ± 0.125", "never (0/1)", "1"],
+        ["A & B_1", "0.900 ± 0.010", "", "12.5 (2/2)", "2"],
+        ["C", "0.80 ± 0.20", "-0.10 ± 0.30 (not shown)", "never (1/2)", "2 (1 failed)"],
+        ["D", "0.7", "+0.25 ± 0.12", "never (0/1)", "1"],
     ]
 
 
 def test_nothing_is_said_that_an_interval_does_not_show():
     c, d = tables.sentences(ROWS, "A & B_1", "accuracy")
-    assert c == "C: no difference from A & B_1 is shown (-0.1 ± 0.3, 95 %, 2 seeds)."
+    assert c == "C: no difference from A & B_1 is shown (-0.10 ± 0.30, 95 %, 2 seeds)."
     assert d == "D: accuracy differs from A & B_1 by +0.25 ± 0.125 (95 %, 2 seeds)."
 
 
@@ -46,5 +46,5 @@ def test_csv_reads_back_and_latex_escapes():
     table = tables.cells(RESULT)
     assert list(csv.reader(io.StringIO(tables.as_csv(table)))) == table
     text = tables.latex(table)
-    assert r"A \& B\_1 & 0.9 $\pm$ 0.01" in text
+    assert r"A \& B\_1 & 0.900 $\pm$ 0.010" in text
     assert text.startswith("\\begin{tabular}{lrrrr}") and text.count(r"\\") == len(table)

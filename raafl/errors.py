@@ -20,25 +20,26 @@ LONGEST = 200
 
 
 class BadInput(ValueError):
-    """Raised for wrong input before training starts; the message is one line for the user.
+    """Raised for wrong input before training starts; its message is one line, meant for the user.
 
     Attributes:
-        field: of the config that it is about, where its place there helps.
+        field: name of the config's field that the error is about, if naming the field's place in the file helps; else
+            empty.
     """
 
     field: str | None = None
 
 
 class RunFailed(RuntimeError):
-    """Raised if a run cannot continue; the message is one line for the user."""
+    """Raised if a run cannot go on; its message is one line, meant for the user."""
 
 
 class Replaced(RunFailed):
-    """Raised in a client whose place was taken by another one with the same id; it must not be restarted."""
+    """Raised in a client when another process has joined with the same id; the client must not be restarted."""
 
 
 class CodeFailed(RunFailed):
-    """Raised if the user's code fails in the middle of a run; the message is one line."""
+    """Raised if the user's code fails in the middle of a run; its message is one line."""
 
     def __init__(self, text: str, traceback: str) -> None:
         super().__init__(text)
@@ -49,9 +50,9 @@ class TaskFailed(CodeFailed):
     """Raised if the user's code fails in a client's task.
 
     Attributes:
-        client: whose.
-        where: which task, submodel and batch, in words.
-        error: kind, message and place of the error, in one line.
+        client: id of the client whose task failed.
+        where: description in words of the task, its submodel and the batch.
+        error: kind, message and source line of the error, as one line.
     """
 
     def __init__(self, client: int, where: str, error: str, traceback: str) -> None:
@@ -60,16 +61,16 @@ class TaskFailed(CodeFailed):
 
     @property
     def kind(self) -> tuple[int, str, str]:
-        """Key that equal failures share, whatever their batch: whose code, kind of error, and place."""
+        """Key that equal failures share, whatever their batch: (client or code at fault, kind of error, source line)."""
         return self.client, self.error.partition(":")[0], self.error.rpartition("(")[2]
 
 
 class GpuLost(TaskFailed):
-    """Raised after an error of the GPU itself, which this process can no longer use; other processes may continue."""
+    """Raised after an error of the GPU itself, which this process can no longer use; other processes may go on."""
 
 
 class InvalidPayload(ValueError):
-    """Raised for received data that cannot be used; the sender is told, and may continue."""
+    """Raised for received data that cannot be used; the sender learns of it and may go on."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -77,25 +78,25 @@ class InvalidPayload(ValueError):
 
 
 def format_error(error: BaseException) -> str:
-    """Return an error's kind, its message in one line, and the line of the user's code that raised it."""
+    """Format an error as one line: its kind, its message, and the line of the user's code that raised it."""
     message = one_line(error.msg if isinstance(error, SyntaxError) else str(error))
     return f"{type(error).__name__}{': ' if message else ''}{message}{user_frame(error)}"
 
 
 def cause(error: BaseException) -> str:
-    """Describe an error in one line as `format_error` does, but a `BadInput` by its whole message; with the user's frame."""
+    """Describe an error in one line, with the line of the user's code; a `BadInput` is given with its whole message."""
     return f"{' '.join(str(error).split())}{user_frame(error)}" if isinstance(error, BadInput) else format_error(error)
 
 
 def one_line(text: str, longest: int = LONGEST) -> str:
-    """Return a text as one line of printable characters, at most ``longest`` of them."""
+    """Return a text as one line of at most ``longest`` printable characters."""
     text = "".join(letter if letter.isprintable() else " " for letter in text[: 4 * longest])
     text = " ".join(text.split())
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def user_frame(error: BaseException) -> str:
-    """Return the innermost file and line of the user's code, not a library's, as `` (FILE:LINE)``."""
+    """Return the innermost file and line of the user's code in an error's traceback, as `` (FILE:LINE)``."""
     places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename is not None:  # that file has not begun to run
         places.append((error.filename, error.lineno))
@@ -109,18 +110,18 @@ def user_frame(error: BaseException) -> str:
 
 
 def no_utf8(error: UnicodeDecodeError) -> str:
-    """Return the end of a message about a file that is not UTF-8 text, with the remedy."""
+    """Return the end of a message about a file that is not UTF-8 text: the position of the fault, and the remedy."""
     at = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
     return f"is not text in UTF-8 ({at}): save it as UTF-8, from a spreadsheet as CSV UTF-8"
 
 
 def installing(extra: str) -> str:
-    """Return the command that installs an extra of raafl from its checkout."""
+    """Return the pip command that installs an optional extra of raafl, such as "vision", from its checkout."""
     return f"pip install '.[{extra}]' in the checkout of raafl"
 
 
 def briefly(value: object) -> str:
-    """Describe a value for a message, in one line; long values by their class."""
+    """Describe a value for a message in one line; a long value is described by its class."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value)
@@ -129,13 +130,13 @@ def briefly(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str], none: str = "known: ", home: str = "") -> str:
-    """Return ``"did you mean 'x'?"`` for the known name closest to ``name``, or else known names, the first 24 of many.
+    """Return ``"did you mean 'x'?"`` for the known name closest to ``name``; without a close one, list up to 24 known names.
 
     Args:
-        name: as it was given.
-        known: names.
-        none: what to return where there are no known names at all.
-        home: written before each name, and not compared.
+        name: the unknown name, as the user gave it.
+        known: names that exist.
+        none: text to return if no name is known at all.
+        home: prefix written before each known name; it is not compared.
     """
     known = sorted(known)
     if not known:
@@ -151,9 +152,9 @@ def one_of(field: str, value: object, known: Any) -> None:
     """Raise `BadInput` unless a value is among the known names.
 
     Args:
-        field: its name, for the message.
-        value: as it was given.
-        known: names, or a `Literal` of them.
+        field: the field's name, for the message.
+        value: the value to check.
+        known: allowed names, or a `Literal` of them.
     """
     names = get_args(known) or known
     if value not in names:
@@ -164,10 +165,10 @@ def at_least(field: str, value: float | None, least: float, *, optional: bool = 
     """Raise `BadInput` unless a value is large enough.
 
     Args:
-        field: its name, for the message.
-        value: as it was given.
+        field: the field's name, for the message.
+        value: the value to check.
         least: smallest allowed value.
-        optional: None is allowed, too.
+        optional: whether None is allowed, too.
     """
     if value is None and optional:
         return
@@ -179,9 +180,9 @@ def positive(field: str, value: float | None, *, optional: bool = False) -> None
     """Raise `BadInput` unless a value is a number above zero.
 
     Args:
-        field: its name, for the message.
-        value: as it was given.
-        optional: None is allowed, too.
+        field: the field's name, for the message.
+        value: the value to check.
+        optional: whether None is allowed, too.
     """
     if value is None and optional:
         return
@@ -190,7 +191,7 @@ def positive(field: str, value: float | None, *, optional: bool = False) -> None
 
 
 def resolves(text: str) -> None:
-    """Raise `BadInput` unless ``text`` is HOST:PORT whose host has an address, as far as this machine can tell now."""
+    """Raise `BadInput` unless ``text`` is HOST:PORT and this machine can resolve the host's name now."""
     host, port = parse_address(text)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -202,7 +203,7 @@ def resolves(text: str) -> None:
 
 
 def refuse_unused(reason: str, **given: tuple[object, object]) -> None:
-    """Raise `BadInput` for each argument whose value is not its default, since ``reason`` makes it useless."""
+    """Raise `BadInput` for each argument that is not at its default although ``reason`` makes it useless."""
     unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
     if unused:
         raise BadInput(f"{', '.join(unused)}, but {reason}: leave out the one or the other")
@@ -212,9 +213,9 @@ def fraction(field: str, value: float, *, zero: bool = False) -> None:
     """Raise `BadInput` unless a value lies in (0, 1].
 
     Args:
-        field: its name, for the message.
-        value: as it was given.
-        zero: 0 is allowed, too.
+        field: the field's name, for the message.
+        value: the value to check.
+        zero: whether 0 is allowed, too.
     """
     if not (0 <= value <= 1) or (value == 0 and not zero):
         raise BadInput(f"{field} is {value}: give a number {'from 0 to 1' if zero else 'above 0, at most 1'}")
@@ -224,7 +225,7 @@ def parse_address(text: str) -> tuple[str, int]:
     """Return the host and port of ``HOST:PORT``; an IPv6 host stands in brackets, and port 0 means any.
 
     Raises:
-        BadInput: anything else.
+        BadInput: the text is anything else.
     """
     host, colon, port = text.strip().rpartition(":")
     if not colon or not host:

@@ -35,7 +35,8 @@ class Console(logging.Handler):
 def console() -> Iterator[None]:
     """Install a `Console` on the logger "raafl" for the block, unless that logger has a handler.
 
-    Records of level INFO and above are printed, unless a level was set. They still reach the handlers of the root logger.
+    Records of level INFO and above are printed, unless the logger has a level of its own. The root logger's handlers
+    get them, too.
     """
     logger = logging.getLogger("raafl")
     if logger.handlers:

@@ -24,7 +24,7 @@ OPTIMIZER_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad", *STEP_HOOKS[5:]
 
 
 def overrides(module: object, name: str) -> bool:
-    """Check whether ``module`` defines ``name`` itself rather than having Lightning's empty one."""
+    """Check whether ``module`` overrides the hook ``name``, rather than inheriting Lightning's empty one."""
     method = getattr(type(module), name, None)
     return method is not None and not str(getattr(method, "__module__", "")).startswith(
         ("lightning.", "pytorch_lightning.")
@@ -32,7 +32,7 @@ def overrides(module: object, name: str) -> bool:
 
 
 def begin(module: Any, batch: Any) -> None:
-    """Call the hooks before the first training step that a module overrides; ``batch`` is on its device."""
+    """Call those hooks that a module overrides and Lightning calls before the first step; ``batch`` is on its device."""
     for name in TASK_HOOKS[:3]:
         if overrides(module, name):
             getattr(module, name)()
@@ -44,10 +44,10 @@ def transferred(module: Any, batch: Any, device: Any, move: Callable[[Any, Any],
     """Move a batch to a device with the module's hooks, as Lightning does.
 
     Args:
-        module: whose hooks are called, where it overrides them.
-        batch: as the data's loader makes it.
-        device: where it goes.
-        move: ``move(batch, device)``: in the place of Lightning's own `transfer_batch_to_device`.
+        module: module whose overridden hooks are called.
+        batch: batch as the data's loader returns it.
+        device: device to move the batch to.
+        move: ``move(batch, device)``, used in place of Lightning's own `transfer_batch_to_device`.
     """
     if overrides(module, "on_before_batch_transfer"):
         batch = module.on_before_batch_transfer(batch, 0)

@@ -20,9 +20,9 @@ class Schedule:
 
     Attributes:
         scheduler: the scheduler.
-        interval: step or epoch.
-        frequency: batches of an epoch, or epochs, from one step of the scheduler to the next.
-        monitor: name of the logged metric that a ReduceLROnPlateau is stepped with; None = stepped without a metric.
+        interval: unit of ``frequency``, "step" or "epoch".
+        frequency: number of batches of an epoch, or of epochs, from one step of the scheduler to the next.
+        monitor: name of the logged metric that a ReduceLROnPlateau reads; None = the scheduler reads no metric.
     """
 
     scheduler: Any
@@ -31,17 +31,20 @@ class Schedule:
     monitor: str | None = None
 
     def is_due(self, interval: str, index: int) -> bool:
-        """Check whether to step at the end of batch ``index`` of an epoch, or of epoch ``index``, both from 0."""
+        """Check whether the scheduler steps at the end of batch ``index`` of an epoch, or of epoch ``index``.
+
+        Both count from 0.
+        """
         return interval == self.interval and (index + 1) % self.frequency == 0
 
 
 def step_scheduler(scheduler: Any, metric: Any) -> None:
-    """Step a scheduler as Lightning does."""
+    """Step a scheduler with ``metric`` if it reads one, as Lightning does."""
     scheduler.step() if metric is None else scheduler.step(metric)
 
 
 def configure(module: nn.Module) -> tuple[Optimizer, list[Schedule]]:
-    """Return the module's one optimizer and its schedulers.
+    """Read a module's `configure_optimizers`: return its one optimizer and its schedulers.
 
     Raises:
         BadInput: the module has several optimizers or none, one whose step needs a closure, or a scheduler with settings

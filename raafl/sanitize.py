@@ -43,15 +43,15 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
     """Parse YAML from an untrusted source to a mapping of plain values, of bounded size with aliases expanded.
 
     Raises:
-        ValueError: it is anything else, or too large.
+        ValueError: the text is anything else, or too large.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Makes plain values only, without `<<`, by which a small text can fill the memory while it is read."""
+        """YAML loader of plain values only, without merge keys (`<<`), by which a small text could fill the memory."""
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            """Raise for a merge key; nothing writes one into a config."""
+            """Raise for a merge key (`<<`); configs that raafl writes have none."""
             if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
                 raise yaml.YAMLError("a merge key")
 
@@ -79,7 +79,7 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
 
 
 def inside(value: object) -> list[Any]:
-    """List the values in a mapping (keys included) or a list; empty for anything else."""
+    """List the values directly inside a mapping (keys included) or a list; return [] for anything else."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     return value if isinstance(value, list) else []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def state_folder() -> Path:
-    """Return `$XDG_STATE_HOME/raafl`, or its default in the home folder; it need not exist yet.
+    """Return the folder for files that outlive a run, `$XDG_STATE_HOME/raafl` or its default at home; it need not exist.
 
     Raises:
         RuntimeError: the user has no home folder.
@@ -19,8 +19,8 @@ def write_private(path: Path, data: bytes) -> None:
     """Write a new file with mode 600, whatever the umask is.
 
     Raises:
-        FileExistsError: there is one.
-        OSError: it cannot be written.
+        FileExistsError: the file exists already.
+        OSError: the file cannot be written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:

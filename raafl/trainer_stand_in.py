@@ -16,7 +16,7 @@ from raafl.optimizers import configure
 
 
 class NotInTask(AttributeError):
-    """Raised if a module reads an attribute of its trainer that a federated task does not have; `hasattr` is False."""
+    """Raised if a module reads an attribute of its trainer that a federated task lacks; `hasattr` then returns False."""
 
 
 OF_A_TASK = frozenset((
@@ -64,25 +64,25 @@ class TrainerStandIn:
         vars(self)["_metrics"] = dict
 
     def set(self, **values: object) -> None:
-        """Set attributes that the module may read."""
+        """Set attributes of the stand-in that the module may read."""
         self._values.update(values)
 
     def stage(self, stage: str) -> None:
-        """Set the flags ``training``, ``validating`` and ``testing`` for a stage."""
+        """Set the flags ``training``, ``validating`` and ``testing`` as they are in a stage."""
         self.set(**{name: name == stage for name in _STAGES}, evaluating=stage != "training")
 
     def begin(self, optimizer: object, schedules: list[Any]) -> None:
-        """Expose what `configure_optimizers` returned as ``optimizers`` and ``lr_scheduler_configs``."""
+        """Expose the optimizer and schedulers of `configure_optimizers` as ``optimizers`` and ``lr_scheduler_configs``."""
         vars(self)["_optimizers"], vars(self)["_schedulers"] = [optimizer], schedules
         self._values.pop("strategy", None)
 
     def measure(self, metrics: Callable[[], dict[str, Any]]) -> None:
-        """Use the result of ``metrics`` as the metrics logged so far."""
+        """Set the function that returns the metrics logged so far, for `callback_metrics` and its like."""
         vars(self)["_metrics"] = metrics
 
     @property
     def asked_of_task(self) -> list[str]:
-        """The attributes read so far that differ from task to task, in order."""
+        """Attributes that the module has read and whose values differ from task to task, in order."""
         return sorted(self.asked & OF_A_TASK)
 
     def __getattr__(self, name: str) -> Any:
@@ -155,7 +155,7 @@ _MADE: dict[str, Callable[[TrainerStandIn], Any]] = {
 
 
 def stage(module: object, stage: str) -> None:
-    """Set the stage (training, validating or testing) of a module's trainer stand-in, if it has one."""
+    """Set the stage (training, validating or testing) in the trainer stand-in of ``module``, if it has one."""
     trainer = vars(module).get("_trainer")
     if isinstance(trainer, TrainerStandIn):
         trainer.stage(stage)

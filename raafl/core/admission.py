@@ -51,7 +51,7 @@ LOSSES = frozenset(
 
 
 class Admission:
-    """Base of `Coordinator`: admits and drops clients, refuses updates, bounds weights, chooses work, settles tasks."""
+    """Base of `Coordinator`: admits and drops clients, refuses updates, bounds weights, chooses work and ends tasks."""
 
     algorithm: Algorithm
     pace: bool
@@ -70,7 +70,7 @@ class Admission:
 
     @property
     def num_good(self) -> int:
-        """Number of present clients, without those whose recent updates were all refused."""
+        """Number of clients present, except those whose recent updates were all refused."""
         return len(self.roster.clients) - sum(
             map(self.backoff.is_bad, self.backoff.refused.keys() & self.roster.clients)
         )
@@ -170,7 +170,7 @@ class Admission:
         return max(int(self.limits.max_weight * self.roster.middle), 1)
 
     def counted_samples(self, client: ClientInfo, num_samples: int) -> int:
-        """Return as how many samples an update of a client counts that says ``num_samples``."""
+        """Return the number of samples that an update is weighted by, given the ``num_samples`` that its client reports."""
         most = self._max_samples(client)
         return num_samples if most is None else min(num_samples, most)
 

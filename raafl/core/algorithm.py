@@ -52,16 +52,16 @@ Restart = Literal["arrival", "merge"]
 
 @dataclass(frozen=True, slots=True)
 class TriggerContext:
-    """Everything that a `trigger` part may read.
+    """Everything that a `trigger` part may read to decide on a merge.
 
     Attributes:
         arrived_s: arrival times of the waiting updates, ascending.
         num_active: tasks that may still report, including clients drawn and not yet started; where late updates are refused,
             without the tasks of earlier rounds.
         num_clients: clients present.
-        opened_s: when work for this merge last started.
-        now_s: the current time.
-        memory: `GlobalState.memory`, where other parts record state; read only.
+        opened_s: time at which work for this merge last started.
+        now_s: current time, in seconds of the run's clock.
+        memory: `GlobalState.memory`, in which other parts record state; read only.
     """
 
     arrived_s: Sequence[float]
@@ -76,7 +76,7 @@ class Trigger(Part, ABC):
     """Base of the part that decides when waiting updates are merged.
 
     Attributes:
-        restart: when a client that reported may work again: at its own "arrival", or after the "merge".
+        restart: when a client may work again after its update: at its "arrival", or after the "merge".
         folds_rest: whether updates that still wait when the run ends are merged.
     """
 
@@ -90,23 +90,23 @@ class Trigger(Part, ABC):
 
     @abstractmethod
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether to merge now; called after every event while at least one update waits."""
+        """Check whether to merge now; called after every event during which at least one update waits."""
 
     def merged_now(self, waiting: TriggerContext) -> Collection[int] | None:
-        """Return the assignments whose updates a due merge takes, by their ids; None = all. `Merge.apply` must take the same."""
+        """Return ids of the assignments whose updates a due merge takes; None = all. `Merge.apply` must take the same ones."""
         return None
 
     def client_waits(self, assignment: Assignment, memory: Memory) -> bool:
         """Check whether a client that has just reported waits for the merge of its update before it may work again.
 
         Args:
-            assignment: the task that it reported.
+            assignment: the task whose update has just arrived.
             memory: `GlobalState.memory`; read only.
         """
         return self.restart == "merge"
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return the time at which to check again even if nothing happens, or None."""
+        """Return the time at which to call `due` again even if no event happens; None = no such time."""
         return None
 
     def needed(self, num_more: int, num_waiting: int) -> int | None:
@@ -114,61 +114,62 @@ class Trigger(Part, ABC):
         return None
 
     def staleness(self, num_at_work: int) -> float:
-        """Predict the mean staleness if ``num_at_work`` clients always train; 0 if the trigger bounds it."""
+        """Predict the mean staleness of updates if ``num_at_work`` clients always train; 0 if the trigger bounds it."""
         return 0.0
 
 
 class Merge(Part, ABC):
     """Base of the part that decides how waiting updates are merged.
 
-    Its state lies in `GlobalState.memory` and `GlobalState.clients`, so that checkpoints and replays have it.
+    A merge keeps its state in `GlobalState.memory` and `GlobalState.clients`, so that checkpoints and replays include
+    it.
 
     Attributes:
         sends: whether an update holds trained "values", or their "delta" from the received ones.
-        by_client: whether the merge depends on which client sent an update; then updates may not be summed before the
-            merge.
+        by_client: whether the merge treats updates by the client that sent them; if so, they may not be summed before
+            it.
     """
 
     sends: Literal["values", "delta"] = "values"
     by_client: ClassVar[bool] = False
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return every problem that can be found before training starts, one line each."""
+        """Return every problem of this merge that can be found before training starts, one line each."""
         return []
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return notes for the user at the start of a run, one line each; a `Warn` where the setting is probably a mistake."""
+        """Return notes on this merge for the start of a run, one line each; a `Warn` where a setting is probably a mistake."""
         return []
 
     @property
     def personalizes(self) -> bool:
-        """Whether a client receives values of its own: a subclass overrides `personalize`."""
+        """Whether clients receive values of their own; true if a subclass overrides `personalize`."""
         return type(self).personalize is not Merge.personalize
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Overwrite the values and bundles that one client is about to receive, in place.
+        """Overwrite, in place, the values and bundles that one client is about to receive.
 
         Args:
             state: the global model; values stored for the client are in ``state.clients``.
-            client: its id.
-            spec: the submodel it receives.
+            client: id of the client.
+            spec: submodel that the client receives.
             values: the global model's values of that submodel.
-            bundles: the tensors named by `Local.down`, uninitialised.
+            bundles: tensors named by `Local.down`, uninitialised.
         """
         return
 
     def too_stale(self, staleness: float) -> str | None:
-        """Return in words why training fails at this mean staleness, or None where it works."""
+        """Explain in words why training fails at this mean staleness; None = it works."""
         return None
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return why a well-formed update is refused (REASON in refused:REASON), or None; called before `receive`.
+        """Return the reason to refuse a well-formed update (REASON in refused:REASON), or None; called before `receive`.
 
         Args:
             state: the global model; read only.
-            update: the client's.
-            spec: of its submodel.
-            staleness: merges since its assignment.
+            update: the client's update.
+            spec: submodel of the update.
+            staleness: number of merges since the update's assignment.
         """
         return None
 
@@ -177,13 +178,13 @@ class Merge(Part, ABC):
 
         Args:
             state: the global model; read only.
-            spec: of the update's submodel.
-            layout: of everything that a client sends for a task of ``spec``.
+            spec: submodel of the update.
+            layout: layout of everything that a client sends for a task of ``spec``.
         """
         return layout
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the numbers in `Update.extra` that change the model in place of tensors, for guards that bound their size."""
+        """Return the numbers in `Update.extra` that change the model as tensors do; guards bound their size."""
         return ()
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
@@ -191,15 +192,15 @@ class Merge(Part, ABC):
 
         Args:
             state: the global model; read only.
-            update: the client's.
-            spec: of its submodel.
-            staleness: merges since its assignment.
+            update: the client's update.
+            spec: submodel of the update.
+            staleness: number of merges since the update's assignment.
         """
         return False
 
     @abstractmethod
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Accept one update, to be merged by the next `apply`.
+        """Accept one update into the next merge, which `apply` makes.
 
         Its tensors may be overwritten once this returns, unless `detach` was called. `reject_reason` has checked the client's
         plain data. If this raises all the same, the update is refused and its client dismissed: so read first, and change the
@@ -207,38 +208,38 @@ class Merge(Part, ABC):
 
         Args:
             state: the global model.
-            update: the client's.
-            spec: of its submodel.
-            staleness: merges since its assignment.
+            update: the client's update.
+            spec: submodel of the update.
+            staleness: number of merges since the update's assignment.
         """
 
     def detach(self, state: GlobalState) -> None:
-        """Copy stored references to updates' tensors, whose storage is reused; called when no merge follows at once."""
+        """Copy stored references to updates' tensors, whose storage is about to be reused; called if no merge follows at once."""
         return
 
     @abstractmethod
     def apply(self, state: GlobalState) -> None:
-        """Merge everything received since the last call into ``state.values``, in place."""
+        """Merge all updates received since the last call into ``state.values``, in place."""
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Correct the memory for merges that are lost after a crash although clients received their results.
+        """Correct the merge's memory after a crash of the server, which loses merges whose results clients have received.
 
         Args:
-            state: the global model as restored.
-            merged: (client, version) of each update of those merges.
+            state: the global model, restored from the last checkpoint.
+            merged: (client, version) of each update in the lost merges.
         """
         return
 
     def ends_run(self, state: GlobalState) -> str | None:
-        """Return the reason to end the run in the place of the merge of what waits, or None; called right before `apply`."""
+        """Return a reason to end the run instead of merging the waiting updates, or None; called just before `apply`."""
         return None
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
-        """Return further columns of this version's row in metrics.csv."""
+        """Return further figures of the new version, as columns of its row in metrics.csv."""
         return {}
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return entries for the run's summary: plain data by name."""
+        """Return this merge's entries of the run's summary: plain data by name."""
         return {}
 
 
@@ -255,12 +256,12 @@ class Algorithm:
     merge: Merge
 
     def describe(self) -> dict[str, str]:
-        """Return name, paper and the five parts in words."""
+        """Return the algorithm's name, its paper, and its five parts in words."""
         parts = {part: str(getattr(self, part)) for part in ("sample", "select", "local", "trigger", "merge")}
         return {"name": self.name, "paper": self.paper, **parts}
 
     def notes(self, fleet: SelectContext, num_clients: int) -> list[str]:
-        """Collect the notes of all parts for the start of a run."""
+        """Collect the notes of all five parts for the start of a run."""
         stale = self.merge.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))
         return (
             self.select.notes(fleet)

@@ -92,7 +92,7 @@ class Coordinator(Admission):
 
         Args:
             event: what happened.
-            now: when, in seconds of the run's clock; never before the last event.
+            now: time of the event in seconds of the run's clock, never before that of the last event.
         """
         self._actions, self.state.now_s = [], now
         if self.finished is None:

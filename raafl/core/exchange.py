@@ -31,33 +31,34 @@ from raafl.submodel.submodels import Submodels
 
 
 class ClientLink(Protocol):
-    """A client's connection to the server during one task."""
+    """Connection of a client to the server during one task, over which it asks questions."""
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Send a question and wait for the reply.
+        """Send a question of plain data and tensors to the server, and wait for the reply.
 
         Args:
-            meta: small plain data that JSON can hold; "precision", "accumulate" and "sends" are added.
-            tensors: by name.
-            answer: layout of the reply; any other is refused.
+            meta: small plain data that JSON can hold; the keys "precision", "accumulate" and "sends" are added to it.
+            tensors: the question's tensors, by name.
+            answer: layout that the reply must have; any other is refused.
         """
         ...
 
 
 class ServerLink(Protocol):
-    """The server's connection to one client during one task."""
+    """Connection of the server to one client during one task, over which it answers questions."""
 
     def hear(self, expect: Callable[[Mapping[str, Any]], Layout]) -> FlatTensors:
-        """Wait for the next question and return its tensors.
+        """Wait for the client's next question and return its tensors.
 
         Args:
-            expect: returns the layout that the tensors must have, given the question's plain data, which the client chose. It
-                raises `raafl.errors.InvalidPayload` to refuse the question, which ends the task. Nothing is allocated before.
+            expect: returns the layout that the tensors must have, given the question's plain data, which the client
+                chose. It raises `raafl.errors.InvalidPayload` to refuse the question, which ends the task. Memory is
+                allocated afterwards.
         """
         ...
 
     def reply(self, tensors: Mapping[str, Tensor]) -> None:
-        """Answer the last question."""
+        """Send ``tensors`` to the client as the answer to its last question."""
         ...
 
     def draws(self, seed: int) -> AbstractContextManager[Any]:
@@ -79,7 +80,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def questions(self, assignment: Assignment, link: ServerLink) -> Any:
-        """Wait for a task's first question; return an iterable of all its questions, used in place of a client's data.
+        """Wait for a task's first question; return an iterable over all its questions, used in place of a client's data.
 
         The returned object has the attributes of `raafl.data.federated.ClientData` that a task uses: ``num_samples``, ``test``
         (None), ``num_batches()`` of an epoch, and ``batches()``, which yields for each question what `Hook.loss` receives and sends

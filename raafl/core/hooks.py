@@ -17,7 +17,7 @@ class RunHooks:
 
     Attributes:
         failure: set to a reason, it ends the run as failed; None = the run goes on.
-        error: the exception behind a failure, of this observer or of the run.
+        error: exception that caused the failure of this observer or of the run.
     """
 
     failure: str | None = None
@@ -27,75 +27,75 @@ class RunHooks:
         """Prepare for a run; called before its first evaluation and before anything is written.
 
         Args:
-            run: a `raafl.runtime.run.Run`, a layer above this one.
-            saved: the `raafl.runtime.lifecycle.resume.SavedRun` that it resumes; None = a new run.
+            run: a `raafl.runtime.run.Run`; untyped, since this package may not import it.
+            saved: the `raafl.runtime.lifecycle.resume.SavedRun` that the run resumes; None = a new run.
         """
 
     def on_settled(self, settled: Settled, now: float) -> None:
         """Record the end of an assignment: merged, refused, lost or unused, at ``now`` seconds of the run's clock."""
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to record for ``version``, given those that were measured.
+        """Return the metrics to record for ``version``, given the measured ones.
 
         Args:
-            version: that was measured.
-            now: seconds on the run's clock.
-            metrics: as measured.
+            version: global version that was measured.
+            now: time in seconds of the run's clock.
+            metrics: measured metrics by name.
         """
         return metrics
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Use the values of a version that was just measured.
+        """Use the values of the global model of a version that was just measured.
 
-        Called one at a time on the thread that measured, which is not the coordinator's on the wall clock.
+        Calls come one at a time, on the thread that measured; in a wall-clock run that is not the coordinator's thread.
 
         Args:
-            version: of the global model.
-            metrics: measured on it.
-            values: the global model; valid until this call returns.
+            version: global version that was measured.
+            metrics: metrics of that version by name.
+            values: the global model's values; valid until this call returns.
         """
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Record the metrics of ``version``, which are in the run folder by now.
+        """Observe the metrics of ``version`` once they are written to the run folder.
 
         Args:
-            version: that was measured.
-            now: seconds on the run's clock.
-            metrics: as recorded.
+            version: global version that was measured.
+            now: time in seconds of the run's clock.
+            metrics: metrics by name, as written.
         """
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Observe the coordinator after it has handled an event.
+        """Observe an event after the coordinator has handled it.
 
         Args:
-            event: that was handled.
-            coordinator: read only.
-            now: seconds on the run's clock.
+            event: the event.
+            coordinator: the coordinator after the event; read only.
+            now: time in seconds of the run's clock.
         """
 
     def stop_asked(self) -> str | None:
-        """Return the reason to end the run now, or None; asked after each event."""
+        """Return a reason to end the run now, or None; called after each event."""
         return None
 
     def checkpoint_due(self) -> bool:
-        """Check whether this observer wants a checkpoint now, beside the regular ones; asked after each event."""
+        """Check whether this observer wants a checkpoint now, in addition to the regular ones; called after each event."""
         return False
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Save the run's state, which may change as soon as this returns.
+        """Save the run's state before returning, since it may change afterwards.
 
         Args:
-            coordinator: whose state to save.
-            version: of the global model.
-            clock: the runtime's own state; an observer may add entries, which a resumed run finds again.
+            coordinator: coordinator whose state is to be saved.
+            version: version of the global model.
+            clock: the runtime's own state; an observer may add entries, which a resumed run gets back.
         """
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Read the summary before it is written; it must not be changed."""
+        """Read the run's summary before it is written; it must not be changed."""
 
 
 class HookList(RunHooks):
-    """Observers that are called one after the other, in their order."""
+    """List of observers, called one after the other, in order."""
 
     def __init__(self, *hooks: RunHooks) -> None:
         """Call ``hooks``."""
@@ -107,7 +107,7 @@ class HookList(RunHooks):
             hooks.on_settled(settled, now)
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Give each observer the metrics that the one before it returned; see `RunHooks.on_measured`."""
+        """Call each observer with the metrics that the one before it returned; see `RunHooks.on_measured`."""
         for hooks in self._hooks:
             metrics = hooks.on_measured(version, now, metrics)
         return metrics

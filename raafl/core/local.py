@@ -31,21 +31,22 @@ class SkippedBatch(Exception):
 
 @dataclass(slots=True)
 class Task:
-    """A task in progress on a client, as a hook sees it.
+    """A task in progress on a client, as its hook sees it.
 
     Attributes:
-        assignment: what to train.
-        submodels: of the model.
+        assignment: assignment of the task.
+        submodels: submodels of the model.
         module: the small module that trains. It is reused for later tasks, so a hook must undo its changes in `Hook.close`.
-        optimizer: the module's own, from `configure_optimizers`.
-        received: received values by name; read only.
+        optimizer: the module's own optimizer, from `configure_optimizers`.
+        received: values that the client received, by name; read only.
         num_batches: number of batches of the task.
-        generator: seeded by the assignment; determines the order of the data.
+        generator: random generator, seeded by the assignment, that determines the order of the data.
         loss: ``loss(batch, index)`` runs `training_step` in the run's precision; raises `SkippedBatch` where it returns None.
-        backward: runs the backward pass of a loss.
-        down: received bundles by name; read only.
-        up: bundles to send by name, initially 0; filled by `Hook.finish`.
-        update: applies proximal term and gradient clipping, if any, then the optimiser's step, and sets gradients to None.
+        backward: ``backward(loss)`` runs the backward pass.
+        down: bundles that the client received, by name; read only.
+        up: bundles that the client will send, by name; initially 0, filled by `Hook.finish`.
+        update: ``update()`` applies the proximal term and gradient clipping, if any, then the optimiser's step, and
+            sets gradients to None.
         draws: ``draws(seed)`` returns a private random stream, a context that can be entered repeatedly.
         link: connection to the server for a task with an exchange (`raafl.core.exchange`); None = no exchange, or both sides run
             here.
@@ -68,11 +69,11 @@ class Task:
 
 
 class Hook(Part):
-    """Steps of one task. The base class trains plainly; a method overrides what it does differently.
+    """Steps of one task. The base class trains plainly; a method overrides the steps that it does differently.
 
-    A task is a pure function of its assignment, the received payload and the client's data: a hook stores nothing for later
-    tasks. State goes to the server in ``task.up`` or in the result of `finish`; the merge stores it in `GlobalState.clients`, and
-    `Merge.personalize` sends it back in ``task.down``.
+    A task is a pure function of its assignment, the received payload and the client's data: a hook stores nothing for
+    later tasks. Values to remember go to the server in ``task.up`` or in the result of `finish`; the merge stores them
+    in `GlobalState.clients`, and `Merge.personalize` sends them back in ``task.down``.
     """
 
     def __init__(self, task: Task) -> None:
@@ -91,11 +92,11 @@ class Hook(Part):
         self.task.update()
 
     def finish(self) -> dict[str, Any]:
-        """Return plain data for the server (`Update.extra`); called after the last step."""
+        """Return plain data to send to the server as `Update.extra`; called after the last step of the task."""
         return {}
 
     def close(self) -> None:
-        """Undo changes to the module; called however the task ends."""
+        """Undo the hook's changes to the module; called however the task ends."""
         return
 
 
@@ -103,13 +104,13 @@ class Hook(Part):
 class Local(Part):
     """Base of the part that decides how a client trains its submodel.
 
-    A method with more than these settings is a subclass that returns a `hook` of its own.
+    A method that needs more than these settings subclasses it, and returns a `hook` of its own.
 
     Attributes:
         prox: weight of the proximal term, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA, mu in FedProx); 0 = none.
         rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
         down: names of the bundles that a client receives beside the submodel (`raafl.core.payload`).
-        up: names of the bundles that it sends back, as differences, so that they compress like differences.
+        up: names of the bundles that a client sends back, as differences, which compress better than values.
         masked: set logits of classes of which the client has no samples to 0 while training (HeteroFL's masked loss), and tell
             the server which classes were kept (`raafl.parts.merge.label_split`).
     """
@@ -149,16 +150,18 @@ class Local(Part):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Whether several processes of one client can train together, by averaging gradients of the module."""
+        """Whether several processes of one client can train a task together, averaging the module's gradients."""
         return True
 
     @property
     def steps_are_plain(self) -> bool:
-        """Whether the hook is `Hook` itself: nothing but the proximal term, clipping and the optimiser reads gradients."""
+        """Whether the hook is `Hook` itself; then gradients are read only by the proximal term, clipping and the optimiser."""
         return type(self).hook is Local.hook and self.hook.__func__ is Local.hook  # type: ignore[attr-defined]
 
     def prepare(self, module: torch.nn.Module) -> Any:
-        """Return the model as this method trains it, for example with additional heads; on server and clients, also without values.
+        """Return the model as this method trains it, for example with additional heads.
+
+        It runs on server and clients, even where the model has no values yet.
 
         Raises:
             BadInput: the method cannot be used on the model.
@@ -166,10 +169,10 @@ class Local(Part):
         return module
 
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Exchange | None:
-        """Return the exchange between client and server in the middle of a task; None = there is none.
+        """Return the exchange of messages between client and server in mid-task; None = the method has none.
 
         Args:
-            submodels: of the model.
+            submodels: submodels of the model.
             extra: `Work.extra` of the task; None = any task of this run.
 
         Raises:
@@ -178,19 +181,19 @@ class Local(Part):
         return None
 
     def payload(self, submodels: Submodels) -> Payload:
-        """Return the layouts of all tensors that are sent either way for a task."""
+        """Return the layouts of all tensors that travel either way for a task."""
         return Payload(submodels, self.down, self.up, self.up_as, partial(self.layout_of, submodels))
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
         """Return the layout of a bundle.
 
         Args:
-            submodels: of the model.
-            bundle: its name.
-            spec: of the task; None = the layout of the whole bundle.
+            submodels: submodels of the model.
+            bundle: name of the bundle.
+            spec: submodel of the task; None = the layout of the whole bundle.
 
         Returns:
-            The layout, or None for that of the trained parameters.
+            The bundle's layout, or None if it is that of the trained parameters.
         """
         return None
 
@@ -202,8 +205,8 @@ class Local(Part):
         """Predict the cost of training the submodel ``spec`` with this part.
 
         Args:
-            submodels: of the model.
-            spec: the submodel.
+            submodels: submodels of the model.
+            spec: submodel to train.
             batch_size: local batch size.
             extra: `Work.extra` of the task.
         """
@@ -215,20 +218,20 @@ class Local(Part):
         """Return the entries of `Work.extra` that all tasks of ``client`` share; predictions of cost take them into account.
 
         Args:
-            client: the tasks' client.
-            submodels: of the model.
-            training: the run's setting of local work.
+            client: client that gets the tasks.
+            submodels: submodels of the model.
+            training: the run's settings of local work.
             batch_size: local batch size.
             drop_last: whether an epoch drops its last batch when that is smaller than the others.
         """
         return {}
 
     def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:
-        """Check whether a client evaluates the trained submodel of such a task on its own test part, if it has one."""
+        """Check whether a client evaluates the trained submodel on its own test part, if it has one, given a task's ``extra``."""
         return True
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Return the reasons why this part cannot train with these settings of ``fabric``, one line each."""
+        """Return reasons why this part cannot train with these settings of ``fabric``, one line each."""
         if self.uses_gradients and precision == "16-mixed":
             return [
                 "fabric.precision is 16-mixed, and this algorithm works with gradients, which are scaled: use bf16-mixed"
@@ -236,7 +239,7 @@ class Local(Part):
         return []
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes for the user at the start of a run, one line each; a `Warn` where the setting is probably a mistake."""
+        """Return notes on this part for the start of a run, one line each; a `Warn` where a setting is probably a mistake."""
         if not self.masked:
             return []
         from raafl.core.masked_loss import why_unmasked

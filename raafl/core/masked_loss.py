@@ -21,21 +21,22 @@ CLASSES = "classes"
 
 
 class HasLogits(Protocol):
-    """A model's output with an attribute ``logits``, as in `transformers`."""
+    """Protocol of a model's output with an attribute ``logits``, as in `transformers`."""
 
     logits: Tensor | None
 
 
 def logits_of(output: object) -> Tensor | None:
-    """Return the logits (batch, num_classes): the forward pass's output or its attribute; None without either."""
+    """Return the logits (batch, num_classes) of a forward pass: its output, or that output's attribute; None without either."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and logits.ndim == 2 and logits.is_floating_point() else None
 
 
 def why_unmasked(submodels: Submodels) -> str | None:
-    """Return in words why masking the loss would have no effect on any client, or None.
+    """Explain in words why masking the loss would change nothing for any client; None = it works, or cannot be judged.
 
-    One training step runs on the meta device; None also where it needs values, or there is no example batch.
+    One training step runs on the meta device. It cannot be judged where that step needs values, or no example batch
+    exists.
     """
     batch = submodels.example_batch
     if batch is None:
@@ -47,10 +48,10 @@ def why_unmasked(submodels: Submodels) -> str | None:
 
 
 def output_layer(submodels: Submodels) -> str | None:
-    """Return the path of the linear layer whose output, unchanged, is the logits; None where there is no such layer.
+    """Return the path of the linear layer whose output, unchanged, is the logits; None where the model has no such layer.
 
-    It is found by one training step on the meta device; None also where that step cannot run without values, or there is no
-    example batch.
+    One training step on the meta device finds it. The result is None, too, where that step needs values or no example
+    batch exists.
     """
     found = _on_meta(submodels, _layer_of)
     return None if found is None else found[0]

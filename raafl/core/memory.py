@@ -13,10 +13,10 @@ Value = TypeVar("Value")
 
 
 class MergeMemory:
-    """Base of the records of a part: a dataclass of numbers, text, tensors, specs, and lists, tuples and dicts of these.
+    """Base of the records that parts keep on the server: dataclasses of numbers, text, tensors, specs, and containers of these.
 
     Attributes:
-        key: name of the record in checkpoints.
+        key: name under which checkpoints store the record.
     """
 
     key: ClassVar[str]
@@ -28,7 +28,7 @@ class MergeMemory:
 
     @classmethod
     def from_plain(cls, data: Any) -> Self:
-        """Restore a record from what `to_plain` returned."""
+        """Restore a record from the result of `to_plain`."""
         return cls(**data)
 
 
@@ -36,12 +36,12 @@ Record = TypeVar("Record", bound=MergeMemory)
 
 
 class OneValue(MergeMemory, Generic[Value]):
-    """Base of records of one field, ``value``, whose plain form is the value itself."""
+    """Base of records with one field, ``value``; their plain form is the value itself."""
 
     value: Value
 
     def to_plain(self) -> Value:
-        """Return the value."""
+        """Return the record's value."""
         return self.value
 
     @classmethod
@@ -53,18 +53,18 @@ class OneValue(MergeMemory, Generic[Value]):
 
 
 class Memory:
-    """Records of all parts of an algorithm; a restored record is built when its part first asks for it."""
+    """Records of all parts of an algorithm; a record from a checkpoint is restored when its part first asks for it."""
 
     def __init__(self) -> None:
         self._records: dict[str, MergeMemory] = {}
         self._plain: dict[str, object] = {}
 
     def find(self, kind: type[Record], key: str | None = None) -> Record | None:
-        """Return the record of a part, or None where there is none.
+        """Return the record of a part, or None if it has none.
 
         Args:
             kind: class of the record.
-            key: name of the record, for parts that occur more than once; None = ``kind.key``.
+            key: name of the record, for a part that occurs several times; None = ``kind.key``.
         """
         key = kind.key if key is None else key
         if key in self._plain:
@@ -74,12 +74,12 @@ class Memory:
         return record
 
     def of(self, kind: type[Record], make: Callable[[], Record] | None = None, key: str | None = None) -> Record:
-        """Return the record of a part; create it where it is missing.
+        """Return the record of a part; create it if it is missing.
 
         Args:
             kind: class of the record.
-            make: returns a new record; None = ``kind()``.
-            key: as in `find`.
+            make: function that returns a new record; None = ``kind()``.
+            key: name of the record, for a part that occurs several times; None = ``kind.key``.
         """
         record = self.find(kind, key)
         if record is None:
@@ -87,21 +87,21 @@ class Memory:
         return record
 
     def pop(self, kind: type[Record]) -> Record | None:
-        """Remove and return the record of a part, or None where there is none."""
+        """Remove and return the record of a part, or None if it has none."""
         record = self.find(kind)
         self._records.pop(kind.key, None)
         return record
 
     def put(self, record: MergeMemory) -> None:
-        """Store a part's record under its own key, in place of the one before."""
+        """Store a part's record under its key, replacing the one before."""
         self._plain.pop(record.key, None)
         self._records[record.key] = record
 
     def to_plain(self) -> dict[str, object]:
-        """Return the plain form of each record by key; values are shared, not copied."""
+        """Return each record's plain form by key; values are shared, not copied."""
         return {**self._plain, **{key: record.to_plain() for key, record in self._records.items()}}
 
     def load(self, plain: Mapping[str, object], but: str = "") -> None:
-        """Replace all records by those in ``plain``, except the one under the key ``but``, which stays."""
+        """Replace all records by those in ``plain``, but keep the one under the key ``but``."""
         self._plain = {key: value for key, value in plain.items() if key != but}
         self._records = {key: record for key, record in self._records.items() if key == but}

@@ -11,7 +11,7 @@ _CLOSE = 0.8
 
 
 class Part:
-    """A class whose public methods are hooks, called by the loop."""
+    """Base of the five parts, whose public methods are hooks that the runtime calls; a misspelt override is an error."""
 
     __slots__ = ()
 

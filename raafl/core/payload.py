@@ -36,11 +36,11 @@ MAX_CACHED = 256
 
 
 class Payload:
-    """Layouts of the tensors that travel each way: "sent" to the client, "trained" back to the server.
+    """Layouts of all tensors that travel for a task: "sent" to the client, "trained" back to the server.
 
     Attributes:
-        submodels: of the model, or of the part of it that travels.
-        up_as: compressor of the values on the way up, which overrides ``compress.up``; None = ``compress.up``.
+        submodels: submodels of the model, or of the part of it that travels.
+        up_as: compressor of the values sent to the server, which overrides ``compress.up``; None = ``compress.up``.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Payload:
         return frozenset(self.submodels.parameter_names) | more
 
     def layout(self, spec: Spec | None = None, way: Way = "sent") -> Layout:
-        """Return the layout of all tensors that travel one ``way`` for a task; the submodel's values come first.
+        """Return the layout of all tensors that travel one ``way`` for a task: the submodel's values, then the bundles.
 
         Args:
-            spec: of the task; None = the whole model with whole bundles.
-            way: "sent" or "trained".
+            spec: submodel of the task; None = the whole model with whole bundles.
+            way: "sent" to the client, or "trained" back to the server.
         """
         if not self._bundles[way]:
             return self.submodels.layout(spec or FULL, way)
@@ -91,7 +91,7 @@ class Payload:
         return self.submodels.layout(spec or FULL, "trained") if own is None else own
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the plan that copies from the whole model's payload into that of ``spec``, for one ``way``."""
+        """Return the plan that copies from the whole model's payload into that of the submodel ``spec``, for one ``way``."""
         if not self._bundles[way]:
             return self.submodels.plan(spec, way, way)
         return self._plan(self.submodels.normal(spec), way)
@@ -104,12 +104,12 @@ class Payload:
         return CopyPlan(spec, self.layout(way=way), self.layout(spec, way), selections)
 
     def split(self, flat: FlatTensors, spec: Spec, way: Way) -> tuple[FlatTensors, Bundles]:
-        """Split the flat storage of one way's payload into the submodel's values and the bundles, as views.
+        """Split the flat storage of a payload into views: the submodel's values, and the bundles by name.
 
         Args:
             flat: storage of the whole payload.
-            spec: of the submodel.
-            way: "sent" (down) or "trained" (up).
+            spec: submodel of the task.
+            way: "sent" to the client, or "trained" back to the server.
         """
         names = self._bundles[way]
         if not names:
@@ -125,14 +125,14 @@ class Payload:
 
 
 class TransferCost(Protocol):
-    """Interface that predicts the bytes of a task's transfers, for parts that choose submodels."""
+    """Interface for predicting the bytes of a task's transfers, used by parts that choose submodels."""
 
     def cost(self, cost: Cost, spec: Spec) -> Cost:
-        """Return the cost of a task of ``spec`` with compression, given the ``cost`` of the plain submodel."""
+        """Return the cost of a task of ``spec`` with compression, given its ``cost`` without."""
         ...
 
     def notes(self, num_clients: int) -> list[str]:
-        """Return notes for the user at the start of a run."""
+        """Return notes on the transfers for the start of a run, one line each."""
         ...
 
 

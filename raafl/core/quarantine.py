@@ -16,16 +16,16 @@ DAMAGED = frozenset({"bad-magic", "bad-version", "bad-checksum", "bad-record", "
 
 
 class RefusalBackoff:
-    """Consecutive refusals of each client, and the suspensions that follow from them.
+    """Refusals in a row of each client, and the suspensions that follow from them.
 
-    After ``most`` refusals in a row a client is suspended for 10 s, then 20 s, and so on up to an hour. An accepted update clears
-    it. A client that returns from suspension is on probation: its next refusal suspends it again.
+    After ``most`` refusals in a row a client is suspended for 10 s, then 20 s, and so on up to an hour. An accepted
+    update clears its record. A client that returns from suspension is on probation: its next refusal suspends it again.
 
     Attributes:
-        most: refusals in a row that suspend a client.
-        refused: client -> refusals in a row.
-        times: client -> suspensions in a row.
-        until: client -> end of its suspension, in seconds of the run's clock.
+        most: number of refusals in a row that suspends a client.
+        refused: number of refusals in a row, by client.
+        times: number of suspensions in a row, by client.
+        until: end of the suspension in seconds of the run's clock, by client.
     """
 
     def __init__(self, most: int) -> None:
@@ -35,12 +35,12 @@ class RefusalBackoff:
         self.until: dict[int, float] = {}
 
     def refuse(self, client: int, now: float, *, excused: bool = False) -> float | None:
-        """Count a refusal; return the end of the suspension that follows, or None.
+        """Count a refused update of ``client``; return the end of the suspension that follows, or None.
 
         Args:
-            client: its id.
-            now: seconds of the run's clock.
-            excused: count without suspending, where the global model is to blame.
+            client: id of the client.
+            now: time in seconds of the run's clock.
+            excused: whether to count without suspending, because the global model caused the refusal.
         """
         self.refused[client] += 1
         if excused or self.refused[client] < self.most:
@@ -50,30 +50,30 @@ class RefusalBackoff:
         return self.until[client]
 
     def condemn(self, client: int, now: float) -> float:
-        """Suspend a client without waiting for further refusals; return the end of the suspension."""
+        """Suspend ``client`` at once, without waiting for further refusals; return the end of the suspension."""
         self.refused[client] = max(self.refused[client], self.most)
         until = self.refuse(client, now)
         assert until is not None
         return until
 
     def accept(self, client: int) -> None:
-        """Clear a client's record after an accepted update."""
+        """Clear the record of ``client`` after an accepted update."""
         for book in (self.refused, self.times, self.until):
             book.pop(client, None)
 
     def keeps_out(self, client: int, now: float) -> bool:
-        """Check whether the client is still suspended at ``now``."""
+        """Check whether ``client`` is still suspended at ``now``."""
         return now < self.until.get(client, now)
 
     def is_bad(self, client: int) -> bool:
-        """Check whether the client has ``most`` or more refusals in a row."""
+        """Check whether ``client`` has ``most`` or more refusals in a row."""
         return self.refused[client] >= self.most
 
     def is_hopeless(self, client: int) -> bool:
-        """Check whether the client was suspended `HOPELESS` times in a row, with no accepted update in between."""
+        """Check whether ``client`` was suspended `HOPELESS` times in a row, with no accepted update in between."""
         return self.times[client] >= HOPELESS
 
     def forgive(self) -> None:
-        """Clear the record of every client."""
+        """Clear the records of all clients."""
         for book in (self.refused, self.times, self.until):
             book.clear()

@@ -46,7 +46,7 @@ def _profile_to_json(profile: Profile) -> dict[str, Any]:
 
 
 def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
-    """Restore a client from `client_to_json`; unknown fields are ignored."""
+    """Restore a client from the result of `client_to_json`; unknown fields are ignored."""
     told: Any = data["profile"]
     profile: dict[str, Any] = {n: math.inf if value is None and n in RATES else value for n, value in told.items()}
     if (windows := profile.get("availability")) and windows[-1][1] is None:
@@ -57,7 +57,7 @@ def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Convert an event to a journal row; of an update its metadata and fingerprint, without tensors."""
+    """Convert an event to a journal row. The row of an update has its metadata and fingerprint, but no tensors."""
     match event:
         case Joined(client):
             return {"event": "joined", **client_to_json(client)}
@@ -77,19 +77,19 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def group_to_json(group: SumGroup | None) -> dict[str, Any]:
-    """Convert the group of an update to fields of its journal row; none where it is read by itself."""
+    """Convert the group of an update to fields of its journal row; no fields if it has none."""
     if group is None:
         return {}
     return {"group": list(group.members), "scale": group.scale, **({"masked": True} if group.masked else {})}
 
 
 def group_from_json(data: Mapping[str, Any]) -> SumGroup | None:
-    """Restore the group of an update from its journal row."""
+    """Restore the group of an update from its journal row; None if the row names none."""
     return SumGroup(tuple(data["group"]), data["scale"], data.get("masked") is True) if "group" in data else None
 
 
 def event_from_json(data: Mapping[str, Any]) -> Event:
-    """Restore an event from a journal row; arrivals are excluded, since their tensors are not in the journal.
+    """Restore an event from a journal row. Arrivals cannot be restored, since the journal lacks their tensors.
 
     Raises:
         ValueError: the row holds no such event.
@@ -119,5 +119,5 @@ def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
 
 
 def assignment_from_json(data: dict[str, Any]) -> Assignment:
-    """Restore an assignment from `assignment_to_json`."""
+    """Restore an assignment from the result of `assignment_to_json`."""
     return Assignment(**{**data, "spec": Spec.from_json(data["spec"])})

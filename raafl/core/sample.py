@@ -11,7 +11,7 @@ from raafl.errors import positive
 
 
 class IdlePool:
-    """Set of idle clients in which adding, removing and drawing at random take constant time."""
+    """Set of idle clients that adds, removes and draws at random in constant time."""
 
     def __init__(self) -> None:
         self._order: list[int] = []
@@ -27,13 +27,13 @@ class IdlePool:
         return iter(self._order)
 
     def add(self, client: int) -> None:
-        """Add ``client``; adding it twice changes nothing."""
+        """Add ``client`` to the pool; adding it twice changes nothing."""
         if client not in self._place:
             self._place[client] = len(self._order)
             self._order.append(client)
 
     def discard(self, client: int) -> None:
-        """Remove ``client`` if it is there."""
+        """Remove ``client`` from the pool if it is there."""
         place = self._place.pop(client, None)
         if place is None:
             return
@@ -43,7 +43,7 @@ class IdlePool:
             self._place[last] = place
 
     def draw(self, num: int, rng: random.Random) -> list[int]:
-        """Remove and return ``num`` clients, drawn uniformly without replacement, in the order drawn."""
+        """Remove and return ``num`` clients, drawn uniformly without replacement, in the order of the draw."""
         drawn = []
         for _ in range(min(num, len(self._order))):
             client = self._order[rng.randrange(len(self._order))]
@@ -52,7 +52,7 @@ class IdlePool:
         return drawn
 
     def take_all(self) -> list[int]:
-        """Remove and return all clients, ordered by id."""
+        """Remove and return all clients of the pool, ordered by id."""
         everyone = sorted(self._order)
         self._order.clear()
         self._place.clear()
@@ -61,12 +61,12 @@ class IdlePool:
 
 @dataclass(frozen=True, slots=True)
 class Sample(Part):
-    """Start all idle clients, or a cohort drawn uniformly, with a limit on how many work at once.
+    """Sample part: starts all idle clients, or a cohort drawn uniformly, with a limit on how many work at once.
 
     Attributes:
-        cohort: clients drawn whenever work starts, including those still at work; None = every idle client. Where clients
-            restart at each arrival, this many are kept at work.
-        concurrency: clients at work at once; the rest of a cohort waits. None = no limit.
+        cohort: number of clients drawn whenever work starts, including those still at work; None = every idle client.
+            Where clients restart at each arrival, this many are kept at work.
+        concurrency: largest number of clients at work at once; the rest of a cohort waits. None = no limit.
     """
 
     cohort: int | None = None
@@ -81,12 +81,12 @@ class Sample(Part):
         return min([num_clients, *(limit for limit in (self.cohort, self.concurrency) if limit is not None)])
 
     def draw(self, idle: IdlePool, num_busy: int, rng: random.Random, *, rolling: bool) -> list[int]:
-        """Remove from ``idle`` and return the clients to start.
+        """Remove the clients to start from ``idle`` and return them.
 
         Args:
-            idle: clients that could work.
-            num_busy: clients at work or already drawn.
-            rng: the run's generator.
+            idle: clients that could start.
+            num_busy: number of clients at work or already drawn.
+            rng: the run's random generator.
             rolling: whether clients restart at each arrival; then only as many are drawn as may start at once, so that each free
                 place is filled by a uniform draw.
         """

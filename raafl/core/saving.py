@@ -25,7 +25,7 @@ def to_plain(value: object) -> object:
     """Convert ``value`` to dicts, lists, numbers, text and tensors; tensors are copied to the CPU.
 
     Raises:
-        TypeError: a type in it has no such form.
+        TypeError: the value holds a type without such a form.
     """
     match value:
         case None | bool() | int() | float() | str():
@@ -49,7 +49,7 @@ def to_plain(value: object) -> object:
 
 
 def from_plain(data: object, device: torch.device = _CPU) -> Any:
-    """Restore a value from `to_plain`; tensors that were not on the CPU are placed on ``device``."""
+    """Restore a value from the result of `to_plain`; tensors that were not on the CPU are placed on ``device``."""
     if isinstance(data, list):
         return [from_plain(item, device) for item in data]
     if not isinstance(data, dict):
@@ -83,7 +83,7 @@ def _counters(coordinator: Coordinator) -> dict[str, Any]:
 
 
 def save(coordinator: Coordinator) -> dict[str, Any]:
-    """Return the coordinator's state without the model's values, which are saved separately."""
+    """Return the coordinator's state as plain data, without the model's values, which are saved separately."""
     roster, state = coordinator.roster, coordinator.state
     version, internal, gauss = coordinator.rng.getstate()
     return {
@@ -107,7 +107,7 @@ def save(coordinator: Coordinator) -> dict[str, Any]:
 
 
 def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
-    """Load what `save` returned into a new coordinator, in place; the model's values are restored separately."""
+    """Load the result of `save` into a new coordinator, in place; the model's values are restored separately."""
     roster, state = coordinator.roster, coordinator.state
     for name, owner in _counters(coordinator).items():
         setattr(owner, name, data[name])

@@ -25,42 +25,44 @@ from raafl.submodel.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class OwnTests:
-    """Number of test samples of each client, on which it evaluates its trained submodel.
+    """Number of test samples on which each client evaluates its trained submodel.
 
     Attributes:
-        sizes: client -> samples in the test part of its share of the run's data; a client that is not named has none.
-        share: fraction of a client's own data that is its test part, for clients whose data the server does not know.
+        sizes: number of samples in the test part of a client's share of the run's data, by client; a client not in it
+            has none.
+        share: fraction of a client's own data that is its test part, for clients whose data only they can see.
     """
 
     sizes: Mapping[int, int] = field(default_factory=dict)
     share: float = 0.0
 
     def of(self, client: ClientInfo) -> float:
-        """Return the number of test samples of ``client``; for own data, estimated from its number of training samples."""
+        """Return the number of test samples of ``client``; for a client with own data, an estimate from its training samples."""
         if client.own_data:
             return client.num_samples * self.share / (1.0 - self.share)
         return float(self.sizes.get(client.id, 0))
 
     def most(self, client: ClientInfo) -> int:
-        """Return the largest number of test samples that ``client`` can have; for own data, allowing for rounding."""
+        """Return the largest number of test samples that ``client`` can have; for own data, with a margin for rounding."""
         own = 1.0 / (1.0 - self.share) if client.own_data and self.share else 0.0
         return int(self.of(client) + own)
 
 
 @dataclass(frozen=True, slots=True)
 class SelectContext:
-    """Everything that a `select` part may read when it chooses a client's work.
+    """Everything that a `select` part may read to choose a client's work.
 
     Attributes:
         state: global values, version t and merge counts q(j); read only.
-        clients: id -> every client that has joined and is not lost.
+        clients: every client that has joined and is not lost, by id.
         rng: the run's random generator; draws from it are replayed.
         training: the run's setting of local work.
         batch_size: local batch size, for predictions of memory.
-        cache: what the part has computed; `Select.on_join` and `Select.on_loss` clear it unless the part keeps it up to date.
+        cache: results that the part has computed; `Select.on_join` and `Select.on_loss` clear it unless the part keeps
+            it up to date.
         seed: the run's seed, for draws that must not depend on earlier draws.
-        local: what clients do with their submodels, for predictions of cost.
-        plan: how updates are compressed, for predictions of transfer times; None = they are not.
+        local: the algorithm's local part, for predictions of cost.
+        plan: compression of updates, for predictions of transfer times; None = no compression.
         own_tests: number of samples on which clients evaluate their own submodels.
         drop_last: whether an epoch drops its last batch when that is smaller than the others.
     """
@@ -78,18 +80,18 @@ class SelectContext:
     drop_last: bool = False
 
     def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
-        """Return a copy of this context with these ``clients`` and an empty cache."""
+        """Return a copy of this context that has only these ``clients``, and an empty cache."""
         return replace(self, clients={client.id: client for client in clients}, cache={})
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
-        """Predict the cost of a task.
+        """Predict the cost of a task that trains ``spec``.
 
-        Where the frozen base exists in several precisions and ``spec`` names none, the least precise one counts: what fits with
-        it can be assigned, and `choose_base` then picks the precision.
+        Where the frozen base exists in several precisions and ``spec`` names none, the cost of the least precise one is
+        returned. A task that fits with it can be assigned; `choose_base` then picks the precision.
 
         Args:
-            spec: the submodel.
-            extra: `Work.extra` of the task.
+            spec: submodel of the task.
+            extra: `Work.extra` of the task; None = empty.
         """
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
@@ -100,8 +102,8 @@ class SelectContext:
         """Return ``spec`` with the frozen base's precision for ``client``: the highest that fits its memory, else the lowest.
 
         Args:
-            client: whose memory counts.
-            spec: the submodel; returned unchanged if it already names a precision.
+            client: client whose memory must hold the task.
+            spec: submodel of the task; returned unchanged if it already names a precision.
             extra: `Work.extra` of the task; None = empty.
         """
         bases = self.state.submodels.bases.names
@@ -111,7 +113,7 @@ class SelectContext:
         return next((one for one in forms if self.cost(one, extra).peak_bytes <= budget), forms[-1])
 
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
-        """Predict the seconds of download, computation (evaluation on the client's test part included) and upload of ``work``."""
+        """Predict the seconds of download, computation (with evaluation on the client's test part) and upload of ``work``."""
         samples = self.training.samples(work, client.num_samples, self.batch_size)
         spec = self.choose_base(client, work.spec, work.extra)
         return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
@@ -120,10 +122,10 @@ class SelectContext:
         """Return the actual duration of a task on a device whose speed may vary; see `raafl.devices.variation`.
 
         Args:
-            client: whose device it is.
-            predicted: see `task_time`.
-            now: when the task is assigned, in seconds of the run's clock.
-            task: number of tasks that the client had before, see `Assignment.task`.
+            client: client that trains the task.
+            predicted: the task's predicted time, from `task_time`.
+            now: time of the assignment, in seconds of the run's clock.
+            task: number of tasks that the client had before, as in `Assignment.task`.
         """
         return real_time(client.profile, predicted, now, task, partial(derive_seed, self.seed, "device", client.id))
 
@@ -132,7 +134,7 @@ class SelectContext:
         return self.local.task_options(client, self.state.submodels, self.training, self.batch_size, self.drop_last)
 
     def tested(self, client: ClientInfo, extra: Mapping[str, Any] | None = None) -> float:
-        """Return the number of samples on which ``client`` evaluates its trained submodel after a task with this `Work.extra`."""
+        """Return the number of test samples that ``client`` evaluates after a task with this `Work.extra`; 0 = it does not."""
         return self.own_tests.of(client) if self.local.evaluates_on_client(extra or {}) else 0.0
 
     def cost_s(self, client: ClientInfo, work: Work) -> float:
@@ -140,7 +142,7 @@ class SelectContext:
         return self.task_time(client, work).total_s
 
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
-        """Call ``ask(client)`` for every client; return the messages of the `BadInput` that it raises."""
+        """Call ``ask(client)`` for every client; return the message of each `BadInput` that it raises."""
         found = []
         for client in self.clients.values():
             try:
@@ -150,7 +152,7 @@ class SelectContext:
         return found
 
     def fits(self, client: ClientInfo, spec: Spec) -> bool:
-        """Check whether the predicted peak memory of a task (`Cost.peak_bytes`) is within the client's memory."""
+        """Check whether a task's predicted peak memory (`Cost.peak_bytes`) is within the memory of ``client``."""
         budget = client.profile.memory_bytes
         return budget == float("inf") or self.cost(spec).peak_bytes <= budget
 
@@ -163,41 +165,41 @@ class Select(Part, ABC):
         """Return the work for an idle ``client``; raises `BadInput` where none is possible."""
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Update the cache when ``client`` joins: for the first time, again, or with another device profile."""
+        """Update the part's cache when ``client`` joins: for the first time, again, or with another device profile."""
         self.forget(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Update the cache when ``client`` is lost."""
+        """Update the part's cache when ``client`` is lost."""
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Remove cached results that depend on the set of clients; by default all of them."""
+        """Remove cached results that depend on the set of clients; the base class removes all of them."""
         fleet.cache.clear()
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
         """Prepare for a round whose clients were just drawn; their work is chosen afterwards, one by one.
 
         Args:
-            out: clients of the round: those drawn, and those of earlier rounds that are still at work.
-            fleet: what the part may read.
+            out: clients of the round: those just drawn, and those of earlier rounds that are still at work.
+            fleet: context with everything that the part may read.
         """
         return
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Record that an update has arrived.
+        """Record that an update of ``client`` has arrived.
 
         Args:
-            client: that sent it.
-            assignment: the task.
-            seconds: from assignment to arrival.
-            fleet: the run as the part may see it.
+            client: client that sent the update.
+            assignment: task that the update answers.
+            seconds: time from the assignment to the update's arrival.
+            fleet: context with everything that the part may read.
         """
         return
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return every problem that can be found before training starts, one line each."""
+        """Return every problem of this part that can be found before training starts, one line each."""
         return []
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return notes for the user at the start of a run, one line each; a `Warn` where the setting is probably a mistake."""
+        """Return notes on this part for the start of a run, one line each; a `Warn` where a setting is probably a mistake."""
         return []

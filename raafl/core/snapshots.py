@@ -8,7 +8,7 @@ from raafl.submodel import FlatTensors, Layout, Spec
 
 
 class Snapshots:
-    """Copies of global values at the time of assignment: one copy for all tasks of the same version and spec.
+    """Copies of global values at the time of assignment; tasks of the same version and spec share one copy.
 
     Merges with `Merge.personalize` get a copy for each task. Released storage is reused, since allocating costs more than copying.
     """
@@ -21,7 +21,7 @@ class Snapshots:
         self._free: dict[Layout, list[FlatTensors]] = {}
 
     def cut(self, assignment: Assignment) -> FlatTensors:
-        """Return a copy of the values to send for ``assignment``, which stays unchanged until `give_back`."""
+        """Return a copy of the values to send for ``assignment``; it stays unchanged until `give_back`."""
         if self._merge.personalizes:
             return self._own(assignment)
         if assignment.version != self._version:
@@ -62,7 +62,7 @@ class Snapshots:
         return snapshot
 
     def share(self, snapshot: FlatTensors) -> FlatTensors:
-        """Count one more task that uses ``snapshot``."""
+        """Count one more task that uses ``snapshot``; return it."""
         self._users[id(snapshot)] += 1
         return snapshot
 

@@ -20,13 +20,15 @@ RUINED = 1e6
 
 
 class ClientState:
-    """Flat tensors by name and client. Changed in place by merges, in the thread of the loop; part of every checkpoint.
+    """Tensors stored for clients on the server, by name and client.
+
+    Merges change them in place, on the coordinator's thread; every checkpoint has them.
 
     Clients store nothing themselves, so a task stays a pure function of what is sent: a client may die and come back on another
     machine, a checkpoint is complete, and a replay rebuilds the store from the journal.
 
     Attributes:
-        values: name -> client -> tensors.
+        values: tensors by name, then by client.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,7 @@ class ClientState:
 
     @contextmanager
     def recording(self, changed: dict[tuple[str, int], FlatTensors | None]) -> Iterator[None]:
-        """Return a context that saves the old value of each entry in ``changed``, by name and client, before its first change.
+        """Return a context that saves each entry's old value in ``changed``, by (name, client), before the entry first changes.
 
         None stands for an entry that did not exist.
         """
@@ -46,21 +48,22 @@ class ClientState:
             self._changed = None
 
     def find(self, name: str, client: int) -> FlatTensors | None:
-        """Return the tensors of ``client`` under ``name``, or None."""
+        """Return the tensors stored for ``client`` under ``name``, or None."""
         return self.values.get(name, {}).get(client)
 
     def of(
         self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu", folder: str | None = None,
         fill: float = 0.0,
     ) -> FlatTensors:  # fmt: skip
-        """Return the tensors of ``client`` under ``name``, to be changed in place; create them where they are missing.
+        """Return the tensors stored for ``client`` under ``name``, to be changed in place; create them if they are missing.
 
         Args:
-            name: of the entry.
-            client: its id.
-            layout: of the tensors.
-            device: where new tensors lie.
-            folder: store them in files there (`raafl.submodel.tensor_files`), with the same bits; None = in memory.
+            name: name of the entry.
+            client: id of the client.
+            layout: layout of the tensors.
+            device: device on which new tensors are created.
+            folder: folder in which to keep the tensors as files (`raafl.submodel.tensor_files`), with equal bits; None
+                = in memory.
             fill: initial value of floating-point elements; integers start at 0.
         """
         kept = self.everyone(name, folder)
@@ -73,7 +76,7 @@ class ClientState:
         return kept[client]
 
     def forget(self, name: str, client: int) -> None:
-        """Delete the entry of ``client`` under ``name``."""
+        """Delete the tensors stored for ``client`` under ``name``."""
         self._record(name, client)
         self.values.get(name, {}).pop(client, None)
 
@@ -83,7 +86,10 @@ class ClientState:
             self._changed[name, client] = None if before is None else before.clone()
 
     def everyone(self, name: str, folder: str | None = None) -> dict[int, FlatTensors]:
-        """Return all entries under ``name`` by client; with a ``folder``, entries from a checkpoint move to files there first."""
+        """Return the tensors stored under ``name``, by client.
+
+        With a ``folder``, entries from a checkpoint move to files there first.
+        """
         kept = self.values.setdefault(name, {})
         if folder is not None and not all(map(is_in_files, [*kept.values()][:1])):  # all are from a checkpoint
             for client, flat in kept.items():
@@ -94,16 +100,16 @@ class ClientState:
 
 @dataclass(slots=True)
 class GlobalState:
-    """The server's model. Merges change it in place; everything else reads or copies it.
+    """The server's model and all state of a merge. Merges change it in place; all other code reads or copies it.
 
     Attributes:
         submodels: axes, layouts and costs of the model.
         values: every parameter and buffer, in flat storage.
         version: number of merges so far, t.
-        counts: region -> merges that covered it, q(j).
-        memory: records of the parts between updates, such as accumulators and moments of a server optimiser.
+        counts: number of merges that covered a region, q(j), by region j.
+        memory: records that parts keep between updates, such as accumulators and moments of a server optimiser.
         clients: tensors stored for each client.
-        num_clients: N.
+        num_clients: number of clients N.
         now_s: time of the event that is being handled, in seconds of the run's clock; not saved.
         scratch: storage that merges reuse; its contents are never read or saved.
     """
@@ -120,21 +126,21 @@ class GlobalState:
 
 
 def copied(state: GlobalState, but: str) -> dict[str, Any]:
-    """Copy all state that a merge may change, except the entry ``but`` of the merge's memory.
+    """Copy all state that a merge may change, except the record ``but`` of the merge's memory.
 
-    Per-client tensors are copied on first change, by `ClientState.recording`, into the entry "clients".
+    Tensors stored for clients are copied at their first change, by `ClientState.recording`, into the entry "clients".
     """
     memory = {name: _copy(value) for name, value in state.memory.to_plain().items() if name != but}
     return {"values": state.values.clone(), "memory": memory, "clients": {}}
 
 
 def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
-    """Restore in place what `copied` saved.
+    """Restore in place the state that `copied` saved.
 
     Args:
         state: the global model.
-        saved: result of `copied`; it is consumed.
-        but: entry of the merge's memory that stays unchanged.
+        saved: result of `copied`; it cannot be used again.
+        but: record of the merge's memory that stays unchanged.
     """
     state.values.copy_(saved["values"])
     state.memory.load(saved["memory"], but)
@@ -147,15 +153,15 @@ def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
 
 
 def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
-    """Check that a merge after `copied` left only finite numbers.
+    """Check that a merge made after `copied` left only finite numbers.
 
-    Per-client tensors are checked for infinities only: NaN marks elements that a client has never trained, and an overflowing
-    sum becomes infinite before it becomes NaN.
+    Tensors stored for clients are checked for infinities only: NaN marks elements that a client has never trained, and
+    an overflowing sum becomes infinite before it becomes NaN.
 
     Args:
         state: the global model after the merge.
-        saved: result of `copied`.
-        but: entry of the merge's memory that is not checked.
+        saved: result of `copied` before the merge.
+        but: record of the merge's memory that is not checked.
     """
     touched = (state.clients.find(name, client) for name, client in saved["clients"])
     if any(bool(buffer.isinf().any()) for flat in touched if flat is not None for buffer in flat.buffers.values()):

@@ -14,31 +14,31 @@ _WARMUP_FROM = 0.1
 
 
 class Amount(Protocol):
-    """Interface of a task's length: the fields ``num_epochs`` and ``num_steps`` of `raafl.core.types.Work`."""
+    """Interface of a task's length; `raafl.core.types.Work` implements it."""
 
     @property
     def num_epochs(self) -> int | None:
-        """Local epochs; None = the run's own setting."""
+        """Number of local epochs; None = the run's own setting."""
 
     @property
     def num_steps(self) -> int | None:
-        """Local steps; None = the run's own setting."""
+        """Number of local steps; None = the run's own setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Settings of local training for every client, unless its assignment overrides them.
+    """Settings of local training for every client; an assignment may override its length.
 
     Attributes:
-        num_epochs: local epochs E over the client's data.
-        num_steps: local steps T instead of epochs; takes precedence where both are given.
+        num_epochs: number of local epochs E over the client's data.
+        num_steps: number of local steps T instead of epochs; takes precedence where both are given.
         batch_size: local batch size; None = the datamodule's.
         lr_schedule: how the learning rate changes over the run. A task's optimizer has its own rate times the schedule's factor at
             the time of assignment; a scheduler of the module restarts in each task.
-        lr_versions: versions over which the factor goes from 1 to ``lr_final``; None = ``lr_time_s`` counts.
-        lr_time_s: seconds of the run's clock over which it does; None = ``lr_versions`` counts.
-        lr_warmup: fraction of these over which the factor first rises linearly from 0.1 to 1.
-        lr_final: factor at the end and afterwards.
+        lr_versions: number of versions over which the factor goes from 1 to ``lr_final``; None = ``lr_time_s`` counts.
+        lr_time_s: seconds of the run's clock over which the factor does so; None = ``lr_versions`` counts.
+        lr_warmup: fraction of that span in which the factor first rises linearly from 0.1 to 1.
+        lr_final: factor at the end of that span and afterwards.
     """
 
     num_epochs: int | None = 1
@@ -79,8 +79,8 @@ class Training:
         """Return the learning-rate factor of a task that is assigned now; 1 without a schedule.
 
         Args:
-            version: of the global model.
-            now_s: seconds of the run's clock.
+            version: version of the global model.
+            now_s: time in seconds of the run's clock.
         """
         if self.lr_schedule == "constant":
             return 1.0
@@ -95,8 +95,8 @@ class Training:
         """Return the number of samples that ``work`` processes on a client with ``num_samples`` training samples.
 
         Args:
-            work: epochs or steps; both None = this setting's.
-            num_samples: of the client's training part.
+            work: length of the task in epochs or steps; where both are None, this setting's length.
+            num_samples: number of samples in the client's training part.
             batch_size: local batch size.
         """
         steps = work.num_steps if work.num_steps is not None else self.num_steps

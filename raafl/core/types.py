@@ -36,19 +36,19 @@ NUM_TESTED = "test/num_samples"
 
 
 class Warn(str):
-    """A warning about a setting that is probably a mistake: logged, written to the summary, an error with ``strict``."""
+    """A warning about a setting that is probably a mistake: logged, written to the summary, and an error under ``strict``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientInfo:
-    """Server's description of a client.
+    """The server's description of a client.
 
     Attributes:
-        id: 1..N; the rank under torchrun.
+        id: client id, 1 to N; the rank under torchrun.
         num_samples: number of training samples, |D_n|.
-        profile: speed, memory and link of its device.
-        incarnation: number of times it joined before; tells a client that came back from the one that was lost.
-        own_data: whether it trains on data of its own instead of its share of the run's.
+        profile: speed, memory and link of the client's device.
+        incarnation: number of times the client joined before; tells a client that came back from the one that was lost.
+        own_data: whether the client trains on data of its own instead of its share of the run's.
     """
 
     id: int
@@ -60,13 +60,13 @@ class ClientInfo:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A `select` part's answer: the submodel of a client, and how much to train it.
+    """Result of a `select` part: the submodel of a client, and how much to train it.
 
     Attributes:
-        spec: the submodel.
+        spec: submodel to train.
         region: index j of the region whose merges q(j) this work counts towards; 0 for a whole model.
-        num_epochs: local epochs; None = the run's setting.
-        num_steps: local steps; None = the run's setting.
+        num_epochs: number of local epochs; None = the run's setting.
+        num_steps: number of local steps; None = the run's setting.
         extra: small plain data for the local part, as JSON can hold it.
     """
 
@@ -79,18 +79,19 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One task: train this submodel of that version, for this long, from this seed.
+    """One task: train a submodel of a given version, for a given length, from a given seed.
 
     Attributes:
-        id: unique in the run, counted from 1.
+        id: number of the assignment, unique in the run, counted from 1.
         client: id of the client.
-        incarnation: number of times that the client had joined before, see `ClientInfo`.
+        incarnation: number of times that the client had joined before, as in `ClientInfo`.
         task: number of tasks that the client had before.
         version: global version tau from which the submodel is cut.
         seed: determines data order, dropout and every other draw of the task.
-        pace_s: least duration of the task in a wall-clock run, to emulate a slow device; 0 = as fast as possible.
+        pace_s: least duration of the task in a wall-clock run, in seconds, to emulate a slow device; 0 = as fast as
+            possible.
         lr_scale: factor on the optimizer's learning rate, from the run's schedule.
-        extra: for the local part, see `Work.extra`.
+        extra: plain data for the local part, from `Work.extra`.
     """
 
     id: int
@@ -111,12 +112,12 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class SumGroup:
-    """Updates of which the server may read the sum only (docs/secure-aggregation.md); each carries the same record.
+    """A group of updates of which the server may read the sum only (docs/secure-aggregation.md); each update carries it.
 
     Attributes:
         members: ids of the assignments whose updates are summed.
-        scale: largest weight in the sum, by which all were divided.
-        masked: whether the tensors hide the update, so that their digest says nothing of it.
+        scale: largest weight in the sum; all weights were divided by it.
+        masked: whether masks hide the update, so that a digest of its tensors tells nothing about it.
     """
 
     members: tuple[int, ...]
@@ -126,19 +127,21 @@ class SumGroup:
 
 @dataclass(slots=True)
 class Update:
-    """A client's answer. Its tensors are borrowed: they may be overwritten once `Coordinator.handle` has returned.
+    """A client's answer to an assignment.
+
+    Its tensors are borrowed: they may be overwritten once `Coordinator.handle` has returned.
 
     Attributes:
         tensors: trained values, or their difference from the received ones (`Merge.sends`); followed by the bundles until the
             coordinator has split them off (`raafl.core.payload`).
-        num_samples: training samples per epoch, |D_n|; weight of the update in a mean.
-        metrics: means over the task of the training loss and of everything that the module logged.
-        train_s: seconds of the task on the client, on the run's clock.
+        num_samples: number of training samples per epoch, |D_n|; weight of the update in a mean.
+        metrics: means over the task of the training loss and of all other values that the module logged.
+        train_s: seconds that the task took on the client, by the run's clock.
         fingerprint: hex digest of the tensors' bytes, for the journal.
-        extra: small plain data of the local part for the merge. The client chose it: a merge that uses it checks it in
-            `Merge.reject_reason`.
+        extra: small plain data from the client's local part for the merge. Since the client chose it, a merge that uses
+            it checks it in `Merge.reject_reason`.
         bundles: tensors that the local part sends beside the values (`Local.up`), by name; borrowed as well.
-        group: updates that are only read together with this one; None = it is read by itself.
+        group: group of updates that the server can only read as a sum; None = this update is read by itself.
     """
 
     assignment: int
@@ -159,7 +162,7 @@ class Update:
 
     @property
     def needs_fingerprint(self) -> bool:
-        """Whether the journal lacks a digest of the tensors that a replay could compare; of masked numbers there is none."""
+        """Whether the journal still lacks a digest of the tensors for a replay to compare; masked tensors get none."""
         return not self.fingerprint and (self.group is None or not self.group.masked)
 
 
@@ -168,14 +171,14 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Event: a client is present and idle."""
+    """Event: a client has joined and is idle."""
 
     client: ClientInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Event: an update arrived completely."""
+    """Event: an update has arrived completely."""
 
     update: Update
 
@@ -185,7 +188,7 @@ class Lost:
     """Event: a client disconnected; the task that it was working on is lost.
 
     Attributes:
-        failure: error of the user's code on the client, if that is why; None otherwise.
+        failure: error of the user's code on the client, if it caused the loss; else None.
         counts: whether the client missed a task's deadline, which counts like a refused update.
     """
 
@@ -205,7 +208,7 @@ class Timer:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Event: the runtime ends the run, because of a target, a limit, or the user."""
+    """Event: the runtime ends the run, because of a target, a limit or the user."""
 
     reason: str
 
@@ -218,7 +221,7 @@ Event = Joined | Arrived | Lost | Timer | Stop
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Action: send this assignment with its submodel, cut from the state as it is now."""
+    """Action: send this assignment with its submodel, cut from the present global state."""
 
     assignment: Assignment
 
@@ -233,14 +236,14 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Action: evaluate the global model as it is now."""
+    """Action: evaluate the present global model."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Action: save the state as it is now."""
+    """Action: save a checkpoint of the present state."""
 
     version: int
 
@@ -250,9 +253,9 @@ class Settled:
     """Action: record the end of an assignment; issued exactly once for each.
 
     Attributes:
-        outcome: merged, refused:REASON, lost:REASON or unused.
-        version: global version after the merge, or at that time.
-        staleness: merges between the assignment's version and its own merge, t - tau.
+        outcome: how the assignment ended: merged, refused:REASON, lost:REASON or unused.
+        version: global version after the merge, or at the time of the end.
+        staleness: number of merges between the assignment's version and its own merge, t - tau.
     """
 
     assignment: Assignment | None
@@ -275,7 +278,7 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Action: assign nothing to a client until a given time, since too many updates were refused; it stays connected."""
+    """Action: assign nothing to a client until a given time, since too many of its updates were refused; it stays connected."""
 
     client: int
     until: float
@@ -284,14 +287,14 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Action: the run cannot continue; save the state, then send `Stop` with this reason."""
+    """Action: end the run as failed: save the state, then send `Stop` with this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Action: end the run; no further action follows."""
+    """Action: end the run; no further action follows it."""
 
     reason: str
 
@@ -313,16 +316,17 @@ class Limits:
     """Conditions for the start, evaluations, checkpoints and the end of a run.
 
     Attributes:
-        min_clients: clients that must have joined before work starts.
+        min_clients: number of clients that must have joined before work starts.
         count_lost: whether clients lost before the start count as joined, since they cannot come back.
-        max_updates: end after this many merged updates; None = no limit.
-        max_time_s: end at this time; None = no limit.
-        eval_every: versions between evaluations.
-        checkpoint_every: versions between checkpoints; None = only at the end.
-        num_clients: N; the run fails for refused updates only when all N have taken part and all are refused.
+        max_updates: number of merged updates after which the run ends; None = no limit.
+        max_time_s: time at which the run ends, in seconds of its clock; None = no limit.
+        eval_every: number of versions from one evaluation to the next.
+        checkpoint_every: number of versions from one checkpoint to the next; None = only at the end.
+        num_clients: number of clients N; the run fails for refused updates only when all N have taken part and all are
+            refused.
         max_weight: bound on the weight of a client with own data, as a multiple of the lower median of the present clients'
             samples; None = no bound. Other clients cannot claim more than their share.
-        max_refused: refusals in a row after which a client is suspended.
+        max_refused: number of refusals in a row after which a client is suspended.
     """
 
     min_clients: int = 1

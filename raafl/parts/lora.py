@@ -40,16 +40,18 @@ MERGES: dict[str, type[LowRank]] = {
 def with_lora(
     algorithm: Algorithm, lora: LoRAMerge | None, prune_share: float | None = None, prune_penalty: float = 0.0
 ) -> Algorithm:
-    """Return ``algorithm`` with its adapters merged by a method.
+    """Return ``algorithm`` with a method that merges LoRA adapters.
 
     Args:
-        algorithm: whose merge is a mean.
-        lora: the method; None = average A and B separately, rank by rank.
-        prune_share: share of a client's ranks that a pruning leaves (`raafl.parts.rank_pruning`), for hetlora; None = no pruning.
-        prune_penalty: weight of the loss on the other ranks.
+        algorithm: algorithm whose merge is a mean.
+        lora: name of the method; None = average A and B separately, rank by rank.
+        prune_share: share of a client's ranks that pruning keeps (`raafl.parts.rank_pruning`), for hetlora; None = no
+            pruning.
+        prune_penalty: weight of the loss on the ranks that pruning would remove.
 
     Raises:
-        BadInput: ``lora`` is unknown, or needs a merge that is a mean; or ranks are to be pruned by another method than hetlora.
+        BadInput: ``lora`` is unknown, or needs a merge that is a mean; or ranks are to be pruned by another method than
+            hetlora.
     """
     _check_pruning(lora, prune_share, prune_penalty)
     if lora is None:
@@ -94,10 +96,10 @@ def _check_pruning(lora: str | None, share: float | None, penalty: float) -> Non
 
 @dataclass(frozen=True)
 class Adapted(Local):
-    """Local training of adapters.
+    """Local training of LoRA adapters.
 
     Attributes:
-        lora: name of the method that merges them.
+        lora: name of the method that merges the adapters.
     """
 
     lora: LoRAMerge
@@ -145,10 +147,10 @@ class Adapted(Local):
 
 @dataclass(frozen=True)
 class PrunedAdapted(Adapted):
-    """Local training of adapters with a loss on the ranks that a pruning would take.
+    """Local training of LoRA adapters with a loss on the ranks that pruning would remove.
 
     Attributes:
-        share: of the ranks, which the loss leaves alone.
+        share: share of the ranks to which the loss does not apply.
         penalty: weight of the loss.
     """
 
@@ -156,7 +158,7 @@ class PrunedAdapted(Adapted):
     penalty: float = 0.0
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that adds the loss."""
+        """Return the hook that adds the loss on prunable ranks."""
         return Penalised(task, self.share, self.penalty)
 
 
@@ -194,7 +196,7 @@ class Starting(WrappedSelect):
 
 @dataclass(frozen=True)
 class Alternating(WrappedSelect):
-    """Select wrapper that trains B without A from even versions, and A without B from odd ones."""
+    """Select wrapper that trains only B from even versions, and only A from odd ones."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work without one of the factors."""

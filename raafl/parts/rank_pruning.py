@@ -30,11 +30,11 @@ from raafl.submodel.lora import LoraPair, pairs_of
 
 @dataclass
 class RankMemory(MergeMemory):
-    """Prunings so far.
+    """Prunings of clients' ranks so far.
 
     Attributes:
-        pruned: client -> number of prunings.
-        tails: client -> tail of the values that it was sent.
+        pruned: number of prunings of a client, by client.
+        tails: tail of the values that a client was sent, by client.
     """
 
     key = "lora ranks"
@@ -43,16 +43,16 @@ class RankMemory(MergeMemory):
 
 
 def kept(num_ranks: int, share: float) -> int:
-    """Return k, the number of ranks that pruning leaves of ``num_ranks``."""
+    """Return k, the number of ``num_ranks`` ranks that pruning keeps."""
     return max(1, int(share * num_ranks))
 
 
 def tail(adapters: Iterable[tuple[Tensor, Tensor]], share: float) -> Tensor:
-    """Return the sum of ``||B[:, k:]|| ||A[k:]||``, a scalar.
+    """Return the tail, a scalar: the sum over layers of ``||B[:, k:]|| ||A[k:]||``.
 
     Args:
-        adapters: B and A of each layer.
-        share: see `kept`.
+        adapters: matrices B and A of each layer.
+        share: share of the ranks that pruning keeps, as in `kept`.
     """
     norms = []
     for b, a in adapters:
@@ -73,17 +73,17 @@ class Penalised(Hook):
         self._adapters = [(module.get_parameter(p.b), module.get_parameter(p.a)) for p in pairs_of(module)[0]]
 
     def loss(self, batch: Any, index: int) -> Tensor:
-        """Return the module's loss plus the penalty."""
+        """Return the module's loss plus ``penalty * tail``."""
         return super().loss(batch, index) + self._penalty * tail(self._adapters, self._share)
 
 
 @dataclass(frozen=True)
 class PrunedRanks(WrappedSelect):
-    """Select wrapper that gives a client as many of its first ranks as its prunings have left.
+    """Select wrapper that gives a client its first ranks, as many as its prunings have left.
 
     Attributes:
-        adapters: returns the pairs of a model.
-        share: see `kept`.
+        adapters: function that returns the adapters of a model.
+        share: share of the ranks that a pruning keeps, as in `kept`.
     """
 
     adapters: Callable[[Submodels], tuple[LoraPair, ...]]
@@ -108,7 +108,7 @@ class PrunedRanks(WrappedSelect):
         return replace(work, spec=replace(work.spec, kept=tuple(chosen.items())))
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget the prunings recorded for an id that a new client takes: its data may differ."""
+        """Delete the prunings recorded for an id that a new client takes, since its data may differ."""
         fleet.state.memory.of(RankMemory).pruned.pop(client.id, None)
         super().on_join(client, fleet)
 
@@ -126,9 +126,9 @@ def compare(state: GlobalState, update: Update, pairs: Iterable[LoraPair], share
 
     Args:
         state: the global model, whose memory has the count.
-        update: with the client's values.
-        pairs: adapters of the model.
-        share: see `kept`.
+        update: update with the client's values.
+        pairs: names of the model's adapters.
+        share: share of the ranks that a pruning keeps, as in `kept`.
     """
     memory = state.memory.of(RankMemory)
     if update.client not in memory.tails:

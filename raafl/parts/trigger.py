@@ -15,11 +15,11 @@ class EachArrival(Trigger):
     """Trigger that merges every update as it arrives (fully asynchronous)."""
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Return True: any waiting update is merged."""
+        """Return True, since any waiting update is merged."""
         return True
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return the number of further updates until ``num_more`` are merged, where ``num_waiting`` already wait."""
+        """Return the number of updates that must still arrive until ``num_more`` are merged, while ``num_waiting`` wait."""
         return num_more - num_waiting
 
     def staleness(self, num_at_work: int) -> float:
@@ -45,11 +45,11 @@ class Buffered(Trigger):
         positive("buffer_size", self.size)
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether K updates wait."""
+        """Check whether K updates wait for a merge."""
         return len(waiting.arrived_s) >= self.size
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return the number of further updates that fill every buffer, including the last one, until ``num_more`` are merged."""
+        """Return the number of updates that must still arrive until ``num_more`` are merged, in full buffers."""
         return -(-num_more // self.size) * self.size - num_waiting
 
     def __str__(self) -> str:
@@ -65,8 +65,8 @@ class AllReported(Trigger):
 
     Attributes:
         close_at: share of the round's tasks that closes it, rounded up to a whole task; 1 = all.
-        deadline: time after which the round closes, as a multiple of the median time, from the round's start until half of its
-            tasks have reported; None = no deadline.
+        deadline: time after which the round closes, as a multiple of the median time, from the round's start until half
+            of its tasks have reported; None = no deadline.
     """
 
     close_at: float = 1.0
@@ -86,7 +86,7 @@ class AllReported(Trigger):
         return self.close_at < 1 or self.deadline is not None
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether no task is active, enough have reported, or the deadline has passed."""
+        """Check whether the round's merge is due: no task is active, enough have reported, or the deadline has passed."""
         if waiting.num_active == 0:
             return True
         at = self.wake_at(waiting)
@@ -112,13 +112,15 @@ class AllReported(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class MinRatio(Trigger):
-    """Trigger that merges ``wait_s`` after a share ``min_ratio`` of clients has reported (semi-asynchronous; Co-S2P, Algorithm 2).
+    """Trigger that merges ``wait_s`` seconds after a share ``min_ratio`` of clients has reported (semi-asynchronous.
+
+    Co-S2P, Algorithm 2).
 
     With min_ratio 0 and wait_s 0 it merges each arrival; with min_ratio 1 it is synchronous.
 
     Attributes:
         min_ratio: share of the clients at work that must have reported, 0 to 1.
-        wait_s: seconds to wait after that.
+        wait_s: seconds to wait once enough clients have reported.
     """
 
     min_ratio: float = 0.5
@@ -150,14 +152,14 @@ class MinRatio(Trigger):
 
 
 def all_or_each(name: str, staleness: str = "constant") -> Trigger:
-    """Return the trigger named "all" (rounds) or "each" (arrival).
+    """Return the trigger that a name stands for: "all" (rounds) or "each" (arrival).
 
     Args:
-        name: all or each.
+        name: name of the trigger, "all" or "each".
         staleness: kind of the staleness factor, which must be constant in rounds.
 
     Raises:
-        BadInput: an unknown name, or staleness in rounds.
+        BadInput: the name is unknown, or staleness is not constant in rounds.
     """
     triggers: dict[str, type[Trigger]] = {"all": AllReported, "each": EachArrival}
     one_of("trigger", name, triggers)

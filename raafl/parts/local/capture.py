@@ -9,7 +9,10 @@ from raafl.errors import BadInput
 
 
 def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linear]:
-    """Return the name and module of a linear layer: the one at ``path``, or the last; raises `BadInput` if there is none."""
+    """Return the name and module of a linear layer: the one at ``path``, or the model's last.
+
+    Raise `BadInput` if there is none.
+    """
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     if not linear or path not in (None, *linear):
         raise BadInput(f"layer is {path}: {type(module).__name__} has the linear layers {', '.join(linear) or 'none'}")
@@ -21,7 +24,7 @@ class InputCapture:
     """Hook on a linear layer that stores its last input.
 
     Attributes:
-        seen: the last input, shape (samples, features); empty before the first.
+        seen: last input of the layer, shape (samples, features); empty before the first.
     """
 
     def __init__(self, module: nn.Module, path: str | None = None) -> None:
@@ -33,5 +36,5 @@ class InputCapture:
         self.seen = args[0].flatten(1)
 
     def close(self) -> None:
-        """Remove the hook from the layer."""
+        """Remove the hook from its layer."""
         self._handle.remove()

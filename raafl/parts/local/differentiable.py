@@ -13,17 +13,18 @@ from raafl.errors import BadInput
 
 @contextmanager
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, keep_buffers: bool = False) -> Iterator[None]:
-    """Return a context in which the parameters of these names are ``tensors``, such as products of them and masks.
+    """Return a context in which the parameters named in ``tensors`` are these tensors, such as products of weights and masks.
 
-    Backward may be called outside.
+    Backward may be called outside the context.
 
     Args:
-        module: whose parameters are replaced.
-        tensors: by name.
-        keep_buffers: let the batch change buffers such as running statistics; False = it changes copies, which are dropped.
+        module: module whose parameters are replaced.
+        tensors: replacements by the parameter's name.
+        keep_buffers: whether the batch may change buffers such as running statistics; False = it changes copies, which
+            are dropped.
 
     Raises:
-        BadInput: one belongs to a recurrent layer, which reads its weights in another way.
+        BadInput: a tensor replaces a parameter of a recurrent layer, which reads its weights in another way.
     """
     places: list[tuple[Any, str, Tensor]] = []
     for name, tensor in tensors.items():

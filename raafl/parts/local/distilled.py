@@ -38,7 +38,10 @@ def with_every_exit(module: nn.Module) -> nn.Module:
 
 
 def exit_depths(submodels: Submodels) -> dict[int, str]:
-    """Return the names of exits that end a shorter model, by the number of blocks before each; empty unless there is one stack."""
+    """Map the number of blocks before an exit to the exit's name, for exits that end a shorter model.
+
+    Empty unless there is one stack.
+    """
     if len(submodels.stacks) != 1:
         return {}
     (stack,) = submodels.stacks.values()
@@ -55,9 +58,9 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
     """Return ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, averaged over samples or positions.
 
     Args:
-        student: logits, shape (..., classes).
-        teacher: logits of the same shape; they get no gradient.
-        temperature: T.
+        student: logits of the student, shape (..., classes).
+        teacher: logits of the teacher, of the same shape; they get no gradient.
+        temperature: temperature T, which divides the logits.
         counted: mask of the positions to average over, shape (...); None = all.
     """
     # detached: the teacher must learn from the labels alone, not move towards its students
@@ -94,8 +97,8 @@ class Exit:
     """Output of one exit for a batch.
 
     Attributes:
-        logits: shape (batch, ..., classes).
-        loss: the module's own loss on them.
+        logits: the exit's logits, shape (batch, ..., classes).
+        loss: the module's own loss on these logits.
     """
 
     logits: Tensor
@@ -121,12 +124,12 @@ class ByExits(Hook):
         self._output = output
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Return the loss of a batch.
+        """Return the loss of a batch, computed from the outputs of all exits.
 
         Args:
-            deepest: the exit that ends the submodel.
-            others: the exits inside, shallowest first.
-            batch: the batch.
+            deepest: output of the exit that ends the submodel.
+            others: outputs of the exits inside, shallowest first.
+            batch: the batch of data.
         """
         raise NotImplementedError
 
@@ -151,7 +154,7 @@ class ByExits(Hook):
         return self.joined(deepest, others, batch)
 
     def close(self) -> None:
-        """Remove the hooks from the module."""
+        """Remove the hook's own hooks from the module."""
         if self._handle is not None:
             self._handle.remove()
         if self.students is not None:
@@ -170,7 +173,7 @@ class Distilled(ByExits):
         self.weight, self.temperature = weight, temperature
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Return the loss with self-distillation."""
+        """Return the loss with self-distillation; see `ByExits.joined`."""
         loss = (1 - self.weight) * deepest.loss
         for one in others:
             knowledge = knowledge_loss(one.logits, deepest.logits, self.temperature, counted(batch, one.logits))

@@ -62,8 +62,8 @@ def kept_share_loss(masks: Mapping[str, Tensor], rate: float) -> Tensor:
     """Return the penalty on masks that keep more or less than their budget: ``sum_l |rho_l - r_w|^2`` (Eq. 2, without its lambda).
 
     Args:
-        masks: mask of each axis, shape (segments,); rho_l is its mean.
-        rate: r_w, the target share.
+        masks: mask of each axis, shape (segments,); its mean is rho_l.
+        rate: target share of segments to keep, r_w.
     """
     return torch.stack([(mask.mean() - rate).square() for mask in masks.values()]).sum()
 
@@ -75,7 +75,7 @@ def first_score(rate: float) -> float:
 
 
 def best(scores: list[float], number: int) -> list[int]:
-    """Return the indices of the ``number`` largest scores, ascending; of equal scores the first win."""
+    """Return the indices of the ``number`` largest scores, ascending; among equal scores the first ones win."""
     return sorted(sorted(range(len(scores)), key=lambda i: -scores[i])[:number])
 
 
@@ -107,19 +107,19 @@ class MaskTraining(Hook):
         self.generator = torch.Generator().manual_seed(derive_seed(task.assignment.seed, "masks"))
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss under masks drawn for this batch, plus lambda times `kept_share_loss`."""
+        """Return the loss of a batch under masks drawn for it, plus lambda times `kept_share_loss`."""
         masks = {axis: masks_of(scores, self.generator) for axis, scores in self.scores.items()}
         with self.gates.set(masks):
             loss = self.task.loss(batch, index)
         return loss + self.strength * kept_share_loss(masks, self.rate)
 
     def update(self) -> None:
-        """Make one optimizer step on the scores."""
+        """Make one optimizer step on the mask scores."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def finish(self) -> dict[str, Any]:
-        """Write the scores to the bundle that the client sends."""
+        """Write the trained scores to the bundle that the client sends."""
         for axis, scores in self.scores.items():
             self.task.up[SCORES][axis].copy_(scores.detach())
         return {}

@@ -28,7 +28,7 @@ def patched(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
 
 
 def quiet(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """Return attributes for `patched` that disable logging in ``module``."""
+    """Return attributes for `patched` that turn off logging in ``module``."""
     return {(module, name): _ignore for name in ("log", "log_dict")}
 
 

@@ -9,7 +9,10 @@ from raafl.parts.trigger import AllReported, EachArrival
 
 
 def averaging(alpha: float | None, by_samples: bool) -> tuple[Trigger, Mean]:
-    """Return trigger and mean: rounds if ``alpha`` is None, else each arrival mixed in with ``alpha``, discounted by staleness."""
+    """Return a trigger and a mean: rounds if ``alpha`` is None.
+
+    Else merges at each arrival with ``alpha``, discounted by staleness.
+    """
     if alpha is None:
         return AllReported(), Mean(by_samples=by_samples)
     return EachArrival(), Mean(alpha, Staleness("polynomial"), by_samples)

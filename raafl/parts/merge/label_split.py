@@ -23,12 +23,12 @@ from raafl.submodel.extract import CopyPlan
 
 @dataclass
 class RowsMemory(MergeMemory):
-    """Rows of the output layer in the updates of a merge.
+    """Sums of the output layer's rows over the updates of a merge.
 
     Attributes:
         sum: weighted sum of the rows.
-        weight: total weight on each element.
-        masked: whether an update masked a class.
+        weight: total weight of the updates in each element.
+        masked: whether any update masked a class.
     """
 
     key = "label_split"
@@ -50,7 +50,7 @@ class LabelSplit(Wrapped):
     update without the list has all classes.
 
     Attributes:
-        inner: a mean with alpha 1, of updates that are not stale.
+        inner: a mean with alpha 1 whose updates are never stale.
     """
 
     inner: Mean

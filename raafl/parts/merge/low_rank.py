@@ -50,7 +50,7 @@ Term = tuple[Tensor, list[int], Tensor, Tensor]
 
 
 def pairs(submodels: Submodels) -> tuple[LoraPair, ...]:
-    """Return the adapters (A, B and base) of the model's linear layers; cached."""
+    """Return the adapters of the model's linear layers, each with the names of A, B and the base weight; cached."""
     return submodels.cached("lora pairs", "", lambda: pairs_of(submodels.module)[0])
 
 
@@ -72,13 +72,13 @@ class AdapterUpdate:
 
 @dataclass
 class LoraMemory(MergeMemory):
-    """Memory of merges of adapters.
+    """Memory of merges of LoRA adapters.
 
     Attributes:
-        at_work: client -> version that it started from.
-        starts: version -> adapters by the name of A, while a client that started from it works.
-        updates: since the last merge.
-        spectra: name of A -> singular values of what was merged last.
+        at_work: version that a client started from, by client.
+        starts: adapters of a version, by version and by the name of A; kept while a client that started from it works.
+        updates: adapters of the updates since the last merge.
+        spectra: singular values of the last merge's result, by the name of A.
     """
 
     key = "lora"
@@ -94,7 +94,7 @@ class LoraMemory(MergeMemory):
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> LoraMemory:
-        """Restore from `to_plain`."""
+        """Restore the record from the result of `to_plain`."""
         return cls(**{**data, "updates": [AdapterUpdate(**one) for one in data.get("updates", [])]})
 
 
@@ -104,7 +104,7 @@ class LowRank(Wrapped):
 
     Attributes:
         inner: the algorithm's own merge.
-        by_rank: whether weights are normalised for each rank, over the clients that have it.
+        by_rank: whether weights are normalised separately for each rank, over the clients that have it.
         moves_base: whether the weights under the adapters change, so that clients must receive them.
     """
 
@@ -159,21 +159,21 @@ class LowRank(Wrapped):
                 self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
 
     def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:
-        """Return the weight of an update, the same for all layers.
+        """Return the weight of an update, which is the same for all layers.
 
         Args:
-            weight: by the inner merge.
+            weight: weight that the inner merge gives the update.
             adapters: ranks, B, A and received factors of each layer.
         """
         return weight
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
-        """Return the weight of an adapter.
+        """Return the weight of one layer's adapter.
 
         Args:
-            weight: weight of its update.
-            b: B, shape (out, rank).
-            a: A, shape (rank, in).
+            weight: weight of the adapter's update.
+            b: matrix B, shape (out, rank).
+            a: matrix A, shape (rank, in).
         """
         return weight
 
@@ -206,14 +206,14 @@ class LowRank(Wrapped):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Set A and B of one layer, and its base, in place.
+        """Set A, B and the base weight of one layer to the result of the merge, in place.
 
         Args:
             state: the global model.
             pair: names of the layer's tensors.
-            old: B, (out, rank), and A, (rank, in), before the merge.
+            old: B, shape (out, rank), and A, shape (rank, in), before the merge.
             keep: share of each old rank that stays, shape (rank,).
-            terms: products to add.
+            terms: weighted products B_i A_i to add.
         """
 
 
@@ -221,20 +221,21 @@ class LowRank(Wrapped):
 class HetLoRA(LowRank):
     """HetLoRA (Cho et al. 2024, arXiv:2401.06432): means of A and B, padded with zeros, weighted by ``||B_i A_i||_F``.
 
-    It is not exact, since it averages factors. By default the norm is that of one layer and multiplies the algorithm's own weight;
-    if all norms are 0 that weight counts alone. Staleness acts on A and B as on any value; the weight of an update that is merged
-    alone cancels.
+    It is not exact, since it averages factors. By default the norm is that of one layer and multiplies the algorithm's
+    own weight; if all norms are 0, that weight counts alone. Staleness acts on A and B as on any value. The weight of
+    an update that is merged alone cancels.
 
     Attributes:
-        norm_alone: weight updates as the paper does: by the norm over all layers together, whatever the algorithm's own weight.
-        prune_share: share of a client's ranks that its pruning leaves, see `raafl.parts.rank_pruning`; None = no pruning.
+        norm_alone: weight updates by the norm over all layers together, as the paper does; False = by norm and own
+            weight.
+        prune_share: share of a client's ranks that pruning keeps (`raafl.parts.rank_pruning`); None = no pruning.
     """
 
     norm_alone: bool = False
     prune_share: float | None = None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Compare the tail of the client's ranks, if they are pruned, and receive the update."""
+        """Compare the tail of the client's ranks with the one it received, if ranks are pruned, and receive the update."""
         if self.prune_share is not None:
             compare(state, update, pairs(state.submodels), self.prune_share)
         super().receive(state, update, spec, staleness)

@@ -39,7 +39,7 @@ def zeros_like(values: FlatTensors) -> FlatTensors:
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching pieces of tensors of one size, as flat views; on an accelerator one piece, the whole."""
+    """Yield matching pieces of tensors of one size, as flat views; on an accelerator one piece, the whole tensor."""
     flat = [tensor.view(-1) for tensor in tensors]
     size = CHUNK if flat[0].device.type == "cpu" else max(flat[0].numel(), 1)
     return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
@@ -50,8 +50,8 @@ class SumMemory(MergeMemory):
     """The weighted sum of a merge's updates.
 
     Attributes:
-        updates: spec and weight of each.
-        sum: of the model's size; None = nothing was added.
+        updates: spec and weight of each update in the sum.
+        sum: weighted sum, of the model's size; None = nothing was added.
     """
 
     updates: list[tuple[Spec, float]] = field(default_factory=list)
@@ -80,8 +80,8 @@ class Accumulator:
         Args:
             tensors: values of the update.
             spec: the submodel of these values.
-            weight: w_n.
-            factor: a_n, which scales the values but not the weight.
+            weight: weight w_n of the update.
+            factor: staleness factor a_n, which scales the values but not the weight.
         """
         plan, scale = self.state.submodels.plan(spec), weight * factor
         if not self.updates and spec.is_full:
@@ -111,7 +111,7 @@ class Accumulator:
 
     @property
     def common(self) -> Spec | None:
-        """The spec that all updates share; None if they differ. If there is one, `weight` lies on each of its elements."""
+        """The spec that all updates share, so that each of its elements has the weight `weight`; None if specs differ."""
         first = self.updates[0][0]
         return first if all(spec == first for spec, _ in self.updates) else None
 
@@ -124,7 +124,7 @@ class Accumulator:
         """Return, for each element, the sum of weight times factor over the updates that cover it.
 
         Args:
-            factors: factor of each update; None = 1.
+            factors: factor of each update, in their order; None = 1.
             name: name of the scratch storage to use.
         """
         by_spec: dict[Spec, float] = {}
@@ -136,7 +136,7 @@ class Accumulator:
         return count
 
     def clear(self) -> None:
-        """Remove all updates; the storage goes back to the scratch."""
+        """Remove all updates; the storage of the sum can be used again."""
         self.updates.clear()
         self.state.scratch["sum"], self.memory.sum = self.total, None
 
@@ -151,8 +151,8 @@ class MeanMemory(SumMemory):
     """Updates that `Mean` has received since the last merge.
 
     Attributes:
-        received: weight and factor of each.
-        lone: tensors and spec of the only one, until `Mean.detach`; None = they are in the sum.
+        received: weight and factor of each update.
+        lone: tensors and spec of the only update, until `Mean.detach`; None = all updates are in the sum.
     """
 
     key = "mean"
@@ -172,8 +172,8 @@ class Mean(Merge):
 
     Attributes:
         alpha: mixing weight, in (0, 1].
-        staleness: staleness factor s.
-        by_samples: weight clients by |D_n|; False = equally.
+        staleness: staleness function s.
+        by_samples: whether clients are weighted by |D_n|; False = equally.
     """
 
     alpha: float = 1.0
@@ -200,7 +200,7 @@ class Mean(Merge):
         Accumulator(state, memory).add(update.tensors, spec, weight, factor)
 
     def detach(self, state: GlobalState) -> None:
-        """Add a single waiting update to the sum before its tensors are overwritten."""
+        """Add the one waiting update to the sum before its tensors are overwritten."""
         memory = state.memory.of(MeanMemory)
         if memory.lone is None:
             return
@@ -292,7 +292,7 @@ def _mix(target: Tensor, source: Tensor, keep: float, scale: float) -> None:
 
 @dataclass
 class DeltasMemory(SumMemory):
-    """The sum of the deltas in the buffer."""
+    """The sum of the deltas in FedBuff's buffer."""
 
     key = "deltas"
 
@@ -308,7 +308,7 @@ class Deltas(Merge):
 
     Attributes:
         server_lr: server learning rate eta_g.
-        staleness: staleness factor s, by default 1/sqrt(1 + staleness).
+        staleness: staleness function s, by default 1/sqrt(1 + staleness).
     """
 
     server_lr: float = 1.0

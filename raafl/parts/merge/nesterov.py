@@ -25,13 +25,13 @@ Weights = Literal["equal", "samples", "tokens"]
 
 @dataclass
 class NesterovMemory(SumMemory):
-    """The sum of a merge's deltas, and the outer optimizer's state.
+    """Sum of a merge's deltas, and the state of the outer optimizer.
 
     Attributes:
-        m: momentum, of the model's size; None = before the first step with momentum.
-        pending: sum of the deltas as applied since the last step with momentum; None = delayed steps have not begun.
+        m: momentum, of the model's size; None = no step with momentum has been made.
+        pending: sum of the deltas applied since the last step with momentum; None = delayed steps have not begun.
         recent: specs of the last N updates, the newest last (`DelayedNesterov`).
-        num_pending: updates since the last step with momentum.
+        num_pending: number of updates since the last step with momentum.
     """
 
     key = "nesterov"
@@ -57,10 +57,11 @@ class Nesterov(Merge):
 
     Attributes:
         lr: outer learning rate (eta).
-        beta: outer momentum (beta); 0 = none, and no memory for it.
-        weights: weight w_n of an update: equal = 1; samples = |D_n|; tokens = the square of the tokens trained, divided by the
-            steps (Decoupled DiLoCo). In batches of one size that is proportional to the steps, which are what counts here.
-        staleness: staleness factor s.
+        beta: outer momentum (beta); 0 = none, which needs no memory.
+        weights: weight w_n of an update: equal = 1; samples = |D_n|; tokens = square of the tokens trained, divided by
+            the steps (Decoupled DiLoCo). In batches of one size that is proportional to the steps, which are counted
+            here.
+        staleness: staleness function s.
     """
 
     lr: float = 0.7
@@ -80,7 +81,7 @@ class Nesterov(Merge):
         return float({"equal": 1, "samples": update.num_samples, "tokens": update.num_steps}[self.weights])
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "no-steps" for an update without a step where steps are its weight."""
+        """Return "no-steps" for an update without any step if the weight is its steps."""
         return "no-steps" if self.weights == "tokens" and update.num_steps < 1 else None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:

@@ -21,12 +21,12 @@ MAX_SCORE = 1e4
 
 @dataclass(slots=True)
 class Start:
-    """Start of a client's task: its submodel and values.
+    """Submodel and values from which a client's task started.
 
     Attributes:
-        spec: of its task.
-        masks: axes whose scores it trains.
-        start: values that it started from, once the model's have changed; None = they have not.
+        spec: submodel of the task.
+        masks: names of the axes whose scores the task trains.
+        start: values that the task started from, saved when the model's first change; None = they have not changed.
     """
 
     spec: Spec
@@ -36,7 +36,7 @@ class Start:
 
 @dataclass
 class AtWork(MergeMemory):
-    """Starts of the clients at work, by id."""
+    """Starts of the tasks of clients at work, by client id."""
 
     key = "at_work"
     starts: dict[int, Start] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class AtWork(MergeMemory):
 
     @classmethod
     def from_plain(cls, data: dict[int, dict[str, Any]]) -> AtWork:
-        """Restore from `to_plain`."""
+        """Restore the record from the result of `to_plain`."""
         return cls({client: Start(**one) for client, one in data.items()})
 
 
@@ -71,7 +71,7 @@ def record_work(state: GlobalState, client: int, work: Work) -> None:
     Args:
         state: the global model, whose memory changes in place.
         client: id of the client.
-        work: its task.
+        work: work of the client's task.
     """
     state.memory.of(AtWork).starts[client] = Start(work.spec, list(work.extra.get("masks", ())))
 
@@ -104,7 +104,7 @@ class WithScores(Wrapped):
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """In a task that trains scores, send the client those it sent last; NaN = never trained."""
+        """Send the client the scores that it sent last, for a task that trains scores; NaN = never trained."""
         stored = state.clients.find(SCORES, client)
         for axis, scores in bundles[SCORES].items():
             scores.fill_(math.nan) if stored is None else scores.copy_(stored[axis])

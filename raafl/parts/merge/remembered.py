@@ -26,14 +26,14 @@ LATEST = "latest update"
 
 @dataclass
 class LatestMemory(MergeMemory):
-    """Sums over the clients' latest updates, which lie in `GlobalState.clients`.
+    """Sums over the clients' latest updates; the updates themselves are stored in `GlobalState.clients`.
 
     Attributes:
-        sum: of all.
-        change: sum of the changes since the last merge.
+        sum: sum of all latest updates.
+        change: sum of the changes of latest updates since the last merge.
         received: spec and staleness factor of each update since the last merge.
-        since: updates since the sum was computed anew.
-        log: client -> version and spec of what is remembered of it, the oldest first; empty without a largest age.
+        since: number of updates since the sum was last computed anew.
+        log: version and spec of a client's remembered update, by client, the oldest first; empty without a largest age.
     """
 
     key = "ram_fed"
@@ -50,7 +50,7 @@ class Remembered(Merge):
 
     With u_n^i client n's latest update of region i before this merge (0 before its first), for each element::
 
-        v = 1/N sum_n u_n + 1/Gamma sum_{n in N_i} (d_n - u_n)     second term absent if Gamma = 0
+        v = 1/N sum_n u_n + 1/Gamma sum_{n in N_i} (d_n - u_n)     (no second term if Gamma = 0)
         theta <- theta + a v,  a = server_lr * mean of s(staleness_n);  then u_n <- d_n for n in N_i
 
     N is the number of clients that have sent an update so far; in rounds of all clients, that is all of them. With ``of_all`` it
@@ -69,10 +69,11 @@ class Remembered(Merge):
 
     Attributes:
         server_lr: step a, in (0, 1]; None = 1/N, the step of one client among N that are merged one at a time.
-        staleness: staleness factor s; a late update moves the model less, but is remembered in full.
-        max_age: number of merges after which a memory is set to 0; None = never.
-        folder: folder of the clients' copies, in files without names; None = in memory, on the device of the model.
-        of_all: let N count all clients of the run, those that never sent an update as one of 0.
+        staleness: staleness function s; a late update moves the model less, but is remembered in full.
+        max_age: number of merges after which a remembered update is set to 0; None = never.
+        folder: folder for the clients' remembered updates, in files without names; None = in memory, on the model's
+            device.
+        of_all: whether N counts all clients of the run; a client that never sent an update counts as an update of 0.
     """
 
     server_lr: float | None = 1.0
@@ -89,7 +90,7 @@ class Remembered(Merge):
         positive("max_age", self.max_age, optional=True)
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return a problem if the folder cannot be used."""
+        """Return a problem if the folder for remembered updates cannot be used."""
         try:
             if self.folder is not None:
                 check_folder(self.folder)
@@ -98,7 +99,7 @@ class Remembered(Merge):
         return []
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return a note on the size and place of the memory.
+        """Return a note on the size and place of the remembered updates.
 
         Raises:
             BadInput: the folder has too little room.
@@ -115,7 +116,7 @@ class Remembered(Merge):
         ]
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Replace the client's memory of the regions of ``spec``, and add the change to the sums."""
+        """Replace the client's remembered update in the regions of ``spec``, and add the change to the sums."""
         memory, owned = self._memory(state), _owned(state.submodels, spec)
         layout = state.submodels.layout(part="trained")
         latest = state.clients.of(LATEST, update.client, layout, state.values.device, self.folder)
@@ -259,14 +260,14 @@ def _owned(submodels: Submodels, spec: Spec) -> _Owned:
 
 
 def memory_folder_of(memory: str, folder: str | None) -> str | None:
-    """Return the folder for files of memories; None for memory in RAM.
+    """Return the folder for files of remembered updates; None = they are kept in RAM.
 
     Args:
-        memory: ram or disk.
-        folder: the folder; None = the system's for temporary files.
+        memory: place of remembered updates, "ram" or "disk".
+        folder: folder that the user named; None = the system's folder for temporary files.
 
     Raises:
-        BadInput: another memory, or a folder for none.
+        BadInput: ``memory`` is another word, or a folder is named for "ram".
     """
     one_of("memory", memory, ("ram", "disk"))
     if memory == "disk":

@@ -25,14 +25,14 @@ Step = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None], None]
 
 @dataclass
 class OptimizerMemory(SumMemory):
-    """The sum of a merge's deltas, and the moments of the server's optimizer; None = before the first merge."""
+    """Sum of a merge's deltas, and moments of the server's optimizer; None = no merge yet."""
 
     key = "fed_opt"
     m: FlatTensors | None = None
     v: FlatTensors | None = None
 
     def moments(self, state: GlobalState, tau: float) -> tuple[FlatTensors, ...]:
-        """Return m and v; they start at 0 and at ``tau`` squared."""
+        """Return the moments m and v; m starts at 0 and v at ``tau`` squared."""
         if self.m is None or self.v is None:
             self.m, self.v = zeros_like(state.values), zeros_like(state.values)
             for buffer in self.v.prefix(state.submodels.layout(part="trained")).buffers.values():
@@ -53,13 +53,13 @@ class ServerOptimizer(Merge):
     that client started.
 
     Attributes:
-        kind: adam, yogi or adagrad.
+        kind: name of the optimizer: adam, yogi or adagrad.
         server_lr: server learning rate eta.
         beta1: decay of m.
         beta2: decay of v (adam, yogi).
         tau: constant added to sqrt(v), the degree of adaptivity.
-        staleness: staleness factor s.
-        by_samples: weight clients by |D_n|; False = equally.
+        staleness: staleness function s.
+        by_samples: whether clients are weighted by |D_n|; False = equally.
     """
 
     kind: ServerKind = "adam"
@@ -135,6 +135,6 @@ class ServerOptimizer(Merge):
 
 
 def copy_where(pairs: Sequence[tuple[Tensor, Tensor]], where: Tensor | None) -> None:
-    """Copy the second tensor of each pair into the first, where a mask holds; None = everywhere."""
+    """Copy the second tensor of each pair into the first, at elements where a mask holds; None = at all elements."""
     for old, new in pairs:
         old.copy_(new if where is None else torch.where(where, new, old))

@@ -15,8 +15,8 @@ class Staleness:
     """Staleness factor s(x) of FedAsync: constant 1; polynomial (x+1)^-a; hinge 1 if x <= b else 1/(a(x-b)+1).
 
     Attributes:
-        kind: constant, polynomial or hinge.
-        a: exponent (polynomial) or slope (hinge).
+        kind: name of the function: constant, polynomial or hinge.
+        a: exponent of polynomial, or slope of hinge.
         b: largest staleness that hinge does not discount.
     """
 

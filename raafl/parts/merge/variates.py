@@ -19,11 +19,11 @@ class VariatesMemory(MergeMemory):
     """Sum of all clients' variates, over all trained parameters.
 
     Attributes:
-        sum: as of the last merge.
-        new: changes since the last merge.
+        sum: the sum as of the last merge.
+        new: changes of variates since the last merge.
         count: number of clients that have trained each element.
         received: client and spec of each update since the last merge.
-        seen: client -> specs that it has trained.
+        seen: specs that a client has trained, by client.
     """
 
     sum: FlatTensors
@@ -35,15 +35,15 @@ class VariatesMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class Variates:
-    """Store of one flat tensor per client over all trained parameters, initially 0, and their sum as of the last merge.
+    """Control variates of the clients: one tensor each over all trained parameters, initially 0, and the sum as of the last merge.
 
     The mean is over all N clients of the run, as in the papers, with 0 for clients that never sent an update. For elements of
     submodels it leaves out clients that have sent other elements but not this one. Otherwise the mean of an element that few
     clients have would be too small to cancel their variates, and would pull them away from their optimum permanently.
 
     Attributes:
-        name: name of the store in `GlobalState.clients`, and of the bundle.
-        mean: name of the bundle with the mean; None = it is not sent.
+        name: name of the variates in `GlobalState.clients`, and of the bundle.
+        mean: name of the bundle that carries the mean; None = it is not sent.
     """
 
     name: str
@@ -55,8 +55,8 @@ class Variates:
         Args:
             state: the global model, with the stored variates in ``clients``.
             client: id of the client.
-            spec: the submodel.
-            out: overwritten.
+            spec: submodel to which the variate is cut.
+            out: tensors of the submodel; they are overwritten.
         """
         own = state.clients.find(self.name, client)
         if own is None:
@@ -65,12 +65,12 @@ class Variates:
             plan_of(state, spec).gather(own, out)
 
     def mean_(self, state: GlobalState, spec: Spec, out: FlatTensors) -> None:
-        """Write the mean, cut to ``spec``, into ``out``.
+        """Write the mean of all variates, cut to ``spec``, into ``out``.
 
         Args:
             state: the global model.
-            spec: the submodel.
-            out: overwritten.
+            spec: submodel to which the mean is cut.
+            out: tensors of the submodel; they are overwritten.
         """
         memory, plan = self._memory(state), plan_of(state, spec)
         plan.gather(memory.sum, out)
@@ -80,14 +80,14 @@ class Variates:
             buffer.div_((count.buffers[dtype] + unheard).clamp_min(1))
 
     def add_(self, state: GlobalState, client: int, spec: Spec, change: FlatTensors, alpha: float = 1.0) -> None:
-        """Add ``alpha * change`` to the client's variate; `settle` adds it to the mean.
+        """Add ``alpha * change`` to the client's variate; `settle` will add it to the mean, too.
 
         Args:
             state: the global model, whose ``clients`` change in place.
             client: id of the client.
-            spec: the submodel of ``change``.
-            change: what to add.
-            alpha: its factor.
+            spec: submodel of ``change``.
+            change: tensors to add.
+            alpha: factor of ``change``.
         """
         memory, plan = self._memory(state), plan_of(state, spec)
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
@@ -96,7 +96,7 @@ class Variates:
         memory.received.append((client, spec))
 
     def settle(self, state: GlobalState) -> None:
-        """Add pending changes to the mean. Called once per merge, so that the mean is constant within a round."""
+        """Add pending changes to the mean. It is called once per merge, so that the mean is constant within a round."""
         memory = self._memory(state)
         for dtype, total in memory.sum.buffers.items():
             total.add_(memory.new.buffers[dtype])
@@ -139,17 +139,17 @@ class Variates:
 
 @dataclass(frozen=True)
 class WithVariates(Wrapped):
-    """Merge wrapper for clients with variates: clients send changes of these, and their mean changes at each merge.
+    """Merge wrapper for clients with variates: clients send changes of their variates, whose mean changes at each merge.
 
     Attributes:
-        variates: the store.
+        variates: store of the variates.
     """
 
     variates: Variates
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the client's variate and the mean into the bundles that it is sent."""
+        """Write the client's variate and the mean into the bundles that the client is sent."""
         self.variates.own_(state, client, spec, bundles[self.variates.name])
         if self.variates.mean is not None:
             self.variates.mean_(state, spec, bundles[self.variates.mean])

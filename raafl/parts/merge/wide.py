@@ -38,8 +38,8 @@ def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
 class WideSubmodels(Submodels):
     """Layouts and plans of the same submodels over wide tensors (`Layout.wide`), without the frozen base.
 
-    Half precision becomes float32. A complex tensor gets a last dimension of 2, which no axis cuts. Everything else (axes,
-    specs, names, costs) is the model's own.
+    Half precision becomes float32. A complex tensor gets a last dimension of 2, which no axis cuts. Axes, specs, names
+    and costs are the model's own.
     """
 
     def __init__(self, own: Submodels) -> None:

@@ -15,13 +15,13 @@ from raafl.submodel import FlatTensors, Layout, Spec
 
 @dataclass(frozen=True)
 class Wrapped(Merge):
-    """Base of merges that wrap another merge: it forwards every call, and a subclass overrides those that differ.
+    """Base of merges that wrap another merge: it forwards every call to it, and a subclass overrides the calls that differ.
 
     A subclass that holds updates back until `apply` must override `detach`, too, since the inner merge has received nothing yet.
 
     Attributes:
         inner: the algorithm's own merge, or another wrapper.
-        sends: what clients send, values or deltas; that of the inner merge.
+        sends: what clients send, "values" or "delta"; the inner merge decides.
     """
 
     inner: Merge
@@ -102,7 +102,7 @@ class Wrapped(Merge):
 
 @dataclass(frozen=True)
 class WrappedSelect(Select):
-    """Base of selects that wrap another select: it forwards every call, and a subclass overrides those that differ.
+    """Base of selects that wrap another select: it forwards every call to it, and a subclass overrides the calls that differ.
 
     Attributes:
         inner: the wrapped select.
@@ -115,19 +115,19 @@ class WrappedSelect(Select):
         return self.inner(client, fleet)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forward to the inner select."""
+        """Forward the join of a client to the inner select."""
         self.inner.on_join(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forward to the inner select."""
+        """Forward the loss of a client to the inner select."""
         self.inner.on_loss(client, fleet)
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Forward to the inner select."""
+        """Forward the start of a round to the inner select."""
         self.inner.on_round_start(out, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Forward to the inner select."""
+        """Forward the arrival of an update to the inner select."""
         self.inner.on_update(client, assignment, seconds, fleet)
 
     def check(self, fleet: SelectContext) -> list[str]:

@@ -19,12 +19,13 @@ def with_options(
     """Return ``algorithm`` with early closing of rounds, a guarded merge and privacy, wrapped in this order, innermost first.
 
     Args:
-        algorithm: the five parts as its factory makes them.
+        algorithm: algorithm with the five parts that its factory made.
         rounds: conditions on which a round closes without its last clients.
         guard: clipping, refusal of outliers, robust means.
         privacy: client-level differential privacy.
-        num_clients: N, for the accountant.
-        noise_key: seed of the privacy noise, which only the server has; empty if the result is only checked.
+        num_clients: number of clients N, for the privacy accountant.
+        noise_key: seed of the privacy noise, which only the server has; empty if the algorithm is built only to be
+            checked.
 
     Raises:
         BadInput: an option does not work with the algorithm, or with another option.
@@ -40,7 +41,7 @@ def with_options(
 
 
 def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
-    """Return ``algorithm`` with its merge wrapped as ``guard`` says.
+    """Return ``algorithm`` with its merge wrapped as the options in ``guard`` ask.
 
     Raises:
         BadInput: a robust mean is requested, but updates are merged one by one, or separately for each client.

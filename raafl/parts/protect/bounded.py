@@ -56,7 +56,7 @@ Buffers = Mapping[torch.dtype, Tensor]
 
 
 def bounded(algorithm: Algorithm, max_norm_ratio: float | None) -> Algorithm:
-    """Return ``algorithm`` with a merge whose result is finite whatever clients send; see `Bounded`."""
+    """Return ``algorithm`` with a merge whose result is finite, whatever clients send; see `Bounded`."""
     return replace(algorithm, merge=Bounded(algorithm.merge, max_norm_ratio))
 
 
@@ -68,7 +68,7 @@ class Norms:
     median: float = 0.0
 
     def add(self, norm: float) -> None:
-        """Record one more."""
+        """Record one more accepted norm."""
         self.recent = [*self.recent, norm][-WINDOW:]
         if len(self.recent) >= WARM_UP:
             self.median = max(self.median, statistics.median(self.recent))
@@ -90,13 +90,13 @@ class Accepted:
 
 @dataclass
 class BoundedMemory(MergeMemory):
-    """Norms of updates and of the model.
+    """Norms of accepted updates and of the model.
 
     Attributes:
-        norms: fingerprint of a layout -> its accepted updates.
-        measured: assignment and norms of the latest update that was measured, and whether it is large; None = it was received.
+        norms: accepted updates by the fingerprint of their layout.
+        measured: assignment and norms of the update measured last, and whether it is large; None = it was received.
         large: whether a large update waits for the merge.
-        model: a version, and the norm of its parameters; None = it was not measured.
+        model: a version, and the norm of its parameters; None = the norm was not measured.
     """
 
     key = MEMORY
@@ -106,12 +106,12 @@ class BoundedMemory(MergeMemory):
     model: tuple[int, float] | None = None
 
     def to_plain(self) -> dict[str, object]:
-        """Return the fields by name, also of the records in them."""
+        """Return the record's fields by name, with the records in them converted likewise."""
         return {**super().to_plain(), "norms": {layout: asdict(one) for layout, one in self.norms.items()}}
 
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> BoundedMemory:
-        """Restore from `to_plain`."""
+        """Restore the record from the result of `to_plain`."""
         norms = {
             layout: Accepted(one["num"], {name: Norms(**norms) for name, norms in one["of"].items()})
             for layout, one in data["norms"].items()
@@ -123,18 +123,19 @@ class BoundedMemory(MergeMemory):
 class Bounded(Wrapped):
     """Merge wrapper that refuses an update that is far too large, or whose merge would overflow; the outermost wrapper.
 
-    Norms: those of an update's parameters, of its running statistics (as differences, see `raafl.parts.protect.robust`), of each
-    bundle, and of numbers that replace tensors, each compared with updates of the same layout. "Far too large" means above
+    Norms: those of an update's parameters, of its running statistics (as differences, see
+    `raafl.parts.protect.robust`), of each bundle, and of numbers that replace tensors. Each is compared with updates of
+    the same layout. "Far too large" means above
     ``max_norm_ratio`` times the largest value that the median of the last `WINDOW` accepted norms has ever had: norms shrink as
     training converges, and a late client with other data must not be refused for that. Until `WARM_UP` norms are accepted,
     parameters and numbers are compared with the model's norm (at least 1, unless it is 0).
 
-    Overflow: an update above `SAFE` is scaled by `HEADROOM` and merged with all waiting updates, the result is checked, and the
-    merge is undone. The same is done, without scaling, for each update that arrives while a large one waits: the actual
-    merge then computes the same, and is finite.
+    Overflow: an update above `SAFE` is scaled by `HEADROOM` and merged with all waiting updates, the result is checked,
+    and the merge is undone. The same is done, without scaling, for each update that arrives while a large one waits.
+    The actual merge then computes the same result, which is finite.
 
     Attributes:
-        max_norm_ratio: multiple of the median; None = norms are not bounded.
+        max_norm_ratio: multiple of the median above which a norm is refused; None = norms are not bounded.
     """
 
     max_norm_ratio: float | None
@@ -152,7 +153,7 @@ class Bounded(Wrapped):
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
         """Try to merge a large update, or one that arrives while a large one waits, with all waiting updates.
 
-        Both ways in which the merge may happen are tried: with the update as the last one, and after `detach`.
+        Both ways in which the merge may happen are tried: with the update received last, and after `detach`.
         """
         _, is_large = self._measured(state, update, spec)
         if not is_large and not state.memory.of(BoundedMemory).large:
@@ -160,7 +161,7 @@ class Bounded(Wrapped):
         return not all(self._is_sound(state, update, spec, staleness, is_large, keep) for keep in (False, True))
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Record the norms, and pass the update to the inner merge."""
+        """Record the update's norms, and pass the update to the inner merge."""
         memory = state.memory.of(BoundedMemory)
         norms, is_large = self._measured(state, update, spec)
         memory.measured = None

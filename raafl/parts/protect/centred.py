@@ -22,7 +22,7 @@ Stored = tuple[Spec, int, FlatTensors]
 
 @dataclass
 class CentredMemory(MergeMemory):
-    """Updates since the last merge, and its centre, which is None before the first."""
+    """Updates since the last merge, and that merge's centre; the centre is None before the first merge."""
 
     key = "centred"
     stored: list[Stored] = field(default_factory=list)
@@ -33,18 +33,18 @@ class CentredMemory(MergeMemory):
 class Centred(Wrapped):
     """Merge wrapper for centred clipping: ``v <- v + 1/K sum_i (d_i - v) min(1, tau / ||d_i - v||)``, from the last merge's v.
 
-    Karimireddy et al. 2021, equation 3, with one iteration. d_i is an update's difference as in `raafl.parts.protect.robust`,
-    K the number of updates that cover an element. At the first merge v is the coordinate-wise median. Without a radius, tau
-    is the median distance of the merge. Distances are over parameters; those of submodels are compared by their root mean
-    square, since otherwise a small one would always be near. Unweighted. v replaces every update in the inner merge (`feed`);
-    on elements that no update covers it stays for the next merge. Deterministic. Memory: K updates, and three tensors of the
-    model's size.
+    This is equation 3 of Karimireddy et al. 2021 with one iteration. d_i is an update's difference as in
+    `raafl.parts.protect.robust`, K the number of updates that cover an element. At the first merge v is the
+    coordinate-wise median. Without a radius, tau is the median distance of the merge's updates. Distances are over
+    parameters; those of submodels are compared by their root mean square, since otherwise a small submodel would always
+    be near. Weights are equal. v replaces every update in the inner merge (`feed`); on elements that no update covers
+    it stays for the next merge. The result is deterministic. Memory: K updates, and three tensors of the model's size.
 
     The paper's clients send momentum, which makes honest updates similar over time. Here they send a task's change: clients
     with very different data are as far from each other as from an attacker, and no distance tells them apart.
 
     Attributes:
-        radius: tau, an L2 norm; None = the median distance.
+        radius: tau, the L2 distance beyond which an update is clipped; None = the median distance.
     """
 
     radius: float | None

@@ -21,8 +21,9 @@ class Guard:
         warm_up: number of updates of a size that are accepted before one is judged.
         combine: mean (the algorithm's own), trimmed_mean or median of each coordinate over the updates that cover it, or
             centred_clip, a mean of updates that are clipped around the last one.
-        radius: L2 distance from the last mean beyond which centred_clip clips an update; null = the median distance.
-        max_weight: largest weight of a client with data of its own (`raafl join --data`), as a multiple of the median of the
+        max_weight: largest weight of a client with data of its own (`raafl join --data`), as a multiple of the median
+            of the clients' samples; null = as the client reports. Other clients have the number of samples in their
+            share of the run's data.
             clients' samples; null = as it reports. Other clients have the number of samples in their share of the run's data.
         max_norm_ratio: refuse an update whose norm exceeds this multiple of the median of accepted norms of the same layout, once
             eight are accepted; null = refuse none. See `raafl.parts.protect.bounded`.
@@ -110,12 +111,14 @@ class SecureAggregation:
     """Sums of masked updates, of which the server reads nothing else; off unless a least coverage is given.
 
     Attributes:
-        min_cover: clients that must have contributed to an element for its sum to be opened; null = updates are not masked.
+        min_cover: number of clients that must have contributed to an element for its sum to be opened; null = updates
+            are not masked.
         bound: largest magnitude of an element of a client's change; an update beyond it is refused (out-of-range).
         clip_norm: L2 norm to which each client scales its change down before it is masked; null = no clipping.
-        threshold: share of a group's clients of which more must help to open its sum, from 0.5 to below 1.
-        simulate_masks: mask simulated updates, too; false = they are added unmasked, which gives the same model to the bit.
-        step_s: seconds that a client has for each step of the exchange, on the wall clock.
+        threshold: share of a group's clients; more than this share must help to open its sum. From 0.5 to below 1.
+        simulate_masks: mask simulated updates, too; false = updates are added unmasked, which gives the same model to
+            the bit.
+        step_s: seconds that a client has for each step of the exchange in a wall-clock run.
     """
 
     min_cover: int | None = None
@@ -146,7 +149,7 @@ class SecureAggregation:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Conditions on which a round closes without its last clients, for methods that work in rounds; by default it waits for all.
+    """Conditions on which a round closes without its last clients, for methods in rounds; by default a round waits for all.
 
     An update that arrives after its round closed is refused (refused:late), which counts for its client like any refusal.
 

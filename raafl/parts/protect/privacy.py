@@ -52,13 +52,13 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
 
     Args:
         algorithm: the algorithm whose merge is wrapped.
-        privacy: the options.
-        num_clients: N.
-        key: seed of the noise.
+        privacy: the run's privacy options.
+        num_clients: number of clients N.
+        key: seed of the noise, as bytes.
 
     Raises:
-        BadInput: no accountant is installed, delta is too large for so few clients, or the algorithm needs each client's own
-            update.
+        BadInput: no accountant is installed, delta is too large for so few clients, or the algorithm needs each
+            client's own update.
     """
     if privacy.clip_norm is None:
         return algorithm
@@ -79,7 +79,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
 
 
 def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
-    """Return the usual number of updates in a merge: a cohort (or all clients), a full buffer, or one."""
+    """Return the usual number of updates in a merge: those of a cohort (or all clients), of a full buffer, or one."""
     trigger: Any = algorithm.trigger
     if trigger.restart == "merge":
         return float(getattr(algorithm.sample, "cohort", None) or num_clients)
@@ -87,7 +87,7 @@ def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
 
 
 def noise_key(privacy: Privacy, seed: int) -> bytes:
-    """Return the 32 bytes from which all noise derives: those of `Privacy.seed_file`, else derived from the run's ``seed``.
+    """Return the 32 bytes from which all noise derives: read from `Privacy.seed_file`, or derived from the run's ``seed``.
 
     A missing file is created from the operating system's randomness, readable by its owner alone.
 
@@ -131,10 +131,10 @@ def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float |
 
 
 def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
-    """Yield ``num`` standard normal numbers in pieces of `CHUNK`, float64, as a function of ``key`` alone.
+    """Yield ``num`` standard normal numbers, float64, in pieces of `CHUNK`; they depend on ``key`` alone.
 
-    They are Box and Muller's transform of SHAKE-256's output. torch's CPU generator has only 2^32 seeds, which an attacker
-    could try one by one until the noise of a published model is found.
+    The numbers are Box and Muller's transform of SHAKE-256's output. torch's CPU generator has only 2^32 seeds, which
+    an attacker could try one by one until the noise of a published model is found.
     """
     for number, start in enumerate(range(0, num, CHUNK)):
         pairs = -(-min(CHUNK, num - start) // 2)
@@ -149,13 +149,13 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
 
 @dataclass
 class PrivacyMemory(MergeMemory):
-    """The budget spent, and updates since the last merge.
+    """Privacy budget spent so far, and updates since the last merge.
 
     Attributes:
-        updates: client -> number of its updates that were released.
-        squares: client -> sum over releases of the square of its number of updates in one.
-        sums: spec -> sum of clipped differences.
-        received: spec, staleness, client and assignment of each update.
+        updates: number of a client's updates that were released, by client.
+        squares: for each client, sum over releases of the square of the number of its updates in one.
+        sums: sum of clipped differences, by spec.
+        received: spec, staleness, client and assignment of each update since the last merge.
     """
 
     key = "privacy"
@@ -170,20 +170,20 @@ class Private(Wrapped):
     """Merge wrapper that releases ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m`` to the inner merge.
 
     d_n is an update's difference as in `raafl.parts.protect.robust`, with its norm over everything it trains; noise is
-    added to every element that an update of the merge covers. m does not depend on data: it is fixed before the run, also
-    for elements that few submodels cover. Weights are 1, never a client's claimed number of samples. Staleness scales
-    the release, by its mean factor. Memory: one sum per distinct submodel in a merge.
+    added to every element that an update of the merge covers. m does not depend on data: it is fixed before the run,
+    also for elements that few submodels cover. Each weight is 1, whatever number of samples a client claims. The
+    release is scaled by the mean of its updates' staleness factors. Memory: one sum per distinct submodel in a merge.
 
     The noise of a merge derives from the key and the ids of its assignments, which no other merge has, so that runs replay and
     resume bit for bit, and a merge lost in a crash shares no noise with the one that replaces it.
 
     Attributes:
-        clip_norm: C.
-        noise_multiplier: sigma.
+        clip_norm: norm C to which differences are clipped.
+        noise_multiplier: sigma, standard deviation of the noise as a multiple of C.
         delta: delta for which epsilon is reported.
-        divisor: m.
-        key: seed of the noise.
-        max_epsilon: largest epsilon of a client; None = no limit.
+        divisor: m, the number by which the noisy sum is divided.
+        key: seed of the noise, as bytes.
+        max_epsilon: largest epsilon that a client may spend; None = no limit.
     """
 
     clip_norm: float
@@ -194,7 +194,7 @@ class Private(Wrapped):
     max_epsilon: float | None = None
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems, those of running statistics, which noise would spoil, and of too small a budget."""
+        """Return the inner merge's problems, and privacy's: running statistics, which noise would spoil, or too small a budget."""
         trained = state.submodels.layout(part="trained").entries
         problems = super().check(state)
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
@@ -214,7 +214,7 @@ class Private(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, what epsilon is of, and a warning if joint updates make an option ineffective."""
+        """Return the inner merge's notes, one on the meaning of epsilon, and a warning if joint updates disable an option."""
         noisy = [f"privacy: epsilon is between runs that differ in {NEIGHBOURS}, at delta {self.delta:g}"]
         return super().notes(state, num_clients) + joint_notes(self.inner) + (noisy if self.noise_multiplier else [])
 
@@ -234,7 +234,7 @@ class Private(Wrapped):
         """Do nothing: the sums are separate storage already."""
 
     def apply(self, state: GlobalState) -> None:
-        """Release the noisy mean to the inner merge, and count it in the budget."""
+        """Release the noisy mean to the inner merge, and charge it to the privacy budget."""
         memory = state.memory.of(PrivacyMemory)
         received, sums = memory.received, memory.sums
         memory.received, memory.sums = [], {}
@@ -252,12 +252,12 @@ class Private(Wrapped):
     def release_sum(
         self, state: GlobalState, total: FlatTensors, received: Sequence[tuple[Spec, int, int, int]]
     ) -> None:
-        """Release the noisy mean of clients that have clipped their changes themselves, and of which only the sum is known.
+        """Release the noisy mean of clients that have clipped their changes themselves, when only their sum is known.
 
         Args:
             state: the global model.
             total: sum of the changes, in the layout of the whole model; changed in place.
-            received: spec, staleness, client and assignment of each update in it.
+            received: spec, staleness, client and assignment of each update in the sum.
         """
         self._make_noisy(total, [assignment for *_, assignment in received])
         specs = dict.fromkeys(spec for spec, *_ in received)
@@ -272,7 +272,7 @@ class Private(Wrapped):
             memory.squares[client] = memory.squares.get(client, 0) + num**2
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Count releases that a crash has rolled back, since clients have seen them."""
+        """Charge releases that a crash has rolled back to the privacy budget, since clients have seen them."""
         for version in {version for _, version in merged}:
             self._spend(state, Counter(client for client, of in merged if of == version))
         super().on_rollback(state, merged)
@@ -305,7 +305,7 @@ class Private(Wrapped):
         return epsilon(self.noise_multiplier, compositions, self.delta)
 
     def ends_run(self, state: GlobalState) -> str | None:
-        """Return `EPSILON` if the merge of what waits would take a client above ``max_epsilon``."""
+        """Return `EPSILON` if merging the waiting updates would take a client above ``max_epsilon``."""
         if self.max_epsilon is not None:
             memory = state.memory.of(PrivacyMemory)
             waiting = Counter(client for *_, client, _ in memory.received)
@@ -316,12 +316,12 @@ class Private(Wrapped):
         return super().ends_run(state)
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
-        """Return, beside the inner merge's columns, the epsilon spent by the client that contributed most often."""
+        """Return the inner merge's columns, and the epsilon spent by the client that contributed most often."""
         squares = state.memory.of(PrivacyMemory).squares
         return {**super().figures(state), "epsilon": self._epsilon(max(squares.values(), default=0))}
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "privacy", the budget spent: the epsilon of the client that contributed most often, and each client's."""
+        """Return, as "privacy", the budget spent: each client's epsilon, and that of the client that contributed most often."""
         memory = state.memory.of(PrivacyMemory)
         compositions = max(memory.squares.values(), default=0)
         spent = {

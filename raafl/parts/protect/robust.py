@@ -41,8 +41,8 @@ def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> Fl
 
     Args:
         state: the global model.
-        update: the update.
-        spec: its submodel.
+        update: the client's update.
+        spec: submodel of the update.
         sends: content of the update: "values", or "delta", which is the change itself.
     """
     if sends == "delta":
@@ -58,13 +58,13 @@ def scaled(state: GlobalState, update: Update, spec: Spec, sends: str, factor: f
 
     Args:
         state: the global model.
-        update: the update.
-        spec: its submodel.
+        update: the client's update.
+        spec: submodel of the update.
         sends: content of the update: "values", or "delta", which is the change itself.
-        factor: factor of the change.
+        factor: number by which the change is multiplied.
 
     Returns:
-        values or delta, like the update's own tensors.
+        Values or a delta, like the update's own tensors.
     """
     if sends == "delta":
         buffers = {dtype: buffer * factor for dtype, buffer in update.tensors.buffers.items()}
@@ -94,12 +94,12 @@ def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
 
 @dataclass
 class GuardMemory(MergeMemory):
-    """Norms of updates.
+    """Norms of accepted updates, and counts of clipped ones.
 
     Attributes:
-        norms: class of sizes -> the latest norms that were accepted.
+        norms: latest accepted norms, by class of sizes.
         clipped: number of updates that were clipped.
-        measured: assignment and norm of an update that was not refused and is received next; None = there is none.
+        measured: assignment and norm of an update that passed the checks and is received next; None = there is none.
     """
 
     key = "guard"
@@ -112,13 +112,13 @@ class GuardMemory(MergeMemory):
 class NormFilter(Wrapped):
     """Merge wrapper that clips and refuses updates by norm (norm bounding: Sun et al. 2019, section 4).
 
-    Clipping: ``d <- d * min(1, C / ||d||)``, with the parameters' norm; running statistics are scaled along, but not bounded.
-    Refusing: ``||d|| > outlier * median`` of the last `WINDOW` accepted norms (before clipping) in the same size class. The
-    class is the number of trained parameters in octaves, so that small submodels are compared with small ones. Updates of the
-    warm-up are not judged. Memory: `WINDOW` numbers per size class.
+    Clipping: ``d <- d * min(1, C / ||d||)``, with the parameters' norm; running statistics are scaled along, but not
+    bounded. Refusing: ``||d|| > outlier * median`` of the last `WINDOW` accepted norms (before clipping) in the same
+    size class. The class is the number of trained parameters in octaves, so that small submodels are compared with
+    small ones. Updates of the warm-up are accepted without this check. Memory: `WINDOW` numbers per size class.
 
     Attributes:
-        clip_norm: C; None = no clipping.
+        clip_norm: norm C to which changes are clipped; None = no clipping.
         outlier: multiple of the median above which an update is refused; None = refuse none.
         warm_up: number of accepted norms of a class before an update is judged.
     """
@@ -184,9 +184,9 @@ def num_dropped(combine: Combine, trim: float, num: int) -> int:
     """Return the number of values dropped at each end of ``num``: floor(trim * num); for a median all but the middle one or two.
 
     Args:
-        combine: way to combine.
+        combine: way of combining the values.
         trim: share dropped at each end by trimmed_mean.
-        num: number of values.
+        num: number of values to combine.
     """
     if combine == "median":
         return max(num - 1, 0) // 2
@@ -217,11 +217,11 @@ def trimmed(values: Tensor, drop: Tensor) -> Tensor:
     A network of elementwise minima and maxima sorts all columns at once, several times faster than `torch.sort` on few values each.
 
     Args:
-        values: shape (K, n); overwritten.
-        drop: shape (K + 1,); entry k is the number of values dropped at each end of a column with k values.
+        values: values to average, shape (K, n); overwritten.
+        drop: numbers of values to drop, shape (K + 1,); entry k is for each end of a column with k values.
 
     Returns:
-        shape (n,); NaN for a column without values.
+        Means of the columns, shape (n,); NaN for a column without values.
     """
     # inf sorts behind every value, so that a column's k values fill its first k rows
     absent = values.isinf()
@@ -251,7 +251,7 @@ def locate(
     Args:
         state: the global model.
         stored: spec and tensors of each update.
-        combine: trimmed_mean or median.
+        combine: way of combining, trimmed_mean or median.
         trim: share dropped at each end by trimmed_mean.
     """
     drop = torch.tensor([num_dropped(combine, trim, num) for num in range(len(stored) + 1)])
@@ -284,9 +284,9 @@ def feed(
 ) -> None:
     """Pass one joint result to ``merge`` in place of the updates that it replaces, and apply the merge.
 
-    Each update of ``received`` is replaced by the joint result on its submodel, with weight 1. Any coverage
-    mean of these is the joint result again, at the mean of their staleness factors; elements that no update covers stay
-    unchanged. If all are equally stale, one update of each spec suffices.
+    Each update in ``received`` is replaced by the joint result on its submodel, with weight 1. A mean of such updates
+    over each element's coverage is again the joint result, scaled by the mean of their staleness factors. Elements that
+    no update covers stay unchanged. If all are equally stale, one update of each spec suffices.
 
     Args:
         merge: the inner merge.
@@ -305,7 +305,7 @@ def feed(
 
 @dataclass
 class PendingUpdates(OneValue[list[tuple[Spec, int, FlatTensors]]]):
-    """Spec, staleness and a copy of each update since the last merge."""
+    """Copies of the updates since the last merge, each with its spec and staleness."""
 
     key = "located"
     value: list[tuple[Spec, int, FlatTensors]] = field(default_factory=list)
@@ -315,14 +315,14 @@ class PendingUpdates(OneValue[list[tuple[Spec, int, FlatTensors]]]):
 class CoordinateWise(Wrapped):
     """Merge wrapper: coordinate-wise trimmed mean or median of the updates that cover each element (Yin et al. 2018).
 
-    These are the paper's definitions 1 and 2. Of the k updates that cover an element, floor(beta * k) are dropped at each
-    end, so a trimmed mean of too few to trim (k < 1/beta) is their mean; a median is the mean of the middle one or two.
-    Unweighted: a client's claimed number of samples gives it no more weight. The result replaces every update in the inner
-    merge (`feed`). Deterministic. Memory: every update is stored until the merge, K times an update's bytes; see also
-    `locate`.
+    These are the paper's definitions 1 and 2. Of the k updates that cover an element, floor(beta * k) are dropped at
+    each end, so a trimmed mean of too few to trim (k < 1/beta) is their mean; a median is the mean of the middle one or
+    two. Weights are equal: a client that claims more samples gets no more weight. The result replaces every update in
+    the inner merge (`feed`), and is deterministic. Memory: every update is stored until the merge, K times an update's
+    bytes; see also `locate`.
 
     Attributes:
-        combine: trimmed_mean or median.
+        combine: way of combining, trimmed_mean or median.
         trim: beta, share dropped at each end by trimmed_mean.
     """
 

@@ -22,8 +22,8 @@ def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict
     Axes over which norms compute statistics (the residual width) stay whole at every rate.
 
     Args:
-        submodels: of the model, with proven axes.
-        rates: shares of each axis, in (0, 1].
+        submodels: submodels of the model, whose axes are proven.
+        rates: shares of each axis to report, in (0, 1].
         batch_size: batch size of the step whose FLOPs are counted.
     """
     spanned = frozenset() if not submodels.axes or submodels.discovered is None else submodels.discovered.spanned
@@ -49,8 +49,8 @@ def leaves(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[
 
     Args:
         axes: axes that shrink; all others stay whole.
-        rates: rates by name.
-        cost: predicts the cost of a spec.
+        rates: rate of each axis, by a name that the report gives it.
+        cost: function that predicts the cost of a spec.
     """
     whole = cost(FULL)
     costs = {name: cost(leading(axes, rate)) for name, rate in rates.items()}
@@ -69,7 +69,7 @@ def share(value: float) -> str:
 
 
 def sentence_of(shares: Shares) -> str:
-    """Describe in a sentence how much of the model each rate keeps, as returned by `leaves`."""
+    """Describe in a sentence how much of the model each rate keeps, given the result of `leaves`."""
     percents = {
         rate: (percent(share_of["parameters"]), percent(share_of["flops"])) for rate, share_of in shares.items()
     }

@@ -17,17 +17,17 @@ _INF = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits on the cost of a task; all of them must be met. Infinite = no limit.
+    """Limits on the cost of a task, all of which must be met; infinite = no limit.
 
     Attributes:
-        memory_bytes: bytes of the client's tensors, see `Cost.peak_bytes`.
-        flops: training FLOPs of a task.
-        wire_bytes: bytes of a task, download and upload together.
-        seconds: predicted time of a task on ``profile``: download, computation, upload.
-        params: number of parameters present.
-        profile: device profile of the client, for ``seconds``.
-        samples: number of samples on which a task trains, for ``flops`` and ``seconds``.
-        tested: number of samples on which the client then evaluates, for ``seconds``.
+        memory_bytes: largest number of bytes of the client's tensors (`Cost.peak_bytes`).
+        flops: largest number of training FLOPs of a task.
+        wire_bytes: largest number of bytes of a task, download and upload together.
+        seconds: largest predicted time of a task on ``profile``: download, computation, upload.
+        params: largest number of parameters present.
+        profile: device profile of the client, needed for ``seconds``.
+        samples: number of samples on which a task trains, needed for ``flops`` and ``seconds``.
+        tested: number of samples on which the client then evaluates, needed for ``seconds``.
     """
 
     memory_bytes: float = _INF
@@ -44,7 +44,7 @@ class Budget:
             positive(name, getattr(self, name))
 
     def needs(self, cost: Cost) -> dict[str, float]:
-        """Return a task's needs, by the name of the limit that each is compared with."""
+        """Return a task's needs, each by the name of the limit that it is compared with."""
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,
@@ -54,12 +54,12 @@ class Budget:
         }
 
     def over(self, cost: Cost) -> dict[str, float]:
-        """Return the needs that exceed their limit, by name of the limit; empty if the task is within the budget."""
+        """Return the needs that exceed their limits, by the limit's name; empty if the task is within the budget."""
         return {name: need for name, need in self.needs(cost).items() if need > getattr(self, name)}
 
 
 def steps(axes: Axes) -> list[float]:
-    """Return, ascending, every rate at which some axis keeps one more unit; the last is 1."""
+    """Return every rate at which some axis keeps one more unit, ascending; the last is 1."""
     return sorted({number / size for size in set(map(size_of, axes.values())) for number in range(1, size + 1)} | {1.0})
 
 
@@ -74,14 +74,14 @@ def largest_rate(
     """Return the largest of ``rates`` whose spec is within the budget, by bisection; the result has been checked.
 
     Args:
-        spec_of_rate: returns the spec of a rate.
-        cost_of: predicts the cost of a spec; a larger rate must not cost less.
-        budget: the limits.
-        rates: ascending, such as `steps` of the axes.
-        who: subject of the error message.
+        spec_of_rate: function that returns the spec of a rate.
+        cost_of: function that predicts the cost of a spec; a larger rate must not cost less.
+        budget: limits that the spec must meet.
+        rates: rates to choose from, ascending, such as `steps` of the axes.
+        who: subject of the error message, such as "client 3".
 
     Raises:
-        BadInput: not even the smallest rate is within the budget; the message has each exceeded limit and the need.
+        BadInput: not even the smallest rate is within the budget; the message has each exceeded limit with the need.
     """
     if not budget.over(cost_of(spec_of_rate(rates[-1]))):
         return rates[-1]

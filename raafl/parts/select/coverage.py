@@ -26,15 +26,15 @@ Taken = tuple[tuple[int, ...], ...]
 
 
 def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]:
-    """Return m_n of each client for 4 regions (section 6.2): L-Arb 2, S-Arb 1, MIX-Arb 2 for half of them and 1 for the others.
+    """Return m_n of each client for 4 regions (section 6.2): L-Arb gives 2, S-Arb 1, MIX-Arb 2 to one half and 1 to the other.
 
     Args:
-        level: L-Arb, S-Arb or MIX-Arb.
-        num_clients: N.
-        seed: seed that decides which half.
+        level: name of the level, L-Arb, S-Arb or MIX-Arb.
+        num_clients: number of clients N.
+        seed: seed that decides which half gets 2 regions.
 
     Raises:
-        BadInput: an unknown level, or no client.
+        BadInput: the level is unknown, or there is no client.
     """
     one_of("mask level", level, LEVELS)
     at_least("num_clients", num_clients, 1)
@@ -48,19 +48,20 @@ def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]
 class RegionCoverage:
     """Schedule of regions, a pure function of seed and round.
 
-    Without ``rest`` each round is drawn independently, and ``coverage`` is the least of each round. With it, the S regions of a
-    round and a client's regions among them rotate, so that each client has trained all regions after ``period`` rounds; a larger
-    ``rest`` than that needs is used to vary the order of rounds. With ``hold`` one assignment stands for all rounds, and regions
-    beyond S are left to nobody. With either, the least covered region has exactly ``coverage`` clients in every round.
+    Without ``rest`` each round is drawn independently, and ``coverage`` is the least of each round. With ``rest``, the
+    S regions of a round and a client's regions among them rotate, so that each client has trained all regions after
+    ``period`` rounds; a larger ``rest`` than that needs is used to vary the order of rounds. With ``hold`` one
+    assignment is used in all rounds, and regions beyond S are trained by no client. With either, the least covered
+    region has exactly ``coverage`` clients in every round.
 
     Attributes:
-        takes: m_n, the number of regions that client n trains in a round.
-        regions: K, the number of regions.
-        trained: S*, the number of regions trained in each round; None = all K.
-        coverage: Gamma*, the least number of clients that train a trained region; None = 1, with rest or hold as many as an
-            even spread gives.
-        rest: tau, the largest number of consecutive rounds in which a client skips a region; None = no limit.
-        hold: keep one assignment for all rounds.
+        takes: number of regions m_n that client n trains in a round, by client.
+        regions: number of regions (K).
+        trained: number of regions trained in each round (S*); None = all K.
+        coverage: least number of clients that train a trained region (Gamma*); None = 1, or with rest or hold as many
+            as an even spread gives.
+        rest: largest number of consecutive rounds in which a client skips a region (tau); None = no limit.
+        hold: whether one assignment is kept for all rounds.
     """
 
     takes: tuple[int, ...]
@@ -141,12 +142,12 @@ class RegionCoverage:
 
     @property
     def num_trained(self) -> int:
-        """S, the number of regions trained in a round."""
+        """Number of regions trained in a round (S)."""
         return self.regions if self.trained is None else self.trained
 
     @property
     def period(self) -> int:
-        """The number of rounds in which every client can train every region: ``ceil(K / S) * ceil(S / min m_n)``."""
+        """Number of rounds in which every client can train every region: ``ceil(K / S) * ceil(S / min m_n)``."""
         return -(-self.regions // self.num_trained) * self._visits
 
     @property
@@ -206,9 +207,9 @@ def topped_up(taken: Taken, takes: Sequence[int], rng: random.Random) -> Taken:
     The set of trained regions stays the same; coverage and rests stay the same or improve.
 
     Args:
-        taken: regions of each client.
+        taken: regions that each client trains already.
         takes: number of regions that each client should train.
-        rng: for the draws.
+        rng: random generator of the draws.
     """
     open_now = sorted({i for regions in taken for i in regions})
     more = []

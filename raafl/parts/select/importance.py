@@ -17,12 +17,12 @@ State = Mapping[str, Tensor]
 
 
 def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return the units with the largest L2 norm over all coupled slices of a unit (for a head: q, k, v and o).
+    """Return the units with the largest L2 norm, taken over all slices that belong to a unit (for a head: q, k, v and o).
 
     Args:
         axes: axes of the model, by name.
-        rate: kept share of each axis.
-        state: the model's parameters by name.
+        rate: share of each axis to keep.
+        state: parameters of the model, by name.
         seed: ignored.
         round: ignored.
 
@@ -41,12 +41,12 @@ def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int =
 
 @torch.no_grad()
 def unit_scores(axis: Axis | Stack, state: State, *, squared: bool = True) -> Tensor:
-    """Return for each unit the sum over its elements, or over their squares; shape (size,), float64, on the CPU.
+    """Return a score for each unit: the sum of its elements' squares, or of the elements; shape (size,), float64, on the CPU.
 
     Args:
-        axis: axis, or stack of blocks, which are then the units.
-        state: tensors by name.
-        squared: sum the squares of the elements.
+        axis: axis to score, or a stack of blocks, which are then the units.
+        state: tensors of the model, by name.
+        squared: whether to sum the squares of the elements.
 
     Raises:
         BadInput: ``state`` has no tensor of the axis.

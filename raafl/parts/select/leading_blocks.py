@@ -19,13 +19,13 @@ from raafl.submodel import Spec, Submodels
 class LeadingBlocks(Select):
     """Select that gives each client the lowest blocks, all exits up to their top, and the leading units of each axis.
 
-    Submodels are nested: every client trains the lowest blocks. A client whose memory its share exceeds gets fewer blocks. A model
-    without a stack of blocks keeps its depth; one without exits ends with its own last layers.
+    Submodels are nested: every client trains the lowest blocks. A client gets fewer blocks if its share exceeds its
+    memory. A model without a stack of blocks keeps its depth; one without exits ends with its own last layers.
 
     Attributes:
-        depths: share of the blocks by client: one number; a list that clients 1, 2, ... take in turn; or a mapping from device
-            name.
-        widths: share of each axis by client, in the same form.
+        depths: share of the blocks that a client gets: one number for all; a list that clients 1, 2, ... take in turn;
+            or a mapping from device name.
+        widths: share of each axis that a client gets, in the same form.
     """
 
     depths: Rates = 1.0
@@ -56,12 +56,12 @@ class LeadingBlocks(Select):
         return found
 
     def spec(self, submodels: Submodels, num_blocks: int, width: float) -> Spec:
-        """Return the submodel of the lowest blocks.
+        """Return the submodel of the lowest blocks, each axis cut to its leading units.
 
         Args:
             submodels: the model, with its axes and layouts.
             num_blocks: number of blocks; fewer if no exit follows the last of them.
-            width: share of each axis.
+            width: share of each axis to keep.
         """
         stack, exits = stack_of(submodels), exit_depths(submodels)
         kept = dict(leading(submodels.axes, width).kept)

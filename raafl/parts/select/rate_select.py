@@ -31,9 +31,9 @@ class RateSelect(Select):
     without axes is trained whole, whatever the rates.
 
     Attributes:
-        selector: leading (HeteroFL), rolling (FedRolex), random or magnitude.
-        rates: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a mapping from device
-            name.
+        selector: choice of units: leading (HeteroFL), rolling (FedRolex), random or magnitude.
+        rates: rate of a client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a mapping
+            from device name.
         rate_of: quantity of which a rate is a share: model = nominal size, where each axis keeps the square root of the rate
             (`width_of`); width = each axis; parameters = counted parameters, for which the width is searched.
         rounds: counter that moves rolling windows and random draws on: each client's own merged updates, or the server's
@@ -41,8 +41,8 @@ class RateSelect(Select):
         seconds: limit on a task's predicted time, links included; None = no limit.
         flops: limit on a task's training FLOPs; None = no limit.
         wire_bytes: limit on a task's bytes, download and upload together; None = no limit.
-        steps_within_s: reduce the local steps that `train` sets to those predicted to finish within so many seconds, links
-            included, but at least 1, so that no client delays others longer; None = all steps.
+        steps_within_s: seconds within which a task must be predicted to finish, links included: it gets as many of the local
+            steps that `train` sets as fit, and at least 1, so that no client delays others longer; None = all steps.
     """
 
     selector: Literal["leading", "rolling", "random", "magnitude"] = "leading"
@@ -161,7 +161,7 @@ Rated = RateSelect
 
 
 def rates_in_words(rates: Rates) -> str:
-    """Return rates as text, such as "1, 0.5" or "phone 0.25, laptop 1"."""
+    """Format rates as text, such as "1, 0.5" or "phone 0.25, laptop 1"."""
     if isinstance(rates, dict):
         return ", ".join(f"{name} {rate:g}" for name, rate in rates.items())
     return ", ".join(f"{rate:g}" for rate in (rates if isinstance(rates, Sequence) else [rates]))
@@ -178,10 +178,10 @@ def by_rate(
 
     Args:
         submodel: the user's own select; None = select by rate.
-        selector: choice of units, see `RateSelect.selector`.
+        selector: choice of units, as in `RateSelect.selector`.
         rates: share of the width by client; None = ``levels``, which clients take in turn.
-        levels: the paper's shares.
-        rounds: counter that moves rolling windows and random draws on, see `RateSelect.rounds`.
+        levels: shares of the width that the paper uses.
+        rounds: counter that moves rolling windows and random draws on, as in `RateSelect.rounds`.
 
     Raises:
         BadInput: both ``submodel`` and ``rates`` are given.

@@ -26,11 +26,11 @@ class Segments:
     """Segments of one axis: segment i contains the units ``bounds[i]`` to ``bounds[i + 1] - 1``.
 
     Attributes:
-        bounds: ascending, from 0 to the size of the axis.
-        is_heads: whether the units are heads of an attention.
+        bounds: unit at which each segment begins, ascending, from 0 to the size of the axis.
+        is_heads: whether the axis's units are heads of an attention.
         block: index of the block, in the model's only stack, that contains the axis; None = the axis reaches outside a block, or
             the model has no such stack.
-        can_train: whether a mask of the axis can be trained, see `readers`.
+        can_train: whether a mask of the axis can be trained; see `readers`.
     """
 
     bounds: tuple[int, ...]
@@ -47,7 +47,7 @@ class Segments:
 
 
 def cuts_of(submodels: Submodels, number: int) -> dict[str, Segments]:
-    """Return the segments of each axis by its name: one per head; otherwise ``number`` nearly equal ranges, or one per unit."""
+    """Return the segments of each axis, by its name: one per head; otherwise ``number`` nearly equal ranges, or one per unit."""
     return submodels.cached(
         "segments", number, lambda: {name: _cut(submodels, axis, number) for name, axis in submodels.axes.items()}
     )
@@ -68,9 +68,10 @@ def stack_of(submodels: Submodels) -> Stack | None:
 
 
 def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
-    """Return the weights whose columns read the axis's units: with these columns at 0, the units have no effect, as if cut.
+    """Return the weights whose columns read the axis's units; zeroing these columns removes the units' effect, as cutting does.
 
-    Empty if no set of columns does that, as for the state of a recurrent layer or a width that a layer norm spans.
+    The result is empty if no set of columns does that, as for a recurrent layer's state, or a width that a layer norm
+    spans.
     """
     weights = []
     for member in axis.members:
@@ -119,7 +120,7 @@ class Gates:
 
     @contextmanager
     def set(self, gates: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the module runs with these gates, by axis, each of shape (segments,)."""
+        """Return a context in which the module runs with these gates, given by axis, each of shape (segments,)."""
         own: list[Any] = [layer._parameters["weight"] for layer, _, _ in self._places]
         try:
             for (layer, axis, spread), weight in zip(self._places, own, strict=True):

@@ -35,7 +35,7 @@ class Full(Select):
         return Work()
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory the whole model exceeds."""
+        """Return a problem for each client whose memory cannot hold the whole model."""
         spec = Work().spec
         return [
             f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, the full model needs "
@@ -50,7 +50,7 @@ class Full(Select):
 
 
 def uncut(submodels: Submodels, what: str) -> list[str]:
-    """Return a warning that the model has no axes, so that every client trains all of it; empty if it has.
+    """Return a warning if the model has no axes, so that every client trains all of it; else an empty list.
 
     Args:
         submodels: the model, with its axes and layouts.
@@ -62,10 +62,10 @@ def uncut(submodels: Submodels, what: str) -> list[str]:
 
 
 def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
-    """Return the share of each fragment: a row of Table 4 for a number, otherwise the given ratios scaled to sum to 1.
+    """Return the share of each fragment: for a number, a row of the paper's Table 4; else the given ratios, scaled to sum to 1.
 
     Raises:
-        BadInput: a number that Table 4 lacks, no ratios, or a ratio that is not above 0.
+        BadInput: Table 4 has no row for the number; or there are no ratios, or one is not above 0.
     """
     if isinstance(fragments, int):
         if fragments not in TABLE_4:
@@ -106,8 +106,8 @@ class OneOf(Select):
     evaluation.
 
     Attributes:
-        how: gre_raa, random or fewest_updates.
-        bound_s: K in seconds; None = the offline bound of the present clients.
+        how: rule of choice: gre_raa, random or fewest_updates.
+        bound_s: bound K in seconds; None = the offline bound of the present clients.
     """
 
     how: Choice
@@ -149,7 +149,7 @@ class OneOf(Select):
         return specs
 
     def bound(self, fleet: SelectContext) -> float:
-        """Return K in seconds: the given bound, or the offline bound of the present clients."""
+        """Return the bound K in seconds: the one given, or the offline bound of the present clients."""
         if self.bound_s is not None:
             return self.bound_s
         cache = fleet.cache
@@ -238,8 +238,8 @@ class Fragments(OneOf):
 
     Attributes:
         ratios: share of the units in each fragment.
-        how: gre_raa, random or fewest_updates.
-        bound_s: K in seconds; None = the offline bound of the present clients.
+        how: rule of choice: gre_raa, random or fewest_updates.
+        bound_s: bound K in seconds; None = the offline bound of the present clients.
     """
 
     ratios: tuple[float, ...]
@@ -255,5 +255,5 @@ class Fragments(OneOf):
         return uncut(fleet.state.submodels, "cut into fragments") if len(self.ratios) > 1 else []
 
     def what(self) -> str:
-        """Describe the ratios in a few words, for logs."""
+        """Describe the fragments' ratios in a few words, for logs."""
         return f"fragments {'/'.join(f'{100 * r:g}' for r in self.ratios)} %"

@@ -79,7 +79,7 @@ def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
         kept: indices of the kept units, by name of the axis.
 
     Raises:
-        SpecError: a missing axis, no unit of an axis, or a unit that the axis does not have.
+        SpecError: an axis is missing, keeps no unit, or keeps a unit that it does not have.
     """
     width: dict[str, list[int] | range] = {}
     depth: dict[str, list[int] | range] = {}

@@ -20,17 +20,17 @@ from raafl.submodel import Spec, Submodels
 class WindowPieces(OneOf):
     """Choice among windows of consecutive blocks (`RollingWindows`), each cut into disjoint slices of its width, for every rate.
 
-    A rate r gives windows of ``ceil(r_d L)`` blocks, and ``ceil(1 / r_w)`` slices of ``ceil(r_w S)`` heads and segments each, which
-    together cover all of them. Each piece is a region j with its own count q(j) of merges. Gre-RAA then assigns a client, among the
-    pieces that it finishes within K, the one merged least often.
+    A rate r gives windows of ``ceil(r_d L)`` blocks, and ``ceil(1 / r_w)`` slices of ``ceil(r_w S)`` heads and segments
+    each, which together cover all of them. Each piece is a region j with its own count q(j) of merges. Gre-RAA then
+    gives a client the piece that was merged least often, among the pieces that it finishes within K.
 
     Attributes:
-        rates: shares r of the model.
+        rates: shares r of the model, one for each set of pieces.
         ratio: ratio by which width and depth share r, see `raafl.parts.select.windows.split_rate`.
         segments: number of ranges into which an axis without heads is cut.
-        distils: keep the exits inside a window, so that they train, too.
-        how: gre_raa, random or fewest_updates.
-        bound_s: K in seconds; None = the offline bound.
+        distils: whether to keep the exits inside a window, so that they train, too.
+        how: rule of choice: gre_raa, random or fewest_updates.
+        bound_s: bound K in seconds; None = the offline bound.
     """
 
     rates: list[float] = field(default_factory=lambda: [1.0, 0.5625, 0.25, 0.0625])
@@ -75,7 +75,7 @@ class WindowPieces(OneOf):
         ]
 
     def what(self) -> str:
-        """Describe the rates in a few words, for logs."""
+        """Describe the pieces' rates in a few words, for logs."""
         return (
             f"windows of blocks and slices of their width, {', '.join(f'{rate:g}' for rate in self.rates)} of the model"
         )

@@ -61,10 +61,11 @@ def window_starts(num_blocks: int, rate: float) -> list[int]:
 
 
 def first_window(client: int, num: int) -> int:
-    """Return the index of the window, of ``num``, from which a client starts, so that clients are spread over all windows.
+    """Return the index of a client's first window, out of ``num``, so that clients are spread over all windows.
 
-    It is the digit sum of ``client - 1`` to base ``num``, modulo ``num``: client 1 starts with the lowest; any ``num`` consecutive
-    clients cover all windows, and so do clients at equal distances, such as those of one kind of device.
+    The index is the digit sum of ``client - 1`` to base ``num``, modulo ``num``. Client 1 starts with the lowest
+    window. Any ``num`` consecutive clients cover all windows, and so do clients at equal distances, such as those of
+    one kind of device.
     """
     left, total = client - 1, 0
     while left and num > 1:
@@ -116,16 +117,16 @@ class RollingWindows(Select):
     precedes the one that trains the window; after these visits the scores stay constant.
 
     Attributes:
-        rates: r: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a mapping from
-            device name.
+        rates: rate r of a client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
+            mapping from device name.
         ratio: ratio by which width and depth share r, see `split_rate`.
-        linear: trained or random masks of axes without heads; random ones are drawn anew for each task.
-        attention: trained or random masks of heads.
-        segments: S, number of segments of an axis without heads.
+        linear: masks of axes without heads: trained, or random, drawn anew for each task.
+        attention: masks of heads: trained or random.
+        segments: number S of segments of an axis without heads.
         mask_rounds: number of a client's visits of each block that begin with training its scores.
         mask_epochs: local epochs of a task that trains scores.
         mask_steps: local steps of such a task, instead of epochs; None = epochs.
-        distils: keep the exits inside the window, so that they train, too.
+        distils: whether to keep the exits inside the window, so that they train, too.
     """
 
     rates: Rates = 1.0
@@ -223,8 +224,8 @@ class RollingWindows(Select):
             submodels: the model, with its axes and layouts.
             start: index of the first block that trains.
             stop: index after the last block.
-            kept: units of each narrowed axis.
-            distils: keep the exits inside the window.
+            kept: indices of the kept units, for each narrowed axis.
+            distils: whether to keep the exits inside the window.
         """
         stack, exits = stack_of(submodels), exit_depths(submodels)
         none = () if exits else None
@@ -251,7 +252,7 @@ class RollingWindows(Select):
         Args:
             submodels: the model, with its axes and layouts.
             num_blocks: number of blocks in a window.
-            depth: r_d, from which the windows follow.
+            depth: share r_d of the blocks, from which the windows follow.
         """
         stack = stack_of(submodels)
         if stack is None:

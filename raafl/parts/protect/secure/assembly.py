@@ -27,7 +27,7 @@ def _is_whole(waiting: TriggerContext) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WholeRounds(AllReported):
-    """Trigger of rounds that never merges a part of a group."""
+    """Trigger of rounds that never merges only a part of a group."""
 
     def due(self, waiting: TriggerContext) -> bool:
         """Check that every task of the round has reported or was lost."""
@@ -36,12 +36,12 @@ class WholeRounds(AllReported):
 
 @dataclass(frozen=True, slots=True)
 class WholeGroups(Buffered):
-    """Trigger that merges each group of K clients once it has arrived, without those that dropped out of it."""
+    """Trigger that merges each group of K clients once its updates have arrived, except those of clients that dropped out."""
 
     folds_rest: ClassVar[bool] = False
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check that the group has arrived."""
+        """Check that all updates of the group have arrived."""
         return _is_whole(waiting)
 
     def __str__(self) -> str:
@@ -55,16 +55,17 @@ def secured(
     """Return ``algorithm`` with a merge of sums and a trigger of whole groups; unchanged if secure aggregation is off.
 
     Args:
-        algorithm: with the run's other options.
-        options: of secure aggregation.
+        algorithm: algorithm wrapped in the run's other options.
+        options: the run's options of secure aggregation.
         rounds: conditions on which a round closes early.
         guard: protection from bad updates.
         privacy: client-level differential privacy.
-        num_clients: N.
-        up: compressor of what clients send.
+        num_clients: number of clients N.
+        up: compressor of what clients send, as in ``compress.up``.
 
     Raises:
-        BadInput: an option or the algorithm cannot go with it, a line for each.
+        BadInput: an option or the algorithm does not work with secure aggregation; the message has a line for each
+            problem.
     """
     if options.min_cover is None:
         return algorithm
@@ -82,7 +83,7 @@ def secured(
 
 
 def group_size(algorithm: Algorithm, num_clients: int) -> int:
-    """Return the most clients in a group: those of a round, or of a buffer."""
+    """Return the largest number of clients in a group: those of a round, or of a buffer."""
     if isinstance(algorithm.trigger, Buffered):
         return algorithm.trigger.size
     return min(algorithm.sample.cohort or num_clients, num_clients)

@@ -23,15 +23,15 @@ MAX_CELLS = 4096
 
 
 def typed(layout: Layout, dtype: torch.dtype) -> Layout:
-    """Return a layout with the same tensors of another dtype."""
+    """Return a layout that has the same tensors as ``layout``, but of another dtype."""
     return Layout.pack((entry.name, entry.shape, dtype) for entry in layout.entries)
 
 
 class Ring:
-    """Layouts and copy plans for whole numbers in the place of what a submodel trains; one flat buffer of int32.
+    """Layouts and copy plans of whole numbers that replace a submodel's trained values; each has one flat buffer of int32.
 
     Attributes:
-        submodels: of the model, which trains float32 alone (`secure.merge` checks it).
+        submodels: submodels of the model, which trains only float32 (`secure.merge` checks it).
     """
 
     def __init__(self, submodels: Submodels) -> None:
@@ -39,14 +39,14 @@ class Ring:
         self.submodels = submodels
 
     def layout(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> Layout:
-        """Return the layout of a submodel's numbers, in the order of its trained tensors."""
+        """Return the layout of a submodel's whole numbers, in the order of its trained tensors."""
         spec = self.submodels.normal(spec.cut)
         return self.submodels.cached(
             "ring layout", (spec, dtype), lambda: typed(self.submodels.layout(spec, "trained"), dtype)
         )
 
     def plan(self, spec: Spec, dtype: torch.dtype = torch.int32) -> CopyPlan:
-        """Return the copy plan between a whole model's numbers and a submodel's."""
+        """Return the copy plan between a whole model's whole numbers and a submodel's."""
         spec = self.submodels.normal(spec.cut)
 
         def make() -> CopyPlan:
@@ -55,21 +55,21 @@ class Ring:
         return self.submodels.cached("ring plan", (spec, dtype), make)
 
     def zeros(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> FlatTensors:
-        """Return zeros for a submodel, on the CPU."""
+        """Return whole numbers for a submodel, all zero, on the CPU."""
         return FlatTensors.zeros(self.layout(spec, dtype))
 
 
 def buffer_of(flat: FlatTensors) -> torch.Tensor:
-    """Return the only buffer; where nothing trains, an empty one."""
+    """Return the only buffer of ``flat``; an empty one if nothing trains."""
     return next(iter(flat.buffers.values()), torch.zeros(0, dtype=torch.int32))
 
 
 class Coverage:
-    """Cells of a group of submodels.
+    """Cells of a group: sets of elements that exactly the same members' submodels contain.
 
     Attributes:
-        holders: for each cell, the keys of the members whose submodels contain it.
-        specs: spec of each member.
+        holders: keys of the members whose submodels contain a cell, for each cell.
+        specs: submodel of each member, by key.
     """
 
     def __init__(self, ring: Ring, specs: Mapping[int, Spec]) -> None:
@@ -105,7 +105,7 @@ class Coverage:
         self._cells: dict[Spec, np.ndarray] = {}
 
     def cells_of(self, key: int) -> np.ndarray:
-        """Return, for each element that a member sends, in order, the number of its cell."""
+        """Return the number of the cell of each element that a member sends, in order."""
         spec = self.specs[key]
         if spec not in self._cells:
             plan = self._ring.plan(spec, torch.int64)
@@ -117,17 +117,17 @@ class Coverage:
         return [cell for cell, holders in enumerate(self.holders) if key in holders]
 
     def open_cells(self, survivors: frozenset[int], min_cover: int) -> list[int]:
-        """Return the cells that at least ``min_cover`` of the survivors have, ascending."""
+        """Return the cells that at least ``min_cover`` of the survivors contain, ascending."""
         return [cell for cell, holders in enumerate(self.holders) if len(holders & survivors) >= min_cover]
 
     def common(self, key: int, other: int) -> np.ndarray | slice:
-        """Return which elements of a member's submodel another member has, too: a mask, or all of them."""
+        """Return the elements of member ``key``'s submodel that member ``other`` has, too: a mask, or a slice of all."""
         held = np.array([other in holders for holders in self.holders])
         cells = self.cells_of(key)
         return slice(None) if held[cells].all() else held[cells]
 
     def within(self, key: int, cell: int) -> np.ndarray | slice:
-        """Return which elements of a member's submodel are in a cell."""
+        """Return the elements of member ``key``'s submodel that lie in ``cell``: a mask, or a slice of all."""
         cells = self.cells_of(key)
         chosen = cells == cell
         return slice(None) if chosen.all() else chosen

@@ -19,18 +19,18 @@ OUT_OF_RANGE = "out-of-range"
 
 
 class OutOfRange(ValueError):
-    """An update has an element that fixed point cannot hold: it is beyond the bound, or not finite."""
+    """Raised if an update has an element that fixed point cannot hold: it is beyond the bound, or not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedPoint:
-    """Numbers up to ``bound`` in steps of ``2**-bits``, so fine that ``num_members`` of them add up without overflow.
+    """Fixed-point numbers up to ``bound`` in steps of ``2**-bits``, of which ``num_members`` add up without overflow.
 
     An element is rounded towards zero, so that no bound on an update's norm is exceeded by rounding; its error is below one step.
 
     Attributes:
-        bound: largest magnitude of an element, B.
-        num_members: most updates in a sum, K.
+        bound: largest magnitude of an element (B).
+        num_members: largest number of updates in a sum (K).
     """
 
     bound: float
@@ -45,12 +45,12 @@ class FixedPoint:
 
     @property
     def bits(self) -> int:
-        """Bits behind the point: ``floor(log2((2^31 - 1) / (K B)))``."""
+        """Number of binary places after the point: ``floor(log2((2^31 - 1) / (K B)))``."""
         return math.floor(math.log2(LARGEST / (self.num_members * self.bound)))
 
     @property
     def step(self) -> float:
-        """Distance between two neighbouring numbers."""
+        """Distance between two neighbouring fixed-point numbers."""
         return 2.0**-self.bits
 
     def encode(self, values: Tensor, factor: float = 1.0, clip_norm: float | None = None) -> Tensor:
@@ -58,8 +58,8 @@ class FixedPoint:
 
         Args:
             values: the client's change, one flat buffer.
-            factor: its weight as a share of the largest in the sum, 0 to 1.
-            clip_norm: L2 norm to which ``values`` are scaled down before; None = they are not.
+            factor: weight of the client as a share of the largest weight in the sum, from 0 to 1.
+            clip_norm: L2 norm to which ``values`` are scaled down before encoding; None = no clipping.
 
         Raises:
             OutOfRange: an element is beyond the bound after clipping, or not finite.
@@ -73,12 +73,12 @@ class FixedPoint:
         return (wide * (factor * 2.0**self.bits)).trunc_().to(torch.int32)
 
     def decode(self, total: Tensor) -> Tensor:
-        """Return a sum of encoded changes as float64."""
+        """Convert a sum of encoded changes back to float64."""
         return total.double() * self.step
 
 
 def add_(total: Tensor, more: Tensor | np.ndarray) -> None:
-    """Add int32 tensors modulo 2^32, in place, on the CPU; torch leaves open what becomes of an overflow, NumPy does not."""
+    """Add int32 tensors modulo 2^32, in place, on the CPU. NumPy does it, since torch does not define an overflow's result."""
     words = total.numpy().view(np.uint32)
     other = more.numpy() if isinstance(more, Tensor) else more
     np.add(words, other.view(np.uint32), out=words)

@@ -26,11 +26,11 @@ COMMITMENT_BYTES = 16
 
 
 class CannotOpen(Exception):
-    """A group's sum cannot be read.
+    """Raised if the sum of a group cannot be read.
 
     Attributes:
-        reason: too-few (members that are left), bad-share (what a member sent does not restore a key), or bad-group (what a
-            client is asked to take part in is not what it agreed to).
+        reason: why it cannot: too-few (members are left), bad-share (a member's shares do not restore a key), or
+            bad-group (the group is not the one that a client agreed to).
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -40,13 +40,13 @@ class CannotOpen(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """One member as the others know it.
+    """One member of a group, as the other members know it.
 
     Attributes:
-        key: id of its assignment, unique in the run.
-        mask_key: its public key for masks, 32 bytes.
-        share_key: its public key for shares, 32 bytes.
-        spec: its submodel.
+        key: id of the member's assignment, unique in the run.
+        mask_key: the member's public key for masks, 32 bytes.
+        share_key: the member's public key for shares, 32 bytes.
+        spec: submodel of the member.
     """
 
     key: int
@@ -57,13 +57,13 @@ class GroupMember:
 
 @dataclass(frozen=True)
 class Group:
-    """Members of one sum.
+    """Group of clients whose updates are read as one sum.
 
     Attributes:
-        id: hex text that no other group has.
-        members: ordered by key.
-        threshold: members that must help to open the sum.
-        min_cover: members that must have contributed to an element for it to be opened.
+        id: hex text that identifies the group in the run.
+        members: members of the group, ordered by key.
+        threshold: number of members that must help to open the sum.
+        min_cover: number of members that must have contributed to an element for it to be opened.
     """
 
     id: str
@@ -73,59 +73,59 @@ class Group:
 
     @cached_property
     def by_key(self) -> dict[int, GroupMember]:
-        """Members by key."""
+        """Members of the group by key."""
         return {member.key: member for member in self.members}
 
     def point(self, key: int) -> int:
-        """Return the point of the field for a member's shares, from 1."""
+        """Return the point at which a member's shares are evaluated in Shamir's field, counted from 1."""
         return [member.key for member in self.members].index(key) + 1
 
     def coverage(self, ring: Ring) -> Coverage:
-        """Find the cells of the members' submodels."""
+        """Compute the cells of the members' submodels."""
         return Coverage(ring, {member.key: member.spec for member in self.members})
 
 
 def threshold_of(num_members: int, share: float) -> int:
-    """Return the number of members that must help to open a sum: more than ``share`` of ``num_members``."""
+    """Return the number of members that must help to open a sum: more than the share ``share`` of ``num_members``."""
     return min(int(share * num_members + 1e-9) + 1, num_members)
 
 
 def share_bytes(coverage: Coverage, sender: int) -> int:
-    """Return the length of one encrypted share of a sender's secret: its private key and a seed for each of its cells."""
+    """Return the number of bytes of one encrypted share of a sender's secret: its private key and a seed for each of its cells."""
     return SEED_BYTES * (1 + len(coverage.own(sender))) + TAG_BYTES
 
 
 def reveal_bytes(coverage: Coverage, key: int, survivors: frozenset[int], min_cover: int) -> int:
-    """Return the length of what each survivor reveals of a member; arguments as for `open_of`."""
+    """Return the number of bytes that each survivor reveals about a member; arguments as for `open_of`."""
     return SEED_BYTES * (len(open_of(coverage, key, survivors, min_cover)) if key in survivors else 1)
 
 
 def open_of(coverage: Coverage, key: int, survivors: frozenset[int], min_cover: int) -> list[int]:
-    """Return the places, among a member's own cells, of those that are opened.
+    """Return the opened cells of a member, as positions among its own cells.
 
     Args:
-        coverage: cells of the group.
-        key: of the member.
+        coverage: cells of the group's submodels.
+        key: key of the member.
         survivors: members that have contributed.
-        min_cover: least number of them that have an opened cell.
+        min_cover: smallest number of survivors that must have a cell for it to be opened.
     """
     opened = set(coverage.open_cells(survivors, min_cover))
     return [place for place, cell in enumerate(coverage.own(key)) if cell in opened]
 
 
 def commitment(seed: bytes) -> bytes:
-    """Return a digest that binds a member to a seed and, the seed being random, tells nothing of it."""
+    """Return a digest that binds a member to a random seed without revealing anything about it."""
     return hashlib.blake2b(seed, digest_size=COMMITMENT_BYTES, person=b"raafl seed").digest()
 
 
 def mask_seed(private: X25519PrivateKey, public: bytes, group: str, one: int, other: int) -> bytes:
-    """Return the seed that two members agree on, whichever of the two derives it.
+    """Return the seed on which two members agree; both derive the same one.
 
     Args:
-        private: mask key of one.
-        public: mask key of the other.
+        private: private mask key of one member.
+        public: public mask key of the other member.
         group: id of the group.
-        one: key of a member.
+        one: key of one of the members.
         other: key of the other member.
     """
     low, high = sorted((one, other))
@@ -133,11 +133,11 @@ def mask_seed(private: X25519PrivateKey, public: bytes, group: str, one: int, ot
 
 
 def share_key(private: X25519PrivateKey, public: bytes, group: str, sender: int, receiver: int) -> bytes:
-    """Return the key for the one message from sender to receiver; each direction has its own.
+    """Return the key that encrypts the one message from a sender to a receiver; each direction has its own.
 
     Args:
-        private: share key of one of the two.
-        public: share key of the other.
+        private: private share key of one of the two members.
+        public: public share key of the other member.
         group: id of the group.
         sender: key of the member that encrypts.
         receiver: key of the member that decrypts.
@@ -154,20 +154,20 @@ def _agreed(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
 
 
 def expand(seed: bytes, num: int) -> np.ndarray:
-    """Return ``num`` words of 32 bits that look random to who does not know the seed; the same everywhere."""
+    """Return ``num`` words of 32 bits that look random to anyone without the seed; equal on every machine."""
     # the counter starts at 0: a seed is expanded for one mask only
     stream = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(4 * num))
     return np.frombuffer(stream, "<u4").astype(np.uint32, copy=False)
 
 
 def add_mask_(words: np.ndarray, where: np.ndarray | slice, seed: bytes, sign: int) -> None:
-    """Add a mask to chosen elements modulo 2^32, in place.
+    """Add a mask to the chosen elements modulo 2^32, in place.
 
     Args:
         words: a member's numbers, uint32.
-        where: the elements, as a mask over ``words``, or all.
-        seed: of the mask.
-        sign: 1 adds, -1 subtracts.
+        where: elements to mask, as a boolean mask over ``words`` or a slice of all.
+        seed: seed from which the mask is expanded.
+        sign: 1 adds the mask, -1 subtracts it.
     """
     num = len(words) if isinstance(where, slice) else int(np.count_nonzero(where))
     combine: Callable[..., np.ndarray] = np.add if sign > 0 else np.subtract

@@ -36,10 +36,10 @@ _NONCE = bytes(12)
 
 
 class Member:
-    """One client in one group; made anew for each, since its keys are used once.
+    """One client's part in one group. Each group needs a new object, since its keys are used once.
 
     Attributes:
-        public: public keys, for masks and for shares.
+        public: the client's public keys, for masks and for shares.
     """
 
     def __init__(self, min_cover: int, threshold: float) -> None:
@@ -56,15 +56,16 @@ class Member:
         self._has_revealed = False
 
     def join(self, group: Group, key: int, ring: Ring) -> tuple[dict[int, bytes], bytes]:
-        """Agree to a group; return encrypted shares for the other members by key, and commitments to the seeds.
+        """Agree to a group; return encrypted shares for the other members, by key, and commitments to the seeds.
 
         Args:
-            group: as the server describes it.
-            key: of this member.
-            ring: of the model.
+            group: the group, as the server describes it.
+            key: key of this member.
+            ring: layouts of the model's whole numbers.
 
         Raises:
-            CannotOpen: bad-group: it is too small, has another threshold or coverage than agreed, or lacks this member.
+            CannotOpen: bad-group: the group is too small, has another threshold or coverage than agreed, or lacks this
+                member.
         """
         self._check(group, key)
         self.group, self.key, self.coverage = group, key, group.coverage(ring)
@@ -95,14 +96,14 @@ class Member:
             raise CannotOpen("bad-group", f"elements of {group.min_cover} clients are to be opened")
 
     def mask_(self, numbers: FlatTensors, encrypted: Mapping[int, bytes]) -> None:
-        """Decrypt the others' shares, and hide this client's numbers in place.
+        """Decrypt the other members' shares, and mask this client's numbers in place.
 
         Args:
-            numbers: the encoded change, in the ring layout of this member's submodel.
-            encrypted: shares for this member by sender; a member that is missing has dropped out before.
+            numbers: encoded change of this member's submodel, in its layout of whole numbers.
+            encrypted: shares for this member, by sender; a sender that is missing has dropped out.
 
         Raises:
-            CannotOpen: too-few members sent shares, or bad-share: one cannot be decrypted.
+            CannotOpen: too-few: not enough members sent shares; bad-share: a share cannot be decrypted.
         """
         group, key = self.group, self.key
         if len(encrypted) + 1 < group.threshold:
@@ -121,15 +122,15 @@ class Member:
             add_mask_(words, self.coverage.common(key, other), seed, pair_sign(key, other))
 
     def reveal(self, survivors: Collection[int]) -> dict[int, bytes]:
-        """Return shares that open the sum, by member: of seeds of those who contributed, of private keys of those who did not.
+        """Return the shares that open the sum, by member: of seeds for survivors, of private keys for members that dropped out.
 
-        Never both of one member, and of seeds only those of cells with enough contributors.
+        Both are never revealed of one member, and seeds only of cells with enough contributors.
 
         Args:
-            survivors: keys of the members whose masked numbers the server has.
+            survivors: keys of the members whose masked numbers the server has received.
 
         Raises:
-            CannotOpen: too-few survivors, this client is none of them, or it has revealed its shares before.
+            CannotOpen: there are too few survivors, this client is none of them, or it has revealed its shares before.
         """
         left = frozenset(survivors)
         if self._has_revealed or not left <= self._held.keys() or self.key not in left:

@@ -28,18 +28,18 @@ from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 
 @dataclass
 class SecureMemory(MergeMemory):
-    """Sums since the last merge, and counts for the report.
+    """Sums since the last merge, and counts for the summary.
 
     Attributes:
-        missing: assignments of the group at hand whose updates have not been received.
-        scale: of the group at hand.
-        group: spec, weight and factor of each of its updates that was received.
-        numbers: their sum modulo 2^32; None = nothing was received since a group was complete.
-        total: sum of complete groups' changes, float32; None = there is none.
-        weights: total weight on each element that was opened.
+        missing: ids of the assignments of the present group whose updates have not been received.
+        scale: scale of the present group; see `SumGroup.scale`.
+        group: spec, weight and factor of each received update of the present group.
+        numbers: sum of the group's numbers modulo 2^32; None = nothing was received since a group was complete.
+        total: sum of complete groups' changes, float32; None = no group was complete.
+        weights: total weight in each opened element.
         received: spec, staleness, client and assignment of each update since the last merge.
-        num_sums: groups that were summed.
-        num_unsound: groups whose sum was larger than its clients' bounds allow, and was not used.
+        num_sums: number of groups that were summed.
+        num_unsound: number of groups whose sum was discarded, since it was larger than its clients' bounds allow.
     """
 
     key = "secure"
@@ -55,7 +55,7 @@ class SecureMemory(MergeMemory):
 
 
 def weighing(merge: Merge) -> Mean | Deltas | None:
-    """Return the mean whose weights a sum can apply, if ``merge`` is one; None = it needs more than a sum."""
+    """Return the mean inside ``merge`` whose weights can be applied to a sum; None if the merge needs more than a sum."""
     inner = merge.inner if isinstance(merge, Private | LabelSplit) else merge
     inner = inner.inner if isinstance(inner, LabelSplit) else inner
     return inner if isinstance(inner, Mean | Deltas) and type(inner) in (Mean, Deltas) else None  # a subclass does more
@@ -65,14 +65,14 @@ def weighing(merge: Merge) -> Mean | Deltas | None:
 class SecureSum(Wrapped):
     """Merge wrapper: ``theta <- theta + sum_n w_n a_n d_n / sum_n w_n`` over the clients n of whole groups that cover an element.
 
-    d_n is client n's change, which it multiplies by ``w_n a_n / scale``, encodes in fixed point and masks; w_n and a_n, weight and
-    factor of the inner mean, are public. An element that fewer than ``min_cover`` clients of a group have is not opened, and stays
-    as it is for that group. Every group is received as a whole before its sum is read. With privacy every weight is 1, and the sum
-    is released by `Private.release_sum`.
+    d_n is client n's change, which it multiplies by ``w_n a_n / scale``, encodes in fixed point and masks. w_n and a_n,
+    the weight and factor of the inner mean, are public. An element that fewer than ``min_cover`` clients of a group
+    have is not opened, and that group leaves it unchanged. A group's sum is read once all of its updates are received.
+    With privacy every weight is 1, and the sum is released by `Private.release_sum`.
 
     Attributes:
-        point: fixed point in which changes are encoded.
-        options: of the run.
+        point: fixed-point format in which changes are encoded.
+        options: the run's options of secure aggregation.
     """
 
     point: FixedPoint
@@ -80,12 +80,12 @@ class SecureSum(Wrapped):
 
     @property
     def min_cover(self) -> int:
-        """Least number of contributors to an element that is opened."""
+        """Smallest number of contributors with which an element is opened."""
         return self.options.min_cover or 0
 
     @property
     def clip_norm(self) -> float | None:
-        """L2 norm to which clients have clipped their changes; None = they have not."""
+        """L2 norm to which clients have clipped their changes; None = no clipping."""
         return self.options.clip_norm
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class SecureSum(Wrapped):
     # ---- weights, and what a client makes of them ----
 
     def weigh(self, num_samples: int, staleness: int) -> tuple[float, float]:
-        """Return weight w_n and factor a_n of an update of a client with so many samples."""
+        """Return the weight w_n and factor a_n of an update from a client with ``num_samples`` samples."""
         inner = weighing(self.inner)
         assert inner is not None
         if isinstance(self.inner, Private):  # it discounts staleness itself, on the mean
@@ -103,13 +103,13 @@ class SecureSum(Wrapped):
         return inner.weigh(Update(0, 0, 0, FlatTensors.empty(Layout(())), num_samples), staleness)
 
     def encoded(self, submodels: Submodels, spec: Spec, change: FlatTensors, share: float) -> FlatTensors:
-        """Return a client's change as whole numbers, in new storage on the CPU.
+        """Encode a client's change as whole numbers, in new storage on the CPU.
 
         Args:
-            submodels: of the model.
-            spec: of its submodel.
-            change: trained minus received values.
-            share: ``w_n a_n / scale``, from 0 to 1.
+            submodels: submodels of the model.
+            spec: submodel of the client.
+            change: trained values minus the received ones.
+            share: the client's share ``w_n a_n / scale``, from 0 to 1.
 
         Raises:
             OutOfRange: an element is beyond the bound.
@@ -122,7 +122,7 @@ class SecureSum(Wrapped):
     # ---- the merge ----
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems, and those of a model that trains anything but parameters of single precision."""
+        """Return the inner merge's problems, and one if the model trains anything but parameters of single precision."""
         problems, trained = super().check(state), state.submodels.layout(part="trained").entries
         others = [entry for entry in trained if entry.dtype != torch.float32]
         if others:
@@ -140,7 +140,7 @@ class SecureSum(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and the precision of a sum."""
+        """Return the inner merge's notes, and one on the precision of a sum."""
         own = [] if isinstance(self.inner, Private) else joint_notes(self.inner)
         return [
             *super().notes(state, num_clients), *own,
@@ -149,19 +149,19 @@ class SecureSum(Wrapped):
         ]  # fmt: skip
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
-        """Return the layout of whole numbers in the place of what ``spec`` trains."""
+        """Return the layout of the whole numbers that replace the trained values of ``spec``."""
         return Ring(state.submodels).layout(spec)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Refuse an update that is in no group."""
+        """Return a reason to refuse an update that belongs to no group."""
         return None if update.group is not None and update.assignment in update.group.members else "no-group"
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Return False: one update says nothing, and the sum is checked once it is whole."""
+        """Return False: a masked update cannot be judged by itself, and a sum is checked once it is complete."""
         return False
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add an update to its group's sum; with the last one, read the sum."""
+        """Add an update to its group's sum; once the group is complete, read the sum."""
         memory, ring = state.memory.of(SecureMemory), Ring(state.submodels)
         assert update.group is not None
         if update.assignment not in memory.missing:
@@ -219,10 +219,10 @@ class SecureSum(Wrapped):
         return self.clip_norm is None or float(torch.linalg.vector_norm(total)) <= share * self.clip_norm * (1 + 1e-6)
 
     def detach(self, state: GlobalState) -> None:
-        """Do nothing: sums are separate storage already."""
+        """Do nothing: sums have storage of their own already."""
 
     def apply(self, state: GlobalState) -> None:
-        """Add the mean of all that was opened since the last merge; elements that were not opened keep their bits."""
+        """Add the mean of everything opened since the last merge to the model; elements that were not opened keep their bits."""
         memory = state.memory.of(SecureMemory)
         total, weights, received = memory.total, memory.weights, memory.received
         memory.total, memory.weights, memory.received = None, None, []
@@ -241,7 +241,7 @@ class SecureSum(Wrapped):
         theta.copy_(torch.where(shares > 0, theta + sums / shares, theta))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "secure_aggregation", the number of sums and the precision."""
+        """Return, as "secure_aggregation", the number of sums and their precision."""
         memory = state.memory.of(SecureMemory)
         told = {
             "sums": memory.num_sums, "unsound": memory.num_unsound, "min_cover": self.min_cover,

@@ -27,12 +27,12 @@ from raafl.submodel import FlatTensors
 
 
 class Opening:
-    """The server's part in one group.
+    """The server's part in opening the sum of one group.
 
     Attributes:
-        group: its members.
-        coverage: cells of their submodels.
-        commitments: digests of seeds of each member that sent shares.
+        group: the group with its members.
+        coverage: cells of the members' submodels.
+        commitments: digests of each member's seeds, for members that sent shares.
     """
 
     def __init__(self, group: Group, ring: Ring) -> None:
@@ -43,14 +43,14 @@ class Opening:
         self._dropped: dict[int, X25519PrivateKey] = {}
 
     def restore(self, survivors: frozenset[int], revealed: Mapping[int, Mapping[int, bytes]]) -> None:
-        """Restore the seeds of the survivors and the keys of the others.
+        """Restore the seeds of the survivors and the private keys of the members that dropped out.
 
         Args:
-            survivors: members whose masked numbers arrived.
-            revealed: for each member that helps, its answer: shares by member, see `Member.reveal`.
+            survivors: keys of the members whose masked numbers arrived.
+            revealed: for each member that helps, the shares that it revealed, by member; see `Member.reveal`.
 
         Raises:
-            CannotOpen: too-few members helped, or bad-share: what they revealed restores no key.
+            CannotOpen: too-few: not enough members helped; bad-share: their shares restore no key.
         """
         group = self.group
         if len(revealed) < group.threshold:
@@ -80,7 +80,7 @@ class Opening:
         self._dropped[key] = private
 
     def unmask_(self, key: int, numbers: FlatTensors) -> None:
-        """Take off, in place, a survivor's own masks on opened cells, and those that it shared with members that dropped out."""
+        """Remove a survivor's masks from its opened cells, in place: its own, and those shared with members that dropped out."""
         words = buffer_of(numbers).numpy().view(np.uint32)
         for cell, seed in self._own[key].items():
             add_mask_(words, self.coverage.within(key, cell), seed, -1)

@@ -16,15 +16,15 @@ def mask_and_open_(
     numbers: Mapping[int, FlatTensors], specs: Mapping[int, Spec], ring: Ring, min_cover: int, threshold: float,
     dropped: Collection[int] = (),
 ) -> None:  # fmt: skip
-    """Mask every member's numbers, then open their sum: what is left in ``numbers`` is what the server has at a merge.
+    """Mask every member's numbers, then open their sum; ``numbers`` then holds what the server has at a merge.
 
     Args:
-        numbers: encoded changes by key; changed in place.
-        specs: spec of each member.
-        ring: of the model.
-        min_cover: least number of contributors to an element that is opened.
-        threshold: share of the members of which more must help.
-        dropped: members that go once they have sent their shares; their numbers stay masked.
+        numbers: encoded changes by the member's key; changed in place.
+        specs: submodel of each member, by key.
+        ring: layouts of the model's whole numbers.
+        min_cover: smallest number of contributors with which an element is opened.
+        threshold: share of the members; more than this share must help.
+        dropped: keys of members that drop out once they have sent their shares; their numbers stay masked.
 
     Raises:
         CannotOpen: too few members are left.

@@ -34,12 +34,12 @@ def _times(values: np.ndarray, factor: int) -> np.ndarray:
 
 
 def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
-    """Split a secret into shares of its length, for the points 1, 2 and so on.
+    """Split a secret into shares of its own length, for the points 1, 2 and so on.
 
     Args:
-        secret: to share.
-        threshold: number of shares that restore it.
-        num: number of shares.
+        secret: bytes to share.
+        threshold: number of shares needed to restore the secret.
+        num: number of shares to make.
     """
     if not 1 <= threshold <= num <= MAX_SHARES:
         raise ValueError(
@@ -52,7 +52,7 @@ def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
-    """Restore a secret from shares by their points, as many as the threshold; from fewer, or others, comes another secret."""
+    """Restore a secret from as many shares as the threshold, by their points; too few or wrong shares give another secret."""
     total = np.zeros(len(next(iter(shares.values()))), np.uint8)
     for point, text in shares.items():
         exponent = sum(int(_LOGS[other]) - int(_LOGS[other ^ point]) for other in shares if other != point)

@@ -39,7 +39,7 @@ def test_cells():
 def test_nothing_is_said_that_an_interval_does_not_show():
     c, d = tables.sentences(ROWS, "A & B_1", "accuracy")
     assert c == "C: no difference from A & B_1 is shown (-0.10 ± 0.30, 95 %, 2 seeds)."
-    assert d == "D: accuracy differs from A & B_1 by +0.25 ± 0.125 (95 %, 2 seeds)."
+    assert d == "D: accuracy differs from A & B_1 by +0.25 ± 0.12 (95 %, 2 seeds)."
 
 
 def test_csv_reads_back_and_latex_escapes():

@@ -51,20 +51,17 @@ def attack(address: str, folder: str, seconds: float, per_s: float) -> dict[str,
         seconds: duration.
         per_s: largest number of connections per second.
     """
-    import raafl
     from raafl.config.parse import parse
-    from raafl.core.records_json import client_to_json
     from raafl.runtime.client.setup import ClientSetup
+    from raafl.runtime.identity import Identity
+    from raafl.runtime.protocol import Hello
     from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
     from raafl.transport.tcp.credentials import TlsFiles
     from raafl.transport.tcp.listener import connect
 
     parsed = parse("join", ["--config", CONFIG, *OPTIONS])
     site = ClientSetup.build(parsed.experiment, parsed.config_yaml, 2, own_data=False)
-    meta = {
-        "raafl": raafl.__version__, "model": site.submodels.layout().fingerprint, "base": None,
-        "config": site.sections, "unsent": None, **client_to_json(site.info),
-    }  # fmt: skip
+    hello = Hello.of_client(Identity.of(site.submodels, site.sections), site.info)
     print("ready", flush=True)
     sys.stdin.readline()
     files = TlsFiles.find(Path(folder), server=False, given=dict.fromkeys(("ca", "cert", "key")))
@@ -74,7 +71,7 @@ def attack(address: str, folder: str, seconds: float, per_s: float) -> dict[str,
         tried += 1
         try:
             pair = connect(address, 2, files, timeout_s=2.0)
-            pair.send(Message(Kind.HELLO, meta=meta))
+            pair.send(Message(Kind.HELLO, meta=hello.to_meta()))
             joined += 1
             kept.append(pair)
         except (PeerLost, PeerTimeout, Refused, OSError):

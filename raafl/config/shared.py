@@ -1,12 +1,20 @@
-"""Select the sections of a config that server and clients must share, and those that a client receives."""
+"""Select the sections of a config that server and clients must share, and those that a client receives.
+
+Fields that are null are left out of both where null is their default: so a field that a later version of raafl adds, null unless
+used, keeps nobody of an earlier version away.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import sys
+from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
-from raafl.config.experiment import marked
+from raafl.config.experiment import SECTIONS, marked
 from raafl.devices import Device, load_devices
 from raafl.devices.checks import CHANGES
 
@@ -18,7 +26,8 @@ def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
     import yaml
 
     config = yaml.safe_load(config_yaml) or {}
-    digests = {name: json.dumps(config.get(name), sort_keys=True, default=str) for name in marked("must_match")}
+    given = {name: _without_null(config.get(name)) for name in marked("must_match")}
+    digests = {name: json.dumps(value, sort_keys=True, default=str) for name, value in given.items()}
     digests = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in digests.items()}
     return digests | ({"data": "own"} if own_data else {})
 
@@ -31,15 +40,51 @@ def for_clients(config_yaml: str) -> str:
     import yaml
 
     config = yaml.safe_load(config_yaml) or {}
-    kept = {name: config[name] for name in marked("sent_to_clients") if name in config}
+    kept = {
+        name: _without_unset(config[name], SECTIONS.get(name)) for name in marked("sent_to_clients") if name in config
+    }
     if isinstance(kept.get("devices"), str):
         devices = load_devices(kept["devices"])
         names = [field.name for field in fields(Device) if field.init]
         rows = [{name: _as_list(getattr(device, name)) for name in names} for device in devices]
         kept["devices"] = rows
     if isinstance(kept.get("devices"), list):
-        kept["devices"] = [{name: row[name] for name in row if name not in _SERVERS_OWN} for row in kept["devices"]]
+        rows = [{name: row[name] for name in row if name not in _SERVERS_OWN} for row in kept["devices"]]
+        kept["devices"] = [_without_unset(row, Device) for row in rows]
     return yaml.safe_dump(kept, sort_keys=False) if kept else ""
+
+
+def _without_null(value: object) -> object:
+    """Return a section without its null fields, for a digest: an end that does not know a field has it off."""
+    if isinstance(value, dict):
+        return {name: _without_null(item) for name, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value
+
+
+def _without_unset(value: object, made_by: Callable[..., Any] | None = None) -> object:
+    """Return a section without the fields that are null by default, for an end that may not know them.
+
+    Args:
+        value: the section, or a part of it.
+        made_by: what takes its fields as arguments; None = not known, and all fields stay.
+    """
+    if not isinstance(value, dict):
+        return value
+    if "class_path" in value:
+        arguments = value.get("init_args")
+        return {**value, "init_args": _without_unset(arguments, _imported(value["class_path"]))} if arguments else value
+    try:
+        known = inspect.signature(made_by).parameters if made_by is not None else {}
+    except (TypeError, ValueError):
+        known = {}
+    unset = {name for name, item in value.items() if item is None and name in known and known[name].default is None}
+    return {name: _without_unset(item) for name, item in value.items() if name not in unset}
+
+
+def _imported(path: object) -> Callable[..., Any] | None:
+    """Return a class or function by its dotted path; None where its module has not been imported by whoever parsed the config."""
+    module, _, name = str(path).rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
 
 
 def _as_list(value: object) -> object:

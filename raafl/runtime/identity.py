@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from raafl._version import __version__
 from raafl.core.records_json import client_from_json, client_to_json
@@ -13,6 +13,12 @@ from raafl.devices.series import as_known
 from raafl.sanitize import sanitize_text
 from raafl.submodel import Submodels
 from raafl.transport import Refused
+
+PROTOCOL: Final = 1
+"""Version of the messages and of what both ends derive from them (layouts, seeds, digests); see CONTRIBUTING.md, A release.
+
+It decides who is admitted, so that a server of another package version keeps its clients.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +29,36 @@ class Identity:
         model: fingerprint of the layout of all parameters.
         base: digest of the frozen parameters; None = there are none.
         config: digest of each section of the config that both must share; None = not compared.
-        raafl: version of the package.
+        raafl: version of the package, which must be equal only between processes of one machine's run.
+        protocol: version of the protocol.
     """
 
     model: object
     base: object = None
     config: Mapping[str, object] | None = None
     raafl: object = __version__
+    protocol: object = PROTOCOL
 
     @classmethod
     def of(cls, submodels: Submodels, config: Mapping[str, str] | None = None) -> Self:
         """Describe this process."""
         base = submodels.base
-        return cls(submodels.layout().fingerprint, None if base is None else base.digest, config, __version__)
+        digest = None if base is None else base.digest
+        return cls(submodels.layout().fingerprint, digest, config, __version__, PROTOCOL)
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
         """Read a peer's identity from its Hello message; its values are only compared with our own."""
         config = meta.get("config")
-        return cls(meta.get("model"), meta.get("base"), config if isinstance(config, dict) else None, meta.get("raafl"))
+        config = config if isinstance(config, dict) else None
+        return cls(meta.get("model"), meta.get("base"), config, meta.get("raafl"), meta.get("protocol"))
 
     def to_meta(self) -> dict[str, Any]:
         """Return the identity as fields of a HELLO."""
         config = None if self.config is None else dict(self.config)
-        return {"raafl": self.raafl, "model": self.model, "base": self.base, "config": config}
+        return {
+            "protocol": self.protocol, "raafl": self.raafl, "model": self.model, "base": self.base, "config": config,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +70,20 @@ class Difference:
     theirs: str
 
 
-def agree(ours: Identity, theirs: Identity) -> Difference | None:
+def agree(ours: Identity, theirs: Identity, *, same_package: bool = False) -> Difference | None:
     """Compare two identities; return their first difference, None where they agree.
 
-    The version comes first, since another version may mean other fields; the config comes before the model, which follows
+    The protocol comes first, since another version may mean other fields; the config comes before the model, which follows
     from it. A section ``data`` of the peer may be "own": it trains on data of its own.
+
+    Args:
+        ours: of this process.
+        theirs: of the peer.
+        same_package: the package's version must be equal, too: for processes that compute one task's bits together.
     """
-    if ours.raafl != theirs.raafl:
+    if ours.protocol != theirs.protocol:
+        return _difference("protocol", ours.protocol, theirs.protocol)
+    if same_package and ours.raafl != theirs.raafl:
         return _difference("raafl", ours.raafl, theirs.raafl)
     for name, digest in (ours.config or {}).items():
         other = None if theirs.config is None else theirs.config.get(name)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import raafl
 from raafl.algorithms import fed_avg, fed_buff
 from raafl.commands.replay import replay
 from raafl.compression.compressors import Compress, TopK
@@ -23,6 +22,7 @@ from raafl.errors import BadInput
 from raafl.parts.merge.mean import Deltas
 from raafl.parts.protect.options import Guard
 from raafl.parts.protect.privacy import Privacy
+from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
 from raafl.submodel import FULL, FlatTensors
@@ -48,7 +48,7 @@ def test_a_session_refuses_places_that_cannot_be_and_goes_on():
     pair = TcpConnection(theirs, 20.0)
     try:
         info = ClientInfo(4, 17)
-        hello = {"raafl": raafl.__version__, "model": submodels.layout().fingerprint, **client_to_json(info)}
+        hello = {"protocol": PROTOCOL, "model": submodels.layout().fingerprint, **client_to_json(info)}
         pair.send(Message(Kind.HELLO, 0, 0, hello, None))
         pair.recv(lambda *_: None, 20.0)
         assert inbox.get(20.0) == Joined(info)

@@ -158,7 +158,7 @@ def test_clients_that_do_not_belong_here_are_told_why_in_one_line_and_counted(tm
     assert other != config
     strangers = [
         (2, {"config_yaml": other}),
-        (2, {"raafl": "0.0.9"}),
+        (2, {"protocol": 9}),
         (2, {"credentials": replace(federation("strangers").site(), ca=SITE.ca)}),
         (7, {}),
     ]
@@ -175,7 +175,7 @@ def test_clients_that_do_not_belong_here_are_told_why_in_one_line_and_counted(tm
     words = [joiner.words().strip().splitlines()[-1] for joiner in fleet.joiners]
     assert codes == [0, 1, 1, 1, 1]
     assert words[1] == "client 2: refused: different config: 'model' is not as in the server's config.yaml"
-    assert words[2].startswith("client 2: refused: different raafl: the server has ")
+    assert words[2] == "client 2: refused: different protocol: the server has 1, client 2 has 9"
     assert "bad-certificate" in words[3]
     assert words[4] == "client is 7: this run has clients 1 to 3" or "clients 1 to 3" in words[4]
     refused = run.summary["connections_refused"]
@@ -226,6 +226,29 @@ def test_rank_0_is_killed_and_resumed_and_its_clients_come_back_by_themselves(tm
     assert run.summary["updates_lost_by_reason"]["restart"] >= 1
     (row,) = run.events("resumed")
     assert row["version"] % 5 == 0 and row["version"] >= 5
+    settled(run)
+    assert replay(run.folder)["equal"] is True
+
+
+def test_a_server_is_upgraded_and_its_clients_come_back_by_themselves(tmp_path, free_port):
+    """SIGTERM, then `--resume` by another version of the package: the protocol's version decides who is admitted."""
+    experiment, config = parsed(tmp_path, "--clients=2", "--max_updates=60", second_s=0.02)
+    later = (replace(experiment, resume=str(tmp_path / "run"), max_updates=90), "0.2.0")
+    endless = replace(experiment, max_updates=100_000)
+    with remote(experiment, config, tmp_path, [1, 2], servers=[endless, later], port=free_port) as fleet:
+        first, second = fleet.servers
+        first.begin()
+        journal = tmp_path / "run" / "events.jsonl"
+        wait_for(lambda: journal.exists() and journal.read_text().count('"arrived"') >= 20)
+        first.send(signal.SIGTERM)
+        assert first.exit_code() == 0
+        assert fleet.finished(tmp_path / "run").summary["finished"] == "interrupted"
+        second.begin()
+        assert second.exit_code(60) == 0, second.words()
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
+    assert all("was interrupted; waiting 60 s for one that resumes" in joiner.words() for joiner in fleet.joiners)
+    run = fleet.finished(tmp_path / "run")
+    assert run.summary["finished"] == "max_updates" and set(run.summary["participation"]) == {"1", "2"}
     settled(run)
     assert replay(run.folder)["equal"] is True
 

@@ -87,6 +87,7 @@ def _be_client(
         os._exit(9)
     sys.stderr = said.open("w", buffering=1)
     own = options.pop("own", None)
+    identity.PROTOCOL = options.pop("protocol", identity.PROTOCOL)
     identity.__version__ = options.pop("raafl", identity.__version__)
     config_yaml, keep_inputs = options.pop("config_yaml", ""), options.pop("keep_inputs", None)
     policy, looks = options.pop("policy", None), options.pop("looks", False)
@@ -123,7 +124,9 @@ def _be_client(
     os._exit(code)
 
 
-def _be_server(experiment: Experiment, config_yaml: str, address: str, told: Connection, said: Path) -> None:
+def _be_server(
+    experiment: Experiment, version: str, config_yaml: str, address: str, told: Connection, said: Path
+) -> None:
     gc.freeze()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -131,6 +134,7 @@ def _be_server(experiment: Experiment, config_yaml: str, address: str, told: Con
     except EOFError:
         os._exit(9)
     sys.stderr = said.open("w", buffering=1)
+    identity.__version__ = version
     try:
         serve(experiment, config_yaml, address, SERVER)
     except (RunFailed, BadInput) as error:
@@ -144,7 +148,7 @@ class Remote:
 
     def __init__(
         self, experiment: Experiment, config_yaml: str, folder: Path, clients: Sequence[int | tuple[int, dict[str, Any]]],
-        servers: Sequence[Experiment] = (), port: int | None = None,
+        servers: Sequence[Experiment | tuple[Experiment, str]] = (), port: int | None = None,
     ) -> None:  # fmt: skip
         self.experiment, self.config_yaml = experiment, config_yaml
         self.listener = socket.socket()
@@ -155,10 +159,13 @@ class Remote:
         self.joiners: list[Joiner] = []
         self.servers: list[Joiner] = []
         context = mp.get_context("fork")
-        for number, run in enumerate(servers):
+        for number, server in enumerate(servers):
+            run, version = server if isinstance(server, tuple) else (server, identity.__version__)
             told, tell = context.Pipe(duplex=False)
             said = folder / f"server-{number}.txt"
-            process = context.Process(target=_be_server, args=(run, config_yaml, self.address, told, said), daemon=True)
+            process = context.Process(
+                target=_be_server, args=(run, version, config_yaml, self.address, told, said), daemon=True
+            )
             process.start()
             told.close()
             self.servers.append(Joiner(0, process, tell, said))
@@ -202,7 +209,7 @@ class Remote:
 @contextmanager
 def remote(
     experiment: Experiment, config_yaml: str, folder: Path, clients: Sequence[int | tuple[int, dict[str, Any]]],
-    held_back: Sequence[int] = (), servers: Sequence[Experiment] = (), port: int | None = None,
+    held_back: Sequence[int] = (), servers: Sequence[Experiment | tuple[Experiment, str]] = (), port: int | None = None,
 ) -> Iterator[Remote]:  # fmt: skip
     """Run a server and clients that join it; all are killed at the end.
 
@@ -213,7 +220,7 @@ def remote(
         clients: ids, or pairs of an id and its options.
         held_back: places in ``clients`` of those that join only when `Joiner.begin` is called; the others join at
             once.
-        servers: experiments of servers to fork beside the clients; empty = none.
+        servers: experiments of servers to fork beside the clients, maybe with the version of raafl that each is of.
         port: of the server; None = any free one.
     """
     with cached_models.reuse_findings():

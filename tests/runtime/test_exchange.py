@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-import raafl
 from model_zoo import MLP
 from raafl.algorithms import fed_avg, split_fed
 from raafl.algorithms.split_fed.cut import Cut
@@ -24,6 +23,7 @@ from raafl.data.federated import ClientData
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.worker import Client
 from raafl.runtime.exchange import ClientSide
+from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
 from raafl.submodel import FULL, FlatTensors, Layout, Submodels
@@ -67,7 +67,7 @@ class Table:
             self.greet()
 
     def greet(self):
-        meta = {"raafl": raafl.__version__, "model": self.submodels.layout().fingerprint}
+        meta = {"protocol": PROTOCOL, "model": self.submodels.layout().fingerprint}
         self.pair.send(Message(Kind.HELLO, 0, 0, {**meta, **client_to_json(ClientInfo(4, 3))}))
         assert self.hear().kind is Kind.WELCOME
         self.inbox.get(10.0)

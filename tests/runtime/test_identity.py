@@ -1,4 +1,4 @@
-"""Two processes agree on version, config, model and frozen base, in this order, or the first difference is named."""
+"""Two processes agree on the protocol, config, model and frozen base, in this order, or the first difference is named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from raafl.runtime.identity import Difference, Identity, agree
 
-OURS = Identity("m1", "b1", {"data": "d1", "train": "t1"}, "0.1.0")
+OURS = Identity("m1", "b1", {"data": "d1", "train": "t1"}, "0.1.0", 1)
 
 
 def test_equal_identities_agree_also_after_a_message():
@@ -18,7 +18,8 @@ def test_equal_identities_agree_also_after_a_message():
 @pytest.mark.parametrize(
     ("theirs", "difference"),
     [
-        (replace(OURS, raafl="0.2.0", model="m2"), Difference("raafl", "0.1.0", "0.2.0")),
+        (replace(OURS, protocol=7, model="m2"), Difference("protocol", "1", "7")),
+        (replace(OURS, protocol=None), Difference("protocol", "1", "None")),
         (replace(OURS, config={"data": "d1", "train": "t2"}, model="m2"), Difference("config.train", "t1", "t2")),
         (replace(OURS, config=None), Difference("config", "d1", "None")),
         (replace(OURS, model="m2", base="b2"), Difference("model", "m1", "m2")),
@@ -27,6 +28,12 @@ def test_equal_identities_agree_also_after_a_message():
 )
 def test_the_first_difference_is_named(theirs, difference):
     assert agree(OURS, theirs) == difference
+
+
+def test_another_version_of_the_package_matters_only_between_processes_of_one_run():
+    later = replace(OURS, raafl="0.2.0")
+    assert agree(OURS, later) is None
+    assert agree(OURS, later, same_package=True) == Difference("raafl", "0.1.0", "0.2.0")
 
 
 def test_a_peer_may_train_on_data_of_its_own():

@@ -170,7 +170,8 @@ def test_unknown_fields_are_ignored():
 @pytest.mark.parametrize(
     ("theirs", "field"),
     [
-        (Identity("m", "b", {"data": "d", "seed": "s"}, "9.9"), "raafl"),
+        (Identity("m", "b", {"data": "d", "seed": "s"}, "9.9"), None),
+        (Identity("m", "b", {"data": "d", "seed": "s"}, protocol=9), "protocol"),
         (Identity("m", "b", {"data": "d", "seed": "t"}), "config.seed"),
         (Identity("m", "b", None), "config"),
         (

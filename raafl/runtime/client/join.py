@@ -1,6 +1,7 @@
 """Work for a server as a client on another machine, and reconnect when the connection breaks.
 
-The client retries for as long as ``waits.alone_s``, so it survives a server that is restarted with ``--resume``.
+The client retries for as long as ``waits.alone_s``, so it survives a server that is restarted with ``--resume``, after a crash
+or after SIGTERM, also as another version of the package.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from raafl.errors import Replaced, RunFailed, TaskFailed
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.site.gate import Gate, PolicyRefusal
 from raafl.runtime.client.worker import Client
-from raafl.runtime.protocol import Config, Failed, Reason, no_tensors
+from raafl.runtime.protocol import PAUSED, Config, Failed, Reason, no_tensors
 from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport.tcp.credentials import LocalToken
 
 if TYPE_CHECKING:
-    from raafl.transport.tcp.credentials import LocalToken, TlsFiles
+    from raafl.transport.tcp.credentials import TlsFiles
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # refusals in a row before a client believes them: a dying server, or a bit that flipped, looks the same
@@ -90,11 +92,20 @@ def join(
             continue
         finally:
             pair.close()
-        if reason.startswith("replaced"):
-            raise Replaced(f"client {client}: {reason}")
-        if reason.startswith(("refused", "failed")):
-            raise RunFailed(f"client {client}: {reason}")
-        return reason
+        if reason == PAUSED and not isinstance(credentials, LocalToken):  # who started both on one machine ends both
+            say(f"the server at {address} was interrupted; waiting {alone_s:g} s for one that resumes the run")
+            search.pause()
+            continue
+        return _ended(client, reason)
+
+
+def _ended(client: int, reason: str) -> str:
+    """Return the reason for which a server let a client go; raises `Replaced` or `RunFailed` where that is no good end."""
+    if reason.startswith("replaced"):
+        raise Replaced(f"client {client}: {reason}")
+    if reason.startswith(("refused", "failed")):
+        raise RunFailed(f"client {client}: {reason}")
+    return "interrupted" if reason == PAUSED else reason
 
 
 def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:

@@ -154,7 +154,7 @@ class ClientGroup:
 
     def _compared(self, site: ClientSetup, number: int, theirs: Hello) -> ClientSetup:
         """Return the site with no more memory than process ``number`` has; raises `RunFailed` where it is unlike."""
-        different = agree(Identity.of(site.submodels, site.sections), theirs.identity)
+        different = agree(Identity.of(site.submodels, site.sections), theirs.identity, same_package=True)
         if different is None and (here := site.info.num_samples) != (there := theirs.num_samples):
             different = Difference("num_samples", str(here), str(there))
         if different is not None:

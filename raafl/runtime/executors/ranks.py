@@ -312,7 +312,7 @@ class RankExecutor(Executor):
     def _greet(self, pair: Connection) -> None:
         """Check that the rank has the same raafl and model, and tell it which axes are whole."""
         theirs = Hello.from_meta(pair.recv(no_tensors, FOR_EVER_S).meta)
-        if (different := agree(Identity.of(self._submodels), theirs.identity)) is not None:
+        if (different := agree(Identity.of(self._submodels), theirs.identity, same_package=True)) is not None:
             name = "frozen parameters" if different.field == "base" else different.field
             raise Refused("incompatible", f"another {name}: {different.theirs}, here it is {different.ours}")
         with self._stopping:

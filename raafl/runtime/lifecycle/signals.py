@@ -59,6 +59,11 @@ class Interrupt:
         """Whether a signal has asked the run to end."""
         return self._signals is not None and self._signals.asked
 
+    @property
+    def by_manager(self) -> bool:
+        """Whether what asked is SIGTERM, as a service manager sends it, and not a person's Ctrl-C."""
+        return self._signals is not None and self._signals.first == signal.SIGTERM
+
     def __enter__(self) -> Self:
         global _running
         if threading.current_thread() is threading.main_thread():
@@ -104,6 +109,7 @@ class _Signals:
 
     def __init__(self, ends_process: bool) -> None:
         self.asked, self.on_insist = False, list[Callable[[], None]]()
+        self.first = 0  # signal
         self._count, self._ends_process = _Count(), ends_process
         self._before: dict[signal.Signals, Any] = {n: signal.signal(n, self._take) for n in _SIGNALS}
         self._ending = threading.Lock()
@@ -140,7 +146,7 @@ class _Signals:
             raise KeyboardInterrupt
         if not self.asked and number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
             _say(b"\nraafl: ending after the present task; Ctrl-C once more ends at once\n")
-        self.asked = True
+        self.asked, self.first = True, self.first or number
 
     def _watch(self) -> None:
         count = _Count()

@@ -34,6 +34,7 @@ from raafl.local.failure import leave_traceback, of_server
 from raafl.runfolder.record import RunRecord
 from raafl.runtime.driver import Driver
 from raafl.runtime.lifecycle.signals import Interrupt
+from raafl.runtime.protocol import PAUSED
 from raafl.runtime.server.evaluator import SnapshotEvaluator
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.secure import SecureDesk, SecureStep
@@ -303,10 +304,12 @@ class Server(Driver):
 
     def _end(self) -> None:
         """Let the clients go, then take in the last evaluation."""
+        is_paused = self.reason == "interrupted" and self._patience_s is not None and self._interrupt.by_manager
+        farewell = PAUSED if is_paused else self.reason or "failed"
         # before any pair is closed: a client that finds it so looks there
-        self._announce(None, self.reason or "failed")
+        self._announce(None, farewell)
         for session in self.sessions.values():
-            session.stop(self.reason or "failed")
+            session.stop(farewell)
         if self._evaluator is not None and self._evaluator.is_alive():
             self._take_metrics(self._evaluator.finish(self.waits.eval_s))
             self.error = self.error or self._evaluator.failure

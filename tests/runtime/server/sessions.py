@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 
-import raafl
 from raafl.config.options import Timeouts
 from raafl.core.records_json import client_to_json
 from raafl.core.types import Assignment, ClientInfo
 from raafl.devices.profiles import Profile
+from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
 from raafl.submodel import FULL, FlatTensors
@@ -41,7 +41,7 @@ class Table:
         self.pair = TcpConnection(theirs, 20.0)
 
     def hello(self, **changes):
-        meta = {"raafl": raafl.__version__, "model": self.state.submodels.layout().fingerprint, **client_to_json(INFO)}
+        meta = {"protocol": PROTOCOL, "model": self.state.submodels.layout().fingerprint, **client_to_json(INFO)}
         return self.say(Kind.HELLO, meta={**meta, **changes})
 
     def greet(self):

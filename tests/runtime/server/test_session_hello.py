@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"raafl": "0.0.0"}, "different raafl: the server has"), ({"model": "0" * 32}, "different model: the server has")],
+    [({"protocol": 0}, "different protocol: the server has"), ({"model": "0" * 32}, "different model: the server has")],
 )
 def test_a_client_with_another_version_or_model_is_told_so_and_lost(table, changes, named):
     table.hello(**changes)
@@ -113,7 +113,7 @@ HOSTILE = "\x1b[2J\u202e" + "x" * (1 << 12) + "\nnews"
 
 @pytest.mark.parametrize(
     "changes",
-    [{"raafl": HOSTILE}, {"model": [HOSTILE]}, {"config": {HOSTILE: 1}}, {"num_samples": HOSTILE},
+    [{"protocol": HOSTILE}, {"model": [HOSTILE]}, {"config": {HOSTILE: 1}}, {"num_samples": HOSTILE},
      {"profile": {"name": HOSTILE, "flops_per_s": -1.0}}, {"profile": {HOSTILE: 1}}],
 )  # fmt: skip
 def test_what_a_client_says_of_itself_reaches_no_log_raw(changes):

@@ -53,7 +53,7 @@ eval_every: 1000000000
 
 @dataclass
 class Tally:
-    """What a phase of the clients has counted.
+    """Counts of a phase of the clients.
 
     Attributes:
         num_updates: sent.
@@ -172,7 +172,13 @@ class Players:
 
 
 def work(config: str, address: str, certs: str) -> None:
-    """Play clients as the lines of standard input say: ``join FIRST LAST``, ``play SECONDS THINK_S``."""
+    """Play clients as the lines of standard input say: ``join FIRST LAST``, ``play SECONDS THINK_S``.
+
+    Args:
+        config: file of the run's config.
+        address: ``HOST:PORT`` of the server.
+        certs: folder with the site's certificate.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -197,7 +203,7 @@ def work(config: str, address: str, certs: str) -> None:
 
 @dataclass
 class Stage:
-    """A server and the process that plays its clients."""
+    """Server, and the process that plays its clients."""
 
     server: psutil.Process
     players: subprocess.Popen[str]
@@ -213,7 +219,13 @@ class Stage:
         return reply
 
     def phase(self, clients: int, seconds: float, think_s: float) -> Row:
-        """Let the clients work, after a second to settle; return the row of the phase."""
+        """Let the clients work, after a second to settle; return the row of the phase.
+
+        Args:
+            clients: how many have joined.
+            seconds: duration.
+            think_s: wait of a client before an answer.
+        """
         self.ask(f"play 1 {think_s}")
         before, began = self.server.cpu_times(), time.monotonic()
         told = json.loads(self.ask(f"play {seconds} {think_s}"))
@@ -222,7 +234,7 @@ class Stage:
         return {
             "clients": clients, "think_s": think_s, **figures(told["num_updates"], told["delays"], took_s, cpu_s),
             "clients_cpu_share": told["cpu_s"] / took_s, "server_threads": self.server.num_threads(),
-            "server_rss_bytes": self.server.memory_info().rss,
+            "server_rss_bytes": self.server.memory_info().rss, "machine_load": os.getloadavg()[0],
         }  # fmt: skip
 
 

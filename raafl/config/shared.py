@@ -61,7 +61,7 @@ def _without_null(value: object) -> object:
     return [_without_null(item) for item in value] if isinstance(value, list) else value
 
 
-def _without_unset(value: object, made_by: Callable[..., Any] | None = None) -> object:
+def _without_unset(value: Any, made_by: Callable[..., Any] | None = None) -> Any:
     """Return a section without the fields that are null by default, for an end that may not know them.
 
     Args:

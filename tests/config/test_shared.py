@@ -43,4 +43,6 @@ def test_clients_are_sent_no_field_that_is_null_by_default():
 
 def test_fields_of_compared_sections_that_are_set_by_default_are_those_of_this_protocol():
     compared = {name: SECTIONS[name] for name in marked("must_match") if name in SECTIONS}
-    assert {name: {k for k, value in asdict(made()).items() if value is not None} for name, made in compared.items()} == SET
+    assert {
+        name: {k for k, value in asdict(made()).items() if value is not None} for name, made in compared.items()
+    } == SET

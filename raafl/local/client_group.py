@@ -8,6 +8,7 @@ loss is a mean over the samples of its batch. `raafl.runtime.client.multiprocess
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,13 @@ BUCKET_BYTES = 25 << 20
 
 BeginSum = Callable[[Tensor], Callable[[], None]]
 """Begins to replace a tensor by its sum over all processes, which all call in the same order; what it returns waits for that."""
+
+_TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def num_processes() -> int:
+    """Return the number of processes that torchrun started for this client; 1 where torchrun did not start this one."""
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
 
 
 class ClientProcesses:
@@ -90,8 +98,7 @@ class ClientProcesses:
         Raises:
             BadInput: the method does not step by the gradients of the module.
         """
-        if not self._stepped:
-            raise BadInput(_own_way("makes no step with the gradients of the module"))
+        self._check_stepped()
         buckets, self._buckets = self._buckets, None
         assert buckets is not None
         buckets.end()  # the same sums in the same order everywhere, also where a parameter had no gradient
@@ -127,17 +134,25 @@ class ClientProcesses:
         Raises:
             BadInput: the processes have different parameters.
         """
-        if not self._stepped:
-            raise BadInput(_own_way("makes no step with the gradients of the module"))
-        words = sum((sum_of_bits(p) for p in module.parameters() if p.requires_grad), torch.tensor(0))
-        digests, mean = torch.zeros(self.size, dtype=torch.int64), torch.tensor(loss, dtype=torch.float64)
-        digests[self.rank] = int(words) & (2**62 - 1)
-        self._total(digests)
+        self._check_stepped()
+        self._compare(module)
+        mean = torch.tensor(loss, dtype=torch.float64)
         self._total(mean)
-        if len(set(digests.tolist())) > 1:
-            raise BadInput(_own_way("comes to other values in each process (or the processes have unlike GPUs)"))
         self._combine(recorder)
         return float(mean) / self.size
+
+    def _check_stepped(self) -> None:
+        if not self._stepped:
+            raise BadInput(_own_way("makes no step with the gradients of the module"))
+
+    def _compare(self, module: nn.Module) -> None:
+        """Raise `BadInput` where the processes have different parameters."""
+        words = sum((sum_of_bits(p) for p in module.parameters() if p.requires_grad), torch.tensor(0))
+        digests = torch.zeros(self.size, dtype=torch.int64)
+        digests[self.rank] = int(words) & (2**62 - 1)
+        self._total(digests)
+        if len(set(digests.tolist())) > 1:
+            raise BadInput(_own_way("comes to other values in each process (or the processes have unlike GPUs)"))
 
     def _combine(self, recorder: Recorder) -> None:
         """Let the recorder have the numbers of all processes, where all have logged under the same names; Metrics are its own."""

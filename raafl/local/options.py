@@ -18,6 +18,8 @@ class FabricOptions:
         gradient_clip_val: largest gradient norm; None = no clipping.
         accumulate_grad_batches: batches to one optimiser step.
         deterministic: torch and cuDNN take deterministic kernels, or fail where there is none.
+        shard: a client of several processes shards parameters, gradients and the optimizer's state over them (FSDP2); false =
+            each process has all of them. Without effect on a client of one process.
         tf32: round float32 to TF32 in products and convolutions on a GPU; None = as torch has it.
     """
 
@@ -28,6 +30,7 @@ class FabricOptions:
     accumulate_grad_batches: int = 1
     deterministic: bool = False
     tf32: bool | None = None
+    shard: bool = False
 
     def at(self, place: Place) -> FabricOptions:
         """Return these options with the GPU of a process's ``place``, where GPUs are used and none is named."""

@@ -21,6 +21,7 @@ from raafl.local.malloc import give_back
 from raafl.local.masked import masked
 from raafl.local.options import FabricOptions
 from raafl.local.rng import current, seed_everything
+from raafl.local.sharded import ShardedSubmodel, Shards
 from raafl.local.task_steps import PreparedTask, Stopped, TaskSteps
 from raafl.local.trainable import TrainableSubmodel
 from raafl.submodel import FlatTensors, Spec, Submodels
@@ -31,7 +32,11 @@ __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
 
 class LocalTrainer(TaskSteps):
-    """Runs tasks for any client; reuses the modules it has built, never a result."""
+    """Runs tasks for any client; reuses the modules it has built, never a result.
+
+    Attributes:
+        shards: processes over which each small module is sharded; None = this one holds all of it.
+    """
 
     def __init__(
         self,
@@ -66,6 +71,7 @@ class LocalTrainer(TaskSteps):
             precision=self.options.precision,  # type: ignore[arg-type]
         )
         self._strategy = self.fabric.strategy
+        self.shards: Shards | None = None
         self.payload = local.payload(submodels)
         self._pooling = Pooling.of(submodels.module, submodels.batch_norm) if pools else None
         self._mixed = self.options.precision not in ("32-true", "32")
@@ -128,7 +134,7 @@ class LocalTrainer(TaskSteps):
         """
         built, assignment, data = task.built, task.assignment, task.data
         extra |= {CLASSES: classes} if classes else {}
-        built.buffers.gather()
+        built.gather()
         metrics = {**({} if loss is None else {LOSS: loss}), **built.recorder.means(MAX_LOGGED)}
         if data.test is not None and task.context.link is None and self.local.evaluates_on_client(assignment.extra):
             metrics |= self._test(built, data.test, task.context)
@@ -151,7 +157,7 @@ class LocalTrainer(TaskSteps):
         def batches() -> Iterator[Sized]:
             context.progress.place = "batch 0 of its test part"
             for index, sized in enumerate(data.in_order(self.training.batch_size), start=1):
-                if context.is_stopped:
+                if context.is_stopped and self.shards is None:  # else all processes measure, and none may leave alone
                     raise Stopped
                 yield sized
                 context.progress.place = f"batch {index} of its test part"
@@ -182,7 +188,7 @@ class LocalTrainer(TaskSteps):
 
     def _statistics_sent(self, trained: FlatTensors) -> AbstractContextManager[None]:
         """Have running variances go up as second moments, and no running statistics as differences; see `Pooled`."""
-        return nullcontext() if self._pooling is None else self._pooling.as_sent(trained)
+        return nullcontext() if self._pooling is None or not len(trained) else self._pooling.as_sent(trained)
 
     def release(self) -> None:
         """Release every module that was built, and return free memory to the system."""
@@ -193,6 +199,8 @@ class LocalTrainer(TaskSteps):
 
     def make_built(self, spec: Spec) -> TrainableSubmodel:
         """Build a small module for exclusive use."""
+        if self.shards is not None:
+            return ShardedSubmodel(self.shards, self.submodels, spec, self.local, self.payload, self.fabric)
         return TrainableSubmodel(self.submodels, spec, self.local, self.payload, self.fabric)
 
     def built(self, spec: Spec) -> TrainableSubmodel:

@@ -15,6 +15,7 @@ from raafl.local.evaluation.record import Recorder
 from raafl.local.lightning_hooks import TaskHooks, Transfer
 from raafl.optimizers import Schedule, configure
 from raafl.submodel import FlatTensors, Spec, Submodels
+from raafl.submodel.cut.shrink import Shrunk
 from raafl.submodel.module_state import ModuleState
 from raafl.trainer_stand_in import attach
 
@@ -34,7 +35,7 @@ class TrainableSubmodel:
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Fabric) -> None:
         self.base = submodels.base_of(spec)
-        shrunk = submodels.shrink(spec, rescale=local.rescale, device=fabric.device, base=self.base)
+        shrunk = self._placed(submodels.shrink(spec, rescale=local.rescale, device=fabric.device, base=self.base))
         self.module, self.present, self.trained = shrunk.module, shrunk.present, shrunk.trained
         self._answer = FlatTensors.empty(payload.layout(spec, "trained"), fabric.device) if local.up else self.trained
         self._values, self.up = payload.split(self._answer, spec, "trained")
@@ -47,9 +48,20 @@ class TrainableSubmodel:
         self._configure()
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.buffers = Buffers(self.module, self.present)
-        self.state = ModuleState(self.module, submodels.form(spec))
+        self.state = self._state_of(submodels.form(spec))
         named, frozen = () if self.base is None else self.module.named_parameters(), submodels.form(spec).frozen
         self.frozen = [(name, p) for name, p in named if name in frozen]
+
+    def _placed(self, shrunk: Shrunk) -> Shrunk:
+        """Return the module where it trains, with storage of its tensors: here as it was built."""
+        return shrunk
+
+    def _state_of(self, submodels: Submodels) -> ModuleState:
+        return ModuleState(self.module, submodels)
+
+    def gather(self) -> None:
+        """Have `trained` hold what the steps have come to."""
+        self.buffers.gather()
 
     def load(self, values: FlatTensors) -> None:
         """Load the values of another task, and reset everything else to its initial state."""

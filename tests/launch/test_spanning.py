@@ -12,7 +12,8 @@ import torch
 
 from raafl.algorithms import ALGORITHMS
 from raafl.errors import BadInput, RunFailed
-from raafl.runtime.client.multiprocess import ClientGroup, _hello, processes, refuse
+from raafl.local.client_group import num_processes
+from raafl.runtime.client.multiprocess import ClientGroup, _hello, refuse
 from tests.habits.source import ROOT
 from tests.helpers import forkserver
 from tests.helpers.certificates import CertifiedSites
@@ -24,21 +25,41 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 pytestmark = pytest.mark.timeout(480)
 
 
-@pytest.mark.quick_cases("fed_raa")
-@pytest.mark.parametrize("name", METHODS)
+def in_two_processes(folder, name):
+    """Updates of one client in two processes, and by how much memory the last task has made each grow at its peak."""
+    argv = (*TORCHRUN, str(ROOT / "tests" / "launch" / "one_task.py"), str(folder), name)
+    with command(folder / "c", *argv, before=forkserver.start, entry=forkserver.torchrun) as started:
+        assert started.end() == 0, started.err
+    return torch.load(folder / "found.pt"), [int((folder / f"peak-{rank}").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.quick_cases("fed_raa", "diloco, sharded")
+@pytest.mark.parametrize("name", [name for name in METHODS if not name.startswith("deep")])
 def test_two_processes_come_to_the_update_of_one(tmp_path, name):
     """Batches of 64 in float32: 32 and 32 rows summed apart; the last batch is of another size, whose halves may differ."""
-    argv = (*TORCHRUN, str(ROOT / "tests" / "launch" / "one_task.py"), str(tmp_path), name)
-    with command(tmp_path / "c", *argv, before=forkserver.start, entry=forkserver.torchrun) as started:
-        assert started.end() == 0, started.err
-    found, expected = torch.load(tmp_path / "found.pt"), tasks(site(tmp_path, name))
+    found, _ = in_two_processes(tmp_path, name)
+    expected = tasks(site(tmp_path, name))
     assert found.keys() == expected.keys()
     for name, one in expected.items():
         assert found[name]["num_steps"] == one["num_steps"] > 1
-        assert found[name]["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert found[name]["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
         assert found[name]["tensors"].keys() == one["tensors"].keys()
         for key, tensor in one["tensors"].items():
             torch.testing.assert_close(found[name]["tensors"][key], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.long("test_two_processes_come_to_the_update_of_one")
+def test_a_sharded_client_needs_less_memory_in_each_process(tmp_path):
+    """Each has values, gradients, Adam's moments and sums of gradients; sharded, half of them, the leader also what came."""
+    peaks = []
+    for name in ("deep", "deep, sharded"):
+        (tmp_path / name).mkdir()
+        found, grown = in_two_processes(tmp_path / name, name)
+        peaks.append(grown)
+    whole_bytes = sum(tensor.nbytes for tensor in found[2]["tensors"].values())
+    (leader, follower), (sharded_leader, sharded_follower) = peaks
+    assert min(leader, follower) > 4 * whole_bytes
+    assert sharded_leader < 0.75 * leader and sharded_follower < 0.75 * follower
 
 
 def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, free_port):
@@ -96,7 +117,7 @@ def test_only_what_torchrun_has_started_spans(monkeypatch, missing):
         monkeypatch.delenv(name, raising=False)
         if name != missing:
             monkeypatch.setenv(name, value)
-    assert processes() == (3 if missing is None else 1)
+    assert num_processes() == (3 if missing is None else 1)
 
 
 @pytest.mark.parametrize("algorithm", ["fed_mezo", "split_fed"])

@@ -14,7 +14,7 @@ def main():
     """Exit with 1 once they have found out."""
 
     def make(config_yaml):
-        found = site(f"{sys.argv[1]}/{os.environ['RANK']}")
+        found = site(f"{sys.argv[1]}/{os.environ['RANK']}", "fed_raa")
         found.sections["seed"] = os.environ["RANK"]
         return found
 

@@ -185,9 +185,15 @@ _REDUCE: dict[str, Callable[[Any, Any], Any]] = {
 _REDUCE_ALL: dict[str, Callable[[Tensor], Tensor]] = {"min": torch.amin, "max": torch.amax}
 
 
+def _not_distributed() -> bool:
+    return False
+
+
 def _computed(name: str, metric: Any) -> float:
-    if hasattr(metric, "sync_on_compute"):  # each process measures for itself, whatever process groups there are
-        metric.sync_on_compute = False
+    if hasattr(
+        metric, "distributed_available_fn"
+    ):  # each process measures for itself, whatever process groups there are
+        metric.distributed_available_fn = _not_distributed  # `sync_on_compute` would be read at its next `forward` only
     return _number(name, metric.compute())
 
 

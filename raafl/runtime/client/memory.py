@@ -18,6 +18,7 @@ from raafl.devices.gpus import Place
 from raafl.devices.measure import memory_room
 from raafl.errors import BadInput
 from raafl.local import malloc
+from raafl.local.sharded import room_bytes
 from raafl.runtime.setup import batch_size_of, compression_plan, own_tests
 from raafl.submodel import FULL, FlatTensors, Submodels
 from raafl.units import size
@@ -33,6 +34,7 @@ def with_memory(
     data: FederatedData,
     device: torch.device,
     place: Place,
+    num_processes: int = 1,
 ) -> tuple[ClientInfo, list[str]]:
     """Return this client's description with its memory, once its process holds everything but a task, and notes for the user.
 
@@ -43,6 +45,7 @@ def with_memory(
         data: of the run.
         device: that computes.
         place: GPU and processes of this rank.
+        num_processes: that train the client together.
 
     Raises:
         BadInput: no submodel of the algorithm fits into the memory.
@@ -57,6 +60,10 @@ def with_memory(
                 f"memory for a task: {size(found)} of {size(room.num_bytes)} left ({room.limit}); "
                 "devices with memory_bytes, or memory: BYTES, declare it, memory: none does without"
             )
+    if experiment.fabric.shard and num_processes > 1 and info.profile.memory_bytes < math.inf:
+        shared = room_bytes(info.profile.memory_bytes, num_processes, submodels.layout(part="sent").num_bytes)
+        info = replace(info, profile=replace(info.profile, memory_bytes=shared))
+        notes.append(f"memory for a task, sharded over {num_processes} processes: {size(shared)}")
     if info.profile.memory_bytes < math.inf:
         try:
             _check(experiment, info, submodels, data)
@@ -66,11 +73,13 @@ def with_memory(
 
 
 def settle_heap(
-    experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: torch.device
-) -> None:
+    experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: torch.device,
+    num_processes: int = 1,
+) -> None:  # fmt: skip
     """Keep freed memory for the next step, or return it to the system at once where memory is scarce.
 
     Memory suffices if the whole model could train in it including fragmentation, and always where another device holds the model.
+    A sharded client is taken for one whose memory is scarce: gathered parameters leave so many holes that they cost all it saves.
 
     Args:
         experiment: of the run.
@@ -78,7 +87,11 @@ def settle_heap(
         submodels: of the model.
         data: of the run.
         device: that computes.
+        num_processes: that train the client together.
     """
+    if experiment.fabric.shard and num_processes > 1:
+        malloc.free_at_once()
+        return
     needs_bytes = 0.0
     if info.profile.memory_bytes < math.inf and device.type == "cpu":
         with suppress(NotImplementedError, RuntimeError):  # what torch says of tensors without values

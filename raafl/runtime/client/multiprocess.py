@@ -23,23 +23,24 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch import distributed as _distributed
 
 from raafl.core.types import Assignment
 from raafl.errors import BadInput, RunFailed
-from raafl.local.client_group import ClientProcesses
+from raafl.local.client_group import ClientProcesses, num_processes
 from raafl.local.context import TaskContext
 from raafl.local.failure import attempt
+from raafl.local.sharded import ShardedProcesses, Shards, problem
 from raafl.local.train import Stopped
+from raafl.runtime.client.group_sums import GroupSums, open_mesh
 from raafl.runtime.identity import Difference, Identity, agree
 from raafl.runtime.protocol import Assign, Config, Hello, no_tensors
 from raafl.submodel import FlatTensors
 from raafl.submodel.batch_norm import statistics_of
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
-from raafl.transport.gloo import GlooConnection, cloned
-from raafl.transport.nccl import checked_group, identity, opened
+from raafl.transport.gloo import GlooConnection
+from raafl.transport.nccl import identity
 
 if TYPE_CHECKING:
     from raafl.runtime.client.setup import ClientSetup
@@ -48,16 +49,10 @@ dist: Any = _distributed  # much of it is not typed
 
 MakeSite = Callable[[str | None], "ClientSetup"]
 
-_TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MEET_S = 600.0  # for all processes to be there, and to have loaded their data
 _FOR_EVER_S = 1e9
 _log = logging.getLogger(__name__)
 _WORD_S = 2.0  # for the thread that knows who died to say so
-
-
-def processes() -> int:
-    """Return the number of processes that torchrun started for this client; 1 where torchrun did not start this one."""
-    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
 
 
 def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, say: Callable[[str], None]) -> int:
@@ -73,7 +68,7 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
         BadInput: the algorithm cannot train one client in several processes.
         RunFailed: the processes do not find each other, or differ in version, config, model or data.
     """
-    if processes() == 1:
+    if num_processes() == 1:
         return work(make_site)
     with ClientGroup(client, say) as span:
         if span.rank == 0:
@@ -89,6 +84,11 @@ def refuse(site: ClientSetup) -> None:
             f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot span several processes: join with one, "
             "without torchrun"
         )
+    experiment = site.experiment
+    if experiment.fabric.shard and (why := problem(experiment.algorithm.local, experiment.fabric, site.submodels)):
+        raise BadInput(
+            f"fabric.shard is true, but {why}: set it to false, and each process of the client has the whole submodel"
+        )
 
 
 class ClientGroup:
@@ -100,9 +100,9 @@ class ClientGroup:
         Raises:
             RunFailed: they are absent.
         """
-        self.rank, self.size = int(os.environ["RANK"]), processes()
+        self.rank, self.size = int(os.environ["RANK"]), num_processes()
         self._client, self._say = client, say
-        self._group: _Group | None = None
+        self._group: GroupSums | None = None
         self._ending = threading.Lock()
         self._closing = False
         self._said, self._joined = threading.Event(), threading.Event()
@@ -141,8 +141,9 @@ class ClientGroup:
             for number, pair in self._pairs.items():  # before what waits for them
                 threading.Thread(target=self._watch, args=(number, pair), name=f"process-{number}", daemon=True).start()
             self._join_group(site)
-            group = ClientProcesses(self.rank, self.size, self._begin_sum, self._announce)
-            return replace(site, process_group=group)
+            kind = ShardedProcesses if site.experiment.fabric.shard else ClientProcesses
+            announce = partial(self._announce, whole=not site.experiment.fabric.shard)
+            return replace(site, process_group=kind(self.rank, self.size, self._begin_sum, announce))
 
         return make
 
@@ -168,13 +169,14 @@ class ClientGroup:
         least = min(site.info.profile.memory_bytes, theirs.memory_bytes)
         return replace(site, info=replace(site.info, profile=replace(site.info.profile, memory_bytes=least)))
 
-    def _announce(self, assignment: Assignment, received: FlatTensors) -> None:
-        """Have the followers begin a task."""
+    def _announce(self, assignment: Assignment, received: FlatTensors, *, whole: bool) -> None:
+        """Have the followers begin a task, with the ``whole`` values at once or, sharded, tensor by tensor as they are loaded."""
         with self._together():
             for pair in self._pairs.values():
                 meta = Assign(assignment).to_meta()
                 pair.send(Message(Kind.ASSIGN, assignment.id, assignment.incarnation, meta))
-            self._spread(received)
+            if whole:
+                self._spread(received)
 
     def _watch(self, number: int, pair: GlooConnection) -> None:
         """Wait for the end of a follower, who says nothing while it lives."""
@@ -201,15 +203,18 @@ class ClientGroup:
         tasks: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, args=(pair, tasks), name="leader", daemon=True).start()
         self._join_group(site)
-        context = TaskContext(process_group=ClientProcesses(self.rank, self.size, self._begin_sum))
+        is_sharded = site.experiment.fabric.shard
+        kind = ShardedProcesses if is_sharded else ClientProcesses
+        context = TaskContext(process_group=kind(self.rank, self.size, self._begin_sum))
         received: FlatTensors | None = None
         while (assignment := tasks.get()) is not None:
             layout = site.trainer.payload.layout(assignment.spec, "sent")
             if received is None or received.layout != layout:
                 received = None
-                received = FlatTensors.empty(layout, site.trainer.fabric.device)
-            with self._together():
-                self._spread(received)
+                received = FlatTensors.empty(layout, "meta" if is_sharded else site.trainer.fabric.device)
+            if not is_sharded:
+                with self._together():
+                    self._spread(received)
             with suppress(Stopped):
                 attempt(site.trainer, assignment, received, site.data, context)
 
@@ -230,7 +235,9 @@ class ClientGroup:
         self._store.set(f"device/{self.rank}", identity(device))
         devices = [self._store.get(f"device/{number}").decode() for number in range(self.size)]
         with self._together():
-            self._group = _Group(self._store, self.rank, self.size, waits.task_s, device, devices)
+            self._group = GroupSums(self._store, self.rank, self.size, waits.task_s, device, devices)
+            if site.experiment.fabric.shard:
+                site.trainer.shards = Shards(open_mesh(self._store, self.rank, self.size, waits.task_s, device))
         self._joined.set()
 
     def _begin_sum(self, tensor: Tensor) -> Callable[[], None]:
@@ -280,6 +287,8 @@ class ClientGroup:
     def __exit__(self, *_: object) -> None:
         """Let the followers go; one of them keeps its pair, so that the leader may say first what both have found wrong."""
         self._closing = True
+        if dist.is_initialized():
+            dist.destroy_process_group()
         signal.signal(signal.SIGTERM, self._terminated_before)
         for pair in self._pairs.values() if self.rank == 0 else ():
             with suppress(PeerLost, PeerTimeout):
@@ -291,80 +300,6 @@ class ClientGroup:
             time.sleep(_WORD_S)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-class _Group:
-    """Sums and broadcasts: over NCCL where each process has a GPU of its own, else over Gloo, by way of the CPU."""
-
-    def __init__(
-        self, store: Any, rank: int, size: int, timeout_s: float, device: torch.device, devices: list[str]
-    ) -> None:
-        self._span, self._device = timedelta(seconds=timeout_s), device
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout, options._threads = self._span, 1
-        options._devices = [_gloo_device()]
-        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
-        self._nccl: Any = None
-        own = all(name.startswith("cuda:") for name in devices) and len(set(devices)) == size
-        if own and dist.is_nccl_available():
-            # half of the time that the others wait for this process's word below
-            self._nccl = self._agreed(*opened(partial(self._joined, store, rank, size, timeout_s / 2), timeout_s / 2))
-
-    def _joined(self, store: Any, rank: int, size: int, timeout_s: float) -> object:
-        """Make NCCL's group, and a first sum, which joins all."""
-
-        def check(group: Any) -> None:
-            one = torch.ones(1, device=self._device)
-            group.allreduce([one], dist.AllreduceOptions()).wait()
-            if one.item() != size:
-                raise RuntimeError("NCCL does not add what it is given")
-
-        return checked_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s, check)
-
-    def _agreed(self, group: Any, problem: str) -> object:
-        """Keep NCCL's group where all processes have one; else none does."""
-        missing = torch.tensor([int(group is None)])
-        self._gloo.allreduce([missing], dist.AllreduceOptions()).wait(self._span)
-        if not missing.item():
-            return group
-        if group is not None:
-            group.abort()
-        _log.warning(f"NCCL is not used, gradients are summed over Gloo: {problem or 'another process has none'}")
-        return None
-
-    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to replace a tensor by its sum over all processes; return a handle whose ``wait`` ends it."""
-        if tensor.is_cuda and self._nccl is not None:
-            on_gpu: Callable[[], None] = self._nccl.allreduce([tensor], dist.AllreduceOptions()).wait
-            return on_gpu
-        there = tensor.cpu()
-        work = self._gloo.allreduce([there], dist.AllreduceOptions())
-
-        def wait() -> None:
-            work.wait(self._span)
-            if there is not tensor:
-                tensor.copy_(there)
-
-        return wait
-
-    def spread(self, tensor: Tensor) -> None:
-        """Replace a tensor by that of process 0 (broadcast)."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        if tensor.is_cuda and self._nccl is not None:
-            self._nccl.broadcast([tensor.view(torch.uint8)], options).wait()
-            return
-        there = tensor.cpu()
-        self._gloo.broadcast([there.view(torch.uint8)], options).wait(self._span)
-        if there is not tensor:
-            tensor.copy_(there)
-
-
-def _gloo_device() -> object:
-    from raafl.transport.gloo import _device
-
-    local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    return _device("127.0.0.1" if local else None)
 
 
 def _store(rank: int, size: int) -> Any:

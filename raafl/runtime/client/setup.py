@@ -14,7 +14,7 @@ from raafl.data.federated import ClientData, FederatedData
 from raafl.data.partition import Iid
 from raafl.devices.gpus import Place
 from raafl.errors import BadInput
-from raafl.local.client_group import ClientProcesses
+from raafl.local.client_group import ClientProcesses, num_processes
 from raafl.local.numerics import set_numerics
 from raafl.local.train import LocalTrainer
 from raafl.runfolder.signing import Signer
@@ -79,14 +79,14 @@ class ClientSetup:
         # torchrun's ranks are all this client's; without it, the processes here are those of `fit --local`, the server's first
         server_device = None if "RANK" in os.environ else experiment.server_device
         place = Place.here(server_device, experiment.fabric.device)
-        setup = cls.make(experiment, client, place, own_data=own_data, alike=alike)
+        setup = cls.make(experiment, client, place, own_data=own_data, alike=alike, num_processes=num_processes())
         setup.config_yaml = config_yaml
         return setup
 
     @classmethod
     def make(
         cls, experiment: Experiment, client: int, place: Place, *, own_data: bool = False,
-        alike: dict[str, str] | None = None,
+        alike: dict[str, str] | None = None, num_processes: int = 1,
     ) -> ClientSetup:  # fmt: skip
         """Build a client of a checked experiment.
 
@@ -96,6 +96,7 @@ class ClientSetup:
             place: which GPU it uses.
             own_data: all of the training data is this client's; otherwise its share.
             alike: digests of the config's sections that the server compares.
+            num_processes: that train it together.
         """
         set_numerics(experiment.threads, experiment.fabric)
         if own_data:
@@ -108,8 +109,8 @@ class ClientSetup:
             mine = data.make_client(client, copied=True)
             info = client_infos(experiment, data)[client - 1]
         submodels, trainer = client_parts(experiment, data, experiment.fabric.at(place))
-        info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device, place)
-        settle_heap(experiment, info, submodels, data, trainer.fabric.device)
+        info, notes = with_memory(experiment, info, submodels, data, trainer.fabric.device, place, num_processes)
+        settle_heap(experiment, info, submodels, data, trainer.fabric.device, num_processes)
         return cls(experiment, info, submodels, trainer, mine, alike or {}, notes)
 
     @contextmanager

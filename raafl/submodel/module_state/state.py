@@ -42,6 +42,7 @@ from raafl.submodel.module_state.values import (
     RandomRecord,
     TensorRecord,
     has_values_of_its_own,
+    local_part,
     progress_of,
 )
 
@@ -60,7 +61,7 @@ class ModuleState:
             submodels: hold the module that it was copied from.
         """
         own = [*module.parameters(), *persistent_buffers(module).values()]
-        storages = {tensor.untyped_storage().data_ptr() for tensor in own}
+        storages = {local_part(tensor).untyped_storage().data_ptr() for tensor in own}
         original = submodels.cached("reached", None, lambda: _ids(reach(submodels.module, ())))
         self._storages = storages
         self._flags = FlagsRecord(module)

@@ -116,8 +116,15 @@ def has_values_of_its_own(tensor: Tensor, storages: set[int]) -> bool:
     """Check whether a tensor's values can be restored and lie outside of ``storages`` (addresses)."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_inference():
         return False
+    tensor = local_part(tensor)
     storage = tensor.untyped_storage()
     return storage.data_ptr() not in storages and storage.nbytes() >= tensor.nbytes  # else it is expanded
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return the part of a sharded tensor (`torch.distributed.tensor.DTensor`) that this process holds; others as they are."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 def _plain(state: object) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raafl.runtime.client import multiprocess
+from raafl.runtime.client.group_sums import GroupSums
 from raafl.transport import nccl
 
 WAIT_S = 20.0
@@ -62,8 +62,7 @@ def groups(monkeypatch, emulated_cuda):
         store, names = dist.HashStore(), ["cuda:a/0", "cuda:a/1"]
         with ThreadPoolExecutor(2) as pool:
             making = [
-                pool.submit(multiprocess._Group, store, rank, 2, WAIT_S, torch.device("cuda", rank), names)
-                for rank in (0, 1)
+                pool.submit(GroupSums, store, rank, 2, WAIT_S, torch.device("cuda", rank), names) for rank in (0, 1)
             ]
             return [one.result() for one in making]
 

@@ -1,0 +1,149 @@
+"""Open the process groups in which the processes of one client sum gradients and share values."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch import distributed as _distributed
+
+from raafl.transport.gloo import cloned
+from raafl.transport.nccl import checked_group, opened
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+dist: Any = _distributed  # much of it is not typed
+
+_LOOPBACK = "lo"
+_log = logging.getLogger(__name__)
+
+
+def open_mesh(store: Any, rank: int, size: int, timeout_s: float, device: torch.device) -> DeviceMesh:
+    """Return the mesh of a client's processes; FSDP2 takes none but those of torch's default process group.
+
+    Args:
+        store: of these processes.
+        rank: of this one.
+        size: number of processes.
+        timeout_s: of a collective.
+        device: of this one's module.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+    with _local_interface():
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("shards", store), rank=rank, world_size=size, timeout=timeout
+        )
+    return init_device_mesh(device.type, (size,))
+
+
+@contextmanager
+def _local_interface() -> Iterator[None]:
+    """Have Gloo's default group listen on the loopback interface alone, where all processes are on this machine."""
+    name = "GLOO_SOCKET_IFNAME"
+    names = {interface for _, interface in socket.if_nameindex()}
+    if name in os.environ or not _is_local() or _LOOPBACK not in names:
+        yield
+        return
+    os.environ[name] = _LOOPBACK  # torch has no argument for it
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+class GroupSums:
+    """Sums and broadcasts: over NCCL where each process has a GPU of its own, else over Gloo, by way of the CPU."""
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout_s: float, device: torch.device, devices: list[str]
+    ) -> None:
+        """Join the groups.
+
+        Args:
+            store: of these processes.
+            rank: of this one.
+            size: number of processes.
+            timeout_s: of a sum.
+            device: of this process.
+            devices: names of all processes' devices, by rank.
+        """
+        self._span, self._device = timedelta(seconds=timeout_s), device
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout, options._threads = self._span, 1
+        options._devices = [_gloo_device()]
+        self._gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+        self._nccl: Any = None
+        own = all(name.startswith("cuda:") for name in devices) and len(set(devices)) == size
+        if own and dist.is_nccl_available():
+            # half of the time that the others wait for this process's word below
+            self._nccl = self._agreed(*opened(partial(self._joined, store, rank, size, timeout_s / 2), timeout_s / 2))
+
+    def _joined(self, store: Any, rank: int, size: int, timeout_s: float) -> object:
+        """Make NCCL's group, and a first sum, which joins all."""
+
+        def check(group: Any) -> None:
+            one = torch.ones(1, device=self._device)
+            group.allreduce([one], dist.AllreduceOptions()).wait()
+            if one.item() != size:
+                raise RuntimeError("NCCL does not add what it is given")
+
+        return checked_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s, check)
+
+    def _agreed(self, group: Any, problem: str) -> object:
+        """Keep NCCL's group where all processes have one; else none does."""
+        missing = torch.tensor([int(group is None)])
+        self._gloo.allreduce([missing], dist.AllreduceOptions()).wait(self._span)
+        if not missing.item():
+            return group
+        if group is not None:
+            group.abort()
+        _log.warning(f"NCCL is not used, gradients are summed over Gloo: {problem or 'another process has none'}")
+        return None
+
+    def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to replace a tensor by its sum over all processes; return a handle whose ``wait`` ends it."""
+        if tensor.is_cuda and self._nccl is not None:
+            on_gpu: Callable[[], None] = self._nccl.allreduce([tensor], dist.AllreduceOptions()).wait
+            return on_gpu
+        there = tensor.cpu()
+        work = self._gloo.allreduce([there], dist.AllreduceOptions())
+
+        def wait() -> None:
+            work.wait(self._span)
+            if there is not tensor:
+                tensor.copy_(there)
+
+        return wait
+
+    def spread(self, tensor: Tensor) -> None:
+        """Replace a tensor by that of process 0 (broadcast)."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        if tensor.is_cuda and self._nccl is not None:
+            self._nccl.broadcast([tensor.view(torch.uint8)], options).wait()
+            return
+        there = tensor.cpu()
+        self._gloo.broadcast([there.view(torch.uint8)], options).wait(self._span)
+        if there is not tensor:
+            tensor.copy_(there)
+
+
+def _gloo_device() -> object:
+    from raafl.transport.gloo import _device
+
+    return _device("127.0.0.1" if _is_local() else None)
+
+
+def _is_local() -> bool:
+    return os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]

@@ -221,7 +221,7 @@ class ShardedProcesses(ClientProcesses):
     """Processes that train a sharded client: FSDP2 averages gradients, and these agree on what is beside them."""
 
     def begin(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Share:
-        """Begin a task in all processes; all measure the client's test part, as none has the whole model."""
+        """Begin a task in all processes, which all measure the client's test part; see `ClientProcesses.begin`."""
         share = super().begin(assignment, received, data)
         share.test = data.test
         return share
@@ -233,7 +233,7 @@ class ShardedProcesses(ClientProcesses):
 
     @torch.no_grad()
     def average(self, stop: bool) -> bool:
-        """Return whether any process wants to ``stop``."""
+        """Agree on whether any process wants to ``stop``, and return it; FSDP2 has averaged the gradients."""
         self._check_stepped()
         known = torch.tensor([float(stop)])
         self._total(known)

@@ -13,6 +13,7 @@ ELSEWHERE = {
     "raafl/core/snapshots.py": "tests/compression/test_streams.py",
     "raafl/core/types.py": "tests/core/test_coordinator.py",
     "raafl/runtime/client/join.py": "tests/commands/test_join.py",
+    "raafl/runtime/client/multiprocess.py": "tests/launch/test_spanning.py",
     "raafl/runtime/client/secure.py": "tests/runtime/server/test_secure.py",
     "raafl/runtime/client/setup.py": "tests/runtime/client/test_memory.py",
     "raafl/runtime/client/site/admit.py": "tests/distributed/test_site_policy.py",

@@ -27,10 +27,21 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) for each name a module imports anywhere and each attribute `distributed` it uses."""
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file, walked once for all tests: the walks were most of the time of the habits."""
+    return tuple(ast.walk(tree(path)))
+
+
+@cache
+def imports(path: Path) -> tuple[tuple[int, str], ...]:
+    """Return (line, dotted name) for each name a module imports anywhere and each attribute `distributed` it uses."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

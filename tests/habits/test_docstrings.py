@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.habits.source import modules, place, tree
+from tests.habits.source import modules, nodes, place, tree
 
 SOURCES = ("raafl", "model_zoo", "benchmarks", "tests/helpers")
 QUESTION = re.compile(r"(What|How|Where|Who|Which|When)\b|Return (what|how|whether|where)\b")
@@ -19,7 +19,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the docstring of a module, and of its public classes and functions."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Module):
             yield 1, ast.get_docstring(node) or ""
         elif isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from tests.habits.source import ROOT, imports, modules, place, tree, within
+from tests.habits.source import ROOT, imports, modules, nodes, place, within
 
 CLOCKS_AND_WIRES = (
     "torch.distributed",
@@ -141,7 +141,7 @@ def test_a_package_imports_nothing_from_above_it(package):
 def test_the_coordinator_does_no_input_or_output_and_draws_from_no_shared_generator():
     (path,) = modules("raafl/core/coordinator.py")
     wrong = []
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         name = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
         if name in ("open", "print", "input") or (name.startswith("random.") and name != "random.Random"):
             wrong.append(f"{place(path, node.lineno)} uses {name}")
@@ -161,7 +161,7 @@ def test_nothing_is_pickled():
 def test_torch_load_takes_weights_only():
     wrong = []
     for path in modules("raafl"):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
                 wrong += [] if safe else [place(path, node.lineno)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.habits.source import ROOT, modules, tree
+from tests.habits.source import ROOT, modules, nodes
 
 WALK = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## The way of an update")[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
@@ -20,7 +20,7 @@ ROWS = re.findall(r"^\| (\d+) \| `(\S+)` \| (.*) \|$", WALK, re.M)
 def definitions(path: Path) -> set[str]:
     """Return the classes, functions and methods of a file, a method as `Class.method`."""
     found = set()
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
         if isinstance(node, ast.ClassDef | ast.FunctionDef):

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 
-from tests.habits.source import ROOT
+from tests.habits.source import ROOT, modules, nodes
 
 HEADING = "## Private interfaces of other libraries"
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 DOCUMENTED = {"_replace", "_exit"}  # Python documents these, underscore and all
 
 
-@cache
-def trees() -> list[ast.Module]:
-    return [ast.parse(path.read_text()) for name in ("raafl", "model_zoo") for path in (ROOT / name).rglob("*.py")]
-
-
-def defined(tree: ast.Module) -> Iterator[str]:
+def defined(parsed: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the private names that a file gives to something of its own."""
-    for node in ast.walk(tree):
+    for node in parsed:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_named(node.value, "self"):
             yield node.attr
 
 
-def used(tree: ast.Module) -> Iterator[str]:
+def is_named(node: ast.expr, name: str) -> bool:
+    """Whether an expression is that plain name."""
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def used(parsed: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the private names that a file reads from elsewhere; operators of aten are named in `native_functions.yaml`."""
-    for node in ast.walk(tree):
+    for node in parsed:
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("raafl"):
             yield from filter(PRIVATE.fullmatch, [*(node.module or "").split("."), *(one.name for one in node.names)])
         elif isinstance(node, ast.Import):
@@ -40,7 +39,7 @@ def used(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
             if ast.unparse(node.value) not in ("torch.ops.aten", "_aten", "aten", "self", "cls"):
                 yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+        elif isinstance(node, ast.Call) and is_named(node.func, "getattr") and len(node.args) > 1:
             of, name = ast.unparse(node.args[0]), node.args[1]
             if (
                 isinstance(name, ast.Constant)
@@ -64,8 +63,9 @@ def listed() -> set[str]:
 
 
 def test_the_table_has_every_private_name_and_no_other():
-    own = {name for tree in trees() for name in defined(tree)} | DOCUMENTED
-    read = {name for tree in trees() for name in used(tree)}
+    trees = [nodes(path) for path in modules("raafl", "model_zoo")]
+    own = {name for parsed in trees for name in defined(parsed)} | DOCUMENTED
+    read = {name for parsed in trees for name in used(parsed)}
     assert sorted(read - own - listed()) == []
     assert sorted(listed() - read) == []
 
@@ -79,4 +79,4 @@ def test_a_use_is_seen_in_each_of_its_forms():
         "self._own",
         "_aten._softmax",
     ]
-    assert set(used(ast.parse("\n".join(lines)))) == {"_C", "_x", "_b", "_c", "_e"}
+    assert set(used(ast.walk(ast.parse("\n".join(lines))))) == {"_C", "_x", "_b", "_c", "_e"}

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from tests.habits.source import ROOT, modules, place, tree
+from tests.habits.source import ROOT, modules, nodes, place
 
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 50
@@ -25,7 +25,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def functions(*packages: str) -> Iterator[tuple[str, Function]]:
     """Yield every function of packages, with its place and name."""
     for path in modules(*packages):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, Function):
                 yield f"{place(path, node.lineno)} {node.name}", node
 
@@ -77,7 +77,7 @@ def test_functions_are_flat():
 def test_constructors_take_few_arguments():
     long = {}
     for path in modules(*SOURCES):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             for part in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(part, Function) and part.name == "__init__":
                     named = len([*part.args.posonlyargs, *part.args.args, *part.args.kwonlyargs]) - 1
@@ -108,7 +108,7 @@ def test_library_code_does_not_print():
         place(path, node.lineno)
         for path in modules("raafl")
         if path.name not in ("cli.py", "__main__.py")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
     ]
     assert not wrong, "report through the run folder, a logger or raafl.watch.progress"

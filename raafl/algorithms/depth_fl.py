@@ -50,7 +50,7 @@ class MutualTraining(Local):
     """Local training of all exits, which teach each other.
 
     Attributes:
-        ramp: rounds T until they teach with full weight.
+        ramp: number of rounds T until exits teach each other with full weight.
     """
 
     ramp: int = 300
@@ -73,7 +73,7 @@ class MutualTraining(Local):
 
 @dataclass(frozen=True)
 class RegularisedMutual(Regularised, MutualTraining):
-    """The same with FedDyn's regulariser."""
+    """Local training of all exits, which teach each other, with FedDyn's regulariser."""
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that joins the exits' losses and adds FedDyn's linear term."""
@@ -91,7 +91,7 @@ class Mutual(ByExits):
         self.weight = weight
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Return the sum over exits of their losses and of what the others teach them."""
+        """Return the sum over exits of each one's loss and its divergence from the others."""
         exits = [*others, deepest]
         loss = exits[0].loss
         for one in exits[1:]:
@@ -105,11 +105,11 @@ class Mutual(ByExits):
 
 
 class DynamicMutual(LinearTerm, Mutual):
-    """The same with FedDyn's linear term; the trainer adds its proximal term."""
+    """Hook that adds mutual teaching of exits and FedDyn's linear term; the trainer adds FedDyn's proximal term."""
 
 
 def teaching_weight(version: int, ramp: int) -> float:
-    """Return w_t = exp(-5 (1 - min(t, T) / T)^2)."""
+    """Return the weight w_t = exp(-5 (1 - min(t, T) / T)^2) with which exits teach each other."""
     return math.exp(-5.0 * (1.0 - min(version, ramp) / ramp) ** 2)
 
 
@@ -127,7 +127,7 @@ def depth_fl(
     Args:
         depths: share of the blocks for each client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
             mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
-        ramp: rounds until exits teach each other with full weight (T).
+        ramp: number of rounds until exits teach each other with full weight (T).
         dyn_alpha: weight of FedDyn's regulariser (alpha); 0 = FedAvg's mean, weighted equally.
         alpha: mixing weight of each arrival, for asynchronous runs, which need dyn_alpha 0; None = synchronous rounds.
         cohort: number of clients in a round, drawn uniformly; None = all.

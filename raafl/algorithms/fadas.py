@@ -51,11 +51,11 @@ Delay = Literal["divide", "cap", "none"]
 
 @dataclass
 class AmsgradMemory(OptimizerMemory):
-    """FedOpt's record, and what AMSGrad and the delays add.
+    """FedOpt's record, with the values that AMSGrad and the delays add.
 
     Attributes:
-        peak: v^, the largest v so far; None = before the first merge.
-        steps: number of merges, t.
+        peak: v^, the largest v so far; None = no merge yet.
+        steps: number t of merges.
         delays: staleness of each update since the last merge.
     """
 
@@ -65,7 +65,7 @@ class AmsgradMemory(OptimizerMemory):
     delays: list[int] = field(default_factory=list)
 
     def moments(self, state: GlobalState, tau: float) -> tuple[FlatTensors, ...]:
-        """Return m, v and v^, which start at 0."""
+        """Return the moments m, v and v^, which start at 0."""
         if self.m is None or self.v is None or self.peak is None:
             self.m, self.v, self.peak = (zeros_like(state.values) for _ in range(3))
         return self.m, self.v, self.peak
@@ -75,11 +75,11 @@ class AmsgradMemory(OptimizerMemory):
 class DelayAdaptive(ServerOptimizer):
     """FADAS's merge: an AMSGrad step along the buffer's mean delta, smaller where an update in the buffer is late.
 
-    `raafl.algorithms.fadas` has the equations. epsilon is ``tau``.
+    The module `raafl.algorithms.fadas` has the equations; epsilon is ``tau``.
 
     Attributes:
-        delay: divide, cap or none.
-        delay_limit: largest staleness in the buffer that leaves the step as it is (tau_c).
+        delay: adaptation of the step to late updates: divide, cap or none.
+        delay_limit: largest staleness in the buffer that does not reduce the step (tau_c).
     """
 
     memory: ClassVar[type[OptimizerMemory]] = AmsgradMemory
@@ -93,7 +93,7 @@ class DelayAdaptive(ServerOptimizer):
         at_least("delay_limit", self.delay_limit, 0)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the delta to the sum, and record how late it is."""
+        """Add the delta to the sum, and record its staleness."""
         state.memory.of(AmsgradMemory).delays.append(staleness)
         super().receive(state, update, spec, staleness)
 
@@ -154,7 +154,7 @@ def fadas(
         epsilon: constant added to the square root in the denominator (epsilon).
         delay: adaptation of the step to the largest staleness in the buffer (eta_t): divide eta by it, cap at 1 / staleness, or
             none.
-        delay_limit: largest staleness that leaves the step as it is (tau_c).
+        delay_limit: largest staleness that does not reduce the step (tau_c).
         cohort: number of clients that train asynchronously, drawn uniformly (the concurrency M_c); None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for

@@ -31,9 +31,9 @@ def fed_async(
 
     Args:
         alpha: mixing weight (alpha), in (0, 1].
-        staleness: kind of the staleness factor s(.): constant, polynomial or hinge.
-        staleness_a: a of polynomial and hinge.
-        staleness_b: b of hinge.
+        staleness: kind of the staleness function s(.): constant, polynomial or hinge.
+        staleness_a: parameter a of polynomial and hinge.
+        staleness_b: parameter b of hinge.
         prox: weight of the proximal term, which pulls towards the received values (rho).
         cohort: number of clients that train asynchronously, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.

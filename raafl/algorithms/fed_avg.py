@@ -34,9 +34,9 @@ def fed_avg(
             every client.
         lora: way to merge LoRA adapters (docs/lora.md); None = average A and B separately, each rank over
             clients that have it.
-        prune_ranks: share of its ranks that a client keeps where training has shrunk the others (HetLoRA's gamma; lora hetlora or
-            hetlora_paper); None = ranks stay.
-        prune_penalty: weight of the loss on the ranks that would go (HetLoRA's lambda).
+        prune_ranks: share of its ranks that a client keeps if training has shrunk the others (HetLoRA's gamma; with
+            lora hetlora or hetlora_paper); None = ranks stay.
+        prune_penalty: weight of the loss on the ranks that pruning would remove (HetLoRA's lambda).
     """
     algorithm = Algorithm(
         name="fed_avg",

@@ -38,9 +38,9 @@ def fed_buff(
     Args:
         buffer_size: number of updates in a merge (K).
         server_lr: server learning rate (eta_g, or eta of the server optimizer); None = 1, or 0.01 with a server optimizer.
-        staleness: kind of the staleness factor s(.); polynomial with a = 0.5 is the paper's 1/sqrt(1 + staleness).
-        staleness_a: a of polynomial and hinge.
-        staleness_b: b of hinge.
+        staleness: kind of the staleness function s(.); polynomial with a = 0.5 is the paper's 1/sqrt(1 + staleness).
+        staleness_a: parameter a of polynomial and hinge.
+        staleness_b: parameter b of hinge.
         server_optimizer: adam, yogi or adagrad (FedOpt); None = add the mean of the buffer.
         cohort: number of clients that train asynchronously, drawn uniformly (the paper's concurrency M_c); None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.

@@ -45,7 +45,7 @@ DONE = "done"
 
 @dataclass
 class NovaMemory(SumMemory):
-    """The sum of a merge's updates, and ||a_i||_1 of each."""
+    """Sum of a merge's updates, and the amount of work ||a_i||_1 of each."""
 
     key = "fed_nova"
     done: list[float] = field(default_factory=list)
@@ -99,7 +99,7 @@ class _Steps(Hook):
         self._num = 0
 
     def update(self) -> None:
-        """Make a step of the model, and the same step of the scalar."""
+        """Make the model's step, and the same step of a scalar that measures the work."""
         # The first group stands for all: the scalar has one learning rate and one momentum. Options are read at each step, since
         # schedules change them.
         options = self.task.optimizer.param_groups[0]
@@ -113,17 +113,17 @@ class _Steps(Hook):
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Return ||a_i||_1: the scalar's distance per unit of learning rate, or the number of steps if that rate is 0."""
+        """Return the amount of work ||a_i||_1: the scalar's distance per unit of learning rate; at rate 0, the number of steps."""
         return {DONE: self._moved / self._first if self._first else float(self._num)}
 
 
 @dataclass(frozen=True)
 class Normalised(Merge):
-    """``theta <- theta + tau_eff sum_i p_i d_i`` over the clients that have an element.
+    """FedNova's merge: ``theta <- theta + tau_eff sum_i p_i d_i`` over the clients that have an element.
 
     Attributes:
-        by_samples: weight clients by |D_i|; False = equally.
-        staleness: staleness factor s; each update weighs p_i s.
+        by_samples: whether clients are weighted by |D_i|; False = equally.
+        staleness: staleness function s; each update has the weight p_i s.
     """
 
     by_samples: bool = True

@@ -27,7 +27,7 @@ def fed_opt(
     """Return FedOpt, which takes an adaptive server step along the mean of a round's deltas.
 
     Args:
-        optimizer: adam, yogi or adagrad.
+        optimizer: name of the server's optimizer: adam, yogi or adagrad.
         server_lr: server learning rate (eta).
         beta1: decay of the first moment (beta_1).
         beta2: decay of the second moment (beta_2); leave it out for adagrad, which has none.

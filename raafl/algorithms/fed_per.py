@@ -46,7 +46,7 @@ def fed_per(
     """Return FedPer, which averages all layers except each client's own.
 
     Args:
-        local: which layers are a client's own: head (FedPer), or body, all but the head (LG-FedAvg).
+        local: layers that are each client's own: head (FedPer), or body, all layers but the head (LG-FedAvg).
         layers: paths of the modules or parameters that form the head; None = the last linear layer.
         by_samples: weight clients by |D_j| (gamma_j); False = equally.
         alpha: mixing weight of each arrival, for asynchronous runs; None = synchronous rounds.
@@ -73,7 +73,7 @@ class Personal(Wrapped):
     """Merge of the shared layers, which also stores each client's own layers.
 
     Attributes:
-        local: which side is a client's own, head or body.
+        local: layers that are each client's own: head or body.
         layers: paths of the modules or parameters that form the head; None = the last linear layer.
     """
 
@@ -106,7 +106,7 @@ class Personal(Wrapped):
         return super().notes(state, num_clients) + alone
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the client's own layers into the values it is sent."""
+        """Write the client's own layers into the values that it is sent."""
         load_(state, OWN, client, spec, values, self.own(state.submodels))
         super().personalize(state, client, spec, values, bundles)
 
@@ -116,7 +116,7 @@ class Personal(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge the shared layers; leave the own layers of the global model unchanged."""
+        """Merge the shared layers; leave the global model's values of the clients' own layers unchanged."""
         before = {name: state.values[name].clone() for name in self.own(state.submodels)}
         super().apply(state)
         for name, values in before.items():

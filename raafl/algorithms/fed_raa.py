@@ -54,16 +54,16 @@ def fed_raa(
     """Return Fed-RAA, which trains disjoint fragments of the model on clients matched by speed.
 
     Args:
-        fragments: M, a row of Table 4 (1 to 5), or the ratios of the fragments.
-        select: gre_raa, random or fewest_updates (MP).
-        trigger: each (asynchronous) or all (Sync Fed-RAA).
+        fragments: number M of fragments, which names a row of Table 4 (1 to 5), or the ratios of the fragments.
+        select: rule of choice among fragments: gre_raa, random or fewest_updates (MP).
+        trigger: when updates are merged: each (asynchronous) or all (Sync Fed-RAA).
         alpha: mixing weight (alpha), in (0, 1].
-        staleness: kind of the staleness factor s(.): constant, polynomial or hinge.
-        staleness_a: a of polynomial and hinge.
-        staleness_b: b of hinge.
+        staleness: kind of the staleness function s(.): constant, polynomial or hinge.
+        staleness_a: parameter a of polynomial and hinge.
+        staleness_b: parameter b of hinge.
         prox: weight of the proximal term, which pulls towards the received fragment (rho).
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
-        K: bound on a task's time, in seconds (K); None = that of the offline assignment.
+        K: bound on a task's time, in seconds (K); None = the bound of the offline assignment.
         cohort: number of clients that train asynchronously, or in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: select part that replaces the fragments, such as `raafl.parts.RateSelect`; leave fragments, select and K at

@@ -46,7 +46,9 @@ LADDER = (0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def narrower(submodels: Submodels, spec: Spec, width: float) -> Spec | None:
-    """Return the submodel of the leading share ``width``, otherwise as ``spec``; None if ``spec`` lacks some of its units.
+    """Return the part of the submodel ``spec`` with the leading share ``width`` of each axis.
+
+    None if ``spec`` lacks some of its units.
 
     Args:
         submodels: the model, with its axes and layouts.
@@ -65,7 +67,7 @@ def narrower(submodels: Submodels, spec: Spec, width: float) -> Spec | None:
 
 
 def masks_of(submodels: Submodels, spec: Spec, width: float) -> FlatTensors | None:
-    """Return 1 for each trained element of ``spec`` that its submodel of ``width`` has, else 0; None if it has no such submodel.
+    """Return 1 for each trained element of ``spec`` that is in its part of ``width``, else 0; None if it has no such part.
 
     Args:
         submodels: the model, with its axes and layouts.
@@ -85,8 +87,8 @@ class OrderedDropout(Local):
     """Local training at a width that is drawn for each step.
 
     Attributes:
-        ladder: widths p.
-        distil: train the client's whole submodel too, as the teacher.
+        ladder: widths p to draw from.
+        distil: whether to train the client's whole submodel, too, as the teacher.
     """
 
     ladder: tuple[float, ...] = LADDER
@@ -104,7 +106,7 @@ class OrderedDropout(Local):
         return DrawnWidths(task, self)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
-        """Return the cost of a plain step, twice its FLOPs with self-distillation."""
+        """Return the cost of a plain step, with twice its FLOPs for self-distillation."""
         cost = submodels.cost(spec, batch_size)
         return replace(cost, flops_per_sample=2 * cost.flops_per_sample) if self.distil else cost
 
@@ -114,7 +116,7 @@ class OrderedDropout(Local):
 
 
 class DrawnWidths(Hook):
-    """Hook that trains a width drawn for each batch, with the client's whole submodel as its teacher if asked to."""
+    """Hook that trains a width drawn for each batch; with self-distillation the client's whole submodel is the teacher."""
 
     def __init__(self, task: Task, local: OrderedDropout) -> None:
         super().__init__(task)
@@ -133,7 +135,10 @@ class DrawnWidths(Hook):
         self._logits = logits_of(output)
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss at the drawn width; with self-distillation, the whole submodel's and the distance from it."""
+        """Return the loss at the drawn width.
+
+        With self-distillation, plus the whole submodel's loss and the divergence from it.
+        """
         if not self.masks:
             return self.task.loss(batch, index)
         masks = self.random.choice(self.masks)
@@ -173,8 +178,8 @@ def fjord(
     Args:
         rates: largest share of the width for each client (p_max): one number for all; a list that clients 1, 2, ... take in turn,
             repeating; or a mapping from device name. None = 1/5, 2/5, 3/5, 4/5, 1 in turn.
-        ladder: widths that are drawn (p). None = 0.2, 0.4, 0.6, 0.8, 1.
-        distil: let the client's whole submodel train and teach the drawn width (self-distillation).
+        ladder: widths to draw from (p). None = 0.2, 0.4, 0.6, 0.8, 1.
+        distil: whether the client's whole submodel trains, too, and teaches the drawn width (self-distillation).
         by_samples: weight clients by |D_n|; False = equally.
         alpha: mixing weight of each arrival, for asynchronous runs; None = synchronous rounds.
         cohort: number of clients in a round, drawn uniformly; None = all.

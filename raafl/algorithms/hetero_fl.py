@@ -42,7 +42,7 @@ def hetero_fl(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return HeteroFL, whose clients train the leading units of every layer, as many as their rate says.
+    """Return HeteroFL, whose clients train the leading units of every layer, in proportion to their rate.
 
     Args:
         rates: share of the width for each client (r^(p-1)): one number for all; a list that clients 1, 2, ... take

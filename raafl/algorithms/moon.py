@@ -94,7 +94,7 @@ class Contrastive(Local):
     layer: str | None = None
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Check that the model has the layer `layer`, and return the model unchanged; raises `BadInput` if it has not."""
+        """Check that the model has the layer `layer`, and return the model unchanged; raise `BadInput` if it has not."""
         linear_in(module, self.layer)
         return module
 
@@ -103,7 +103,7 @@ class Contrastive(Local):
         return _Steps(task, self)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
-        """Return the cost of a plain step plus two forward passes: 5/3 of its FLOPs, since forward is a third of a step."""
+        """Return the cost of a plain step plus two forward passes: 5/3 of its FLOPs, as a forward pass is a third of a step."""
         cost = submodels.cost(spec, batch_size)
         return replace(cost, flops_per_sample=cost.flops_per_sample * 5 / 3)
 
@@ -135,7 +135,7 @@ class _Steps(Hook):
         return loss + self._local.mu * F.cross_entropy(sims / self._local.temperature, target)
 
     def close(self) -> None:
-        """Remove the hook from the layer."""
+        """Remove the hook that captures the representation."""
         self._capture.close()
 
 
@@ -146,11 +146,11 @@ class WithLastModels(Wrapped):
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the client's previous model into its bundle; elements that it has never trained are those it is sent now."""
+        """Write the client's previous model into its bundle; elements that it has never trained are the ones it is sent now."""
         bundles[LAST].copy_(values.prefix(bundles[LAST].layout))
         load_(state, LAST, client, spec, bundles[LAST])
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store the client's values, and pass them to the inner merge."""
+        """Store the client's values, and pass the update to the inner merge."""
         store_(state, LAST, update.client, spec, update.tensors)
         super().receive(state, update, spec, staleness)

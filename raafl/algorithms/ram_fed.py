@@ -74,15 +74,16 @@ def ram_fed(
         rest: largest number of consecutive rounds in which a client skips a region (tau_q); None = no limit.
         full_first: train all regions on all clients in the first round, as far as their memory allows.
         rescale: multiply a narrowed layer's activations by 1 / (kept share of its units) while training.
-        trigger: all (the paper's rounds) or each (asynchronous).
-        server_lr: factor of v, in (0, 1]; None = 1 in rounds, 1/N for trigger each.
-        staleness: kind of the staleness factor s(.) for trigger each: constant, polynomial or hinge.
-        staleness_a: a of polynomial and hinge.
-        staleness_b: b of hinge.
-        max_age: number of merges after which a memory is set to 0; None = never.
+        trigger: when updates are merged: all (the paper's rounds) or each (asynchronous).
+        server_lr: factor of the server's step v, in (0, 1]; None = 1 in rounds, 1/N for trigger each.
+        staleness: kind of the staleness function s(.) for trigger each: constant, polynomial or hinge.
+        staleness_a: parameter a of polynomial and hinge.
+        staleness_b: parameter b of hinge.
+        max_age: number of merges after which a remembered update is set to 0; None = never.
         memory: storage of the clients' latest updates: ram (of the server's device), or disk, in files that are deleted at the end.
         memory_folder: folder of these files; None = the system's folder for temporary files.
-        cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all. It changes N, see above.
+        cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all. It changes N
+            (see above).
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: select part that replaces the regions, and needs none of their settings; None = regions.
         hold: keep one assignment for the whole run; with trained below regions, nobody trains the others after the first round.

@@ -87,18 +87,18 @@ class Controlled(Local):
     option: int = 2
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that corrects the steps."""
+        """Return the hook that corrects local steps by control variates."""
         return _Steps(task, self.option)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
-        """Return the cost of a plain step, with twice the FLOPs for option I, and memory for single-precision sums of gradients."""
+        """Return the cost of a plain step, with twice the FLOPs for option 1, and memory for sums of gradients."""
         cost = submodels.cost(spec, batch_size)
         cost = replace(cost, peak_bytes=cost.peak_bytes + submodels.layout(spec, "trained").single_copy_bytes)
         return cost if self.option == 2 else replace(cost, flops_per_sample=2 * cost.flops_per_sample)
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Return False for option I, since no process group averages the gradients that it takes at x."""
+        """Return False for option 1, since no process group averages the gradients that it takes at x."""
         return self.option == 2
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ class _Steps(Hook):
         self._correction = {name: c[name] - self._variate[name] for name, _ in self._named}
 
     def loss(self, batch: object, index: int) -> torch.Tensor:
-        """Return the loss of a batch; for option I first add the gradient at x to the sum."""
+        """Return the loss of a batch; for option 1, first add the gradient at x to the sum."""
         if self._option == 1:
             with with_parameters(self.task.module, self.task.received):
                 loss = self.task.loss(batch, index)
@@ -133,7 +133,7 @@ class _Steps(Hook):
                 self._mean[name].add_(gradient)
 
     def update(self) -> None:
-        """Make a step along g - c_i + c."""
+        """Make a step along the corrected gradient g - c_i + c."""
         if self._option == 2:
             # before the correction, which is not part of the gradient g_i(y)
             self._add([p.grad for _, p in self._named])
@@ -143,7 +143,7 @@ class _Steps(Hook):
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Write the difference c_i^+ - c_i to the bundle that the client sends."""
+        """Write the difference c_i^+ - c_i of the client's variates to the bundle that it sends."""
         for name, _ in self._named:
             self.task.up[CLIENT][name].copy_(
                 self._mean[name].div_(max(self._num_gradients, 1)).sub_(self._variate[name])

@@ -43,12 +43,12 @@ WIDTHS = [0.65, 0.7, 0.8, 1.0]
 
 @dataclass(frozen=True)
 class WeighedExits(Local):
-    """Local training of all exits, deeper ones with more weight, the deepest as the teacher.
+    """Local training of all exits; deeper ones have more weight, and the deepest is the teacher.
 
     Attributes:
         gamma: weight of the distillation.
-        temperature: T.
-        kd_from: version of the global model from which exits learn from the deepest.
+        temperature: temperature T of the distillation.
+        kd_from: version of the global model from which exits learn from the deepest one.
     """
 
     gamma: float = 1.0
@@ -83,7 +83,7 @@ class WeighedByDepth(ByExits):
         self.gamma, self.temperature = gamma, temperature
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Return the weighed mean over exits of their losses and of what the deepest teaches them."""
+        """Return the weighted mean over exits of each one's loss and its divergence from the deepest exit."""
         num = len(others) + 1
         loss = num * deepest.loss
         for j, one in enumerate(others, start=1):

@@ -31,12 +31,12 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class UsagePolicy(nn.Module):
     """Policy network: a linear layer whose logits gate the units and sublayers that a sample uses.
 
-    During training, gates are drawn by Gumbel-softmax over open and closed: hard in the forward pass, with the gradient of the soft
-    ones (straight-through). In evaluation a gate is open if its logit is above 0.
+    In training, gates are drawn by Gumbel-softmax over open and closed: hard in the forward pass, with the gradients of
+    the soft gates (straight-through). In evaluation a gate is open if its logit is above 0.
 
     Attributes:
-        gates: gates of the last input, shape (batch, units + sublayers), 0 or 1; None before the first.
-        used: gates of every training input since `clear`.
+        gates: gates of the last input, shape (batch, units + sublayers), 0 or 1; None before the first input.
+        used: gates of every training input since the last `clear`.
     """
 
     is_beside_axes = True
@@ -83,7 +83,7 @@ class UsagePolicy(nn.Module):
         return self.gates
 
     def clear(self) -> None:
-        """Delete the recorded gates."""
+        """Delete the gates recorded in training."""
         self.gates, self.used = None, []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class UsagePolicy(nn.Module):
         return {**self.__dict__, "gates": None, "used": []}
 
     def of(self, gate: int, x: Tensor, batch_dim: int) -> Tensor:
-        """Return one gate, shaped to multiply ``x``.
+        """Return one gate of the last input, shaped to multiply ``x``.
 
         Args:
             gate: index of the gate.
@@ -102,12 +102,12 @@ class UsagePolicy(nn.Module):
         return gates.to(x.dtype).view([len(gates) if dim == batch_dim else 1 for dim in range(x.dim())])
 
     def of_units(self, x: Tensor, batch_dim: int, dim: int) -> Tensor:
-        """Return the gates of all units, repeated and shaped to multiply ``x``.
+        """Return the gates of all units, each repeated over the unit's elements and shaped to multiply ``x``.
 
         Args:
             x: input of the layer that reads the units.
             batch_dim: dimension of the batch in ``x``.
-            dim: dimension of the units in ``x``; each unit has as many consecutive places as the others.
+            dim: dimension of the units in ``x``; every unit has equally many consecutive elements there.
         """
         gates, dim = self._known(x, batch_dim)[:, : self.units], dim % x.dim()
         gates = gates.repeat_interleave(x.shape[dim] // self.units, 1).to(x.dtype)
@@ -177,7 +177,7 @@ def _mean_pixel(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Adaptive(Local):
-    """Local training with decision heads and a loss on their usage.
+    """Local training with policy networks, and a loss on the shares of heads and sublayers that they use.
 
     The loss is the module's own plus ``weight * sum_k (usage_k - target_k)^2`` with k in heads (or units) and blocks, where
     usage_k is the mean of the gates of that kind over samples and blocks.
@@ -187,7 +187,7 @@ class Adaptive(Local):
         blocks: target usage of the sublayers (attention, feed-forward part) of blocks.
         weight: weight of the usage loss.
         temperature: temperature of Gumbel-softmax.
-        units: largest number of unit groups in a layer outside blocks.
+        units: largest number of unit groups in a layer outside of blocks.
     """
 
     heads: float = 0.7
@@ -273,7 +273,7 @@ class Adaptive(Local):
         return UsageLoss(task, self)
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note on the gated layers, or a warning that there are none."""
+        """Return a note on the gated layers, or a warning if there are none."""
         policies = list(_policies(submodels.module))
         if _has_lora(submodels.module):
             return [Warn("ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these")]
@@ -331,7 +331,7 @@ def _policies(module: nn.Module) -> Iterator[UsagePolicy]:
 
 
 def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tensor | None:
-    """Return ``sum_k (usage_k - target_k)^2`` over the gates recorded since `UsagePolicy.clear`; None if nothing was recorded.
+    """Return ``sum_k (usage_k - target_k)^2`` over the gates recorded since `UsagePolicy.clear`; None if none was recorded.
 
     Args:
         policies: all policies of the model.
@@ -373,13 +373,13 @@ def must_train(task: Task, parameters: Iterable[Tensor], who: str, name: str) ->
     """Check that the task's optimizer has all trainable ``parameters``.
 
     Args:
-        task: in progress.
-        parameters: parameters that the method added to the model.
+        task: task in progress.
+        parameters: parameters that the method has added to the model.
         who: name of the method, for the message.
         name: name of the added part, for the message.
 
     Raises:
-        BadInput: ``configure_optimizers`` leaves one of them out.
+        BadInput: ``configure_optimizers`` leaves out one of them.
     """
     optimized = {id(parameter) for group in task.optimizer.param_groups for parameter in group["params"]}
     if any(parameter.requires_grad and id(parameter) not in optimized for parameter in parameters):

@@ -85,8 +85,8 @@ def co_s2p(
         rates: share r of the model for each client: one number for all; a list that clients 1, 2, ... take in turn,
             repeating; or a mapping from device name. None = 1, 0.5625, 0.25, 0.0625 in turn.
         width_depth: ratio by which width and depth share r (Table VIII): 1 equally, 0 cuts depth alone, inf width alone.
-        linear_masks: trained or random (Table VII) masks of the segments of linear layers.
-        attention_masks: trained or random masks of heads.
+        linear_masks: masks of the segments of linear layers, trained or random (Table VII).
+        attention_masks: masks of heads, trained or random.
         segments: number of segments of each linear layer.
         mask_rounds: number of a client's visits of each block that begin with training the block's scores; the paper's 20 rounds
             (E1) equal 5 visits for a client that trains a quarter of the blocks at a time.
@@ -97,11 +97,11 @@ def co_s2p(
         distil: train with self-distillation between exits.
         distil_weight: weight of the distillation (w), 0.2 or 0.3 in the paper.
         temperature: temperature of the distillation (T).
-        trigger: semi (Algorithm 2), sync (all have reported) or async (each arrival).
+        trigger: when updates are merged: semi (Algorithm 2), sync (all have reported) or async (at each arrival).
         min_ratio: share of the clients that must have reported before the wait begins (semi).
         wait_s: seconds of that wait (semi), 60 to 150 in the paper.
-        merge: importance (Eqs. 4, 5), mean with equal weights, or published, as the authors' code has it
-            (`raafl.algorithms.co_s2p.published_merge`).
+        merge: way to weight updates: importance (Eqs. 4, 5), mean with equal weights, or published, as the authors'
+            code does (`raafl.algorithms.co_s2p.published_merge`).
         server_lr: factor of the merged delta (eta); leave it out for merge published.
         cohort: number of clients drawn when work starts, uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.

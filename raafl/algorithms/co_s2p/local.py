@@ -31,7 +31,7 @@ class MaskedAndDistilled(Local):
     """Local training of mask scores if the assignment asks for it (Eq. 2), else with self-distillation (Eq. 3).
 
     Attributes:
-        distils: train with self-distillation; False = the plain loss, and exits only end submodels.
+        distils: whether to train with self-distillation; False = with the plain loss, where exits only end submodels.
         weight: weight of the distillation (w).
         temperature: temperature of the distillation (T).
         strength: weight of the masks' distance from their budget (lambda).
@@ -77,11 +77,11 @@ class MaskedAndDistilled(Local):
         return "masks" not in extra
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout:
-        """Return the layout of the scores: all axes in a task that trains scores, otherwise empty."""
+        """Return the layout of the score bundle: the scores of all axes in a task that trains scores, otherwise empty."""
         return score_layout(submodels, self.segments, spec)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the cost of a plain step plus what the hook adds to the forward and backward pass; cached."""
+        """Return the cost of a plain step plus the hook's additions to forward and backward pass; cached."""
         cost, axes = submodels.cost(spec, batch_size), tuple(extra.get("masks", ()))
         if not axes and (not self.distils or not exit_depths(submodels)):
             return cost

@@ -32,15 +32,15 @@ def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         update: norms ||Delta|| of the update's segments, shape (segments,).
-        drift: norms of the change of the model since the client started.
-        weights: norms of the current model.
+        drift: norms of each segment's change in the model since the client started, shape (segments,).
+        weights: norms of the segments of the current model, shape (segments,).
     """
     return update / (1 + drift / weights.clamp_min(TINY))
 
 
 @dataclass
 class ImportanceMemory(MergeMemory):
-    """Sum of a merge's weighted differences, and total weight on each element."""
+    """Sum of a merge's weighted differences, and total weight in each element."""
 
     key = "importance"
     sum: FlatTensors
@@ -49,7 +49,7 @@ class ImportanceMemory(MergeMemory):
 
 @dataclass
 class MostStartBytes(OneValue[int]):
-    """The most bytes that start values of late clients took."""
+    """Largest number of bytes that the start values of late clients have taken."""
 
     key = "most_start_bytes"
     value: int = 0
@@ -154,7 +154,7 @@ class ImportanceMerge(Merge):
 
 
 def keep_starts(state: GlobalState) -> None:
-    """Copy the values from which each client at work started, before they change."""
+    """Copy the values from which each client at work started, before a merge changes them."""
     tasks = state.memory.of(AtWork).starts.values()
     for task in tasks:
         if task.start is None and task.spec.trained != ():

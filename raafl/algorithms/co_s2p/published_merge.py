@@ -27,7 +27,7 @@ from raafl.submodel import FlatTensors, Spec
 
 @dataclass
 class PublishedMemory(MergeMemory):
-    """Sums of a merge: weighted differences, and weights."""
+    """Sums of a merge: of weighted differences, and of weights."""
 
     key = "published"
     sum: FlatTensors
@@ -36,14 +36,16 @@ class PublishedMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class PublishedMerge(Merge):
-    """The merge of Co-S2P's published code, with a fault of it on request.
+    """The merge of Co-S2P's published code, optionally with one of its faults.
 
-    rate_n is the share of the trained parameters that the client trains, and the drift of theta is measured on these alone;
-    the code takes the nominal rate and the whole model. It runs in rounds, where nothing has drifted.
+    rate_n is the share of the trained parameters that the client trains, and the drift of theta is measured on these
+    alone. The published code takes the nominal rate and the whole model instead. It runs in rounds, where nothing has
+    drifted.
 
     Attributes:
-        absent_inputs: for weights whose columns a client has in part (the layer behind a feed-forward part or an attention), its
-            difference on absent columns is ``-theta`` instead of 0, as if it had set them to 0. The code does so.
+        absent_inputs: whether to repeat a fault of the published code. For a weight of which a client has some columns
+            (the layer behind a feed-forward part or an attention), the difference on absent columns is then ``-theta``
+            instead of 0.
     """
 
     absent_inputs: bool = True
@@ -51,7 +53,7 @@ class PublishedMerge(Merge):
     by_client: ClassVar[bool] = True
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add an update to the sum, with the client's weight."""
+        """Add an update to the sum, with its client's weight."""
         plan = state.submodels.plan(spec)
         memory = state.memory.of(PublishedMemory, lambda: PublishedMemory(zeros_like(state.values)))
         rate = plan.layout.num_bytes / state.submodels.layout(part="trained").num_bytes

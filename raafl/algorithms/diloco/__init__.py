@@ -60,15 +60,17 @@ def diloco(
         outer_momentum: outer momentum (beta); 0 = none.
         trigger: all (rounds), quorum (a share of the clients, then a grace window) or each (asynchronous, delayed Nesterov).
         quorum: for trigger quorum: share of the clients at work that must have reported, 0 to 1.
-        grace_s: for trigger quorum: seconds that a merge waits for others after that; for trigger each: after the first arrival, so
-            that clients that end together start again from one model.
-        delay: for trigger each: updates from one step with momentum to the next (N), at least the number of clients; 1 = momentum
-            at each arrival, the naive form; None = the number of clients.
-        steps: equal (H) or speed (dynamic local updates: H for the fastest client, fewer for slower ones).
+        grace_s: seconds for which a merge still waits: for trigger quorum, once the quorum has reported; for trigger
+            each, after the first arrival, so that clients that end together start again from one model.
+        delay: for trigger each: number of updates from one step with momentum to the next (N), at least the number of
+            clients; 1 = momentum at each arrival, the naive form; None = the number of clients.
+        steps: local steps of each client: equal (H) or speed (dynamic local updates: H for the fastest client, fewer
+            for slower ones).
         least_steps: for steps speed: smallest number of steps of a task.
-        weights: for triggers all and quorum: equal; samples = by |D_n|; tokens = by tokens x tokens / steps.
-        staleness: kind of the staleness factor s(.): constant, polynomial or hinge.
-        staleness_a: a of polynomial and hinge.
+        weights: for triggers all and quorum: weight of an update: equal; samples = by |D_n|; tokens = by tokens x
+            tokens / steps.
+        staleness: kind of the staleness function s(.): constant, polynomial or hinge.
+        staleness_a: parameter a of polynomial and hinge.
         inner_state: new = the inner optimizer starts anew in each task; kept = it goes on from the client's last task (Adam and
             AdamW), whose moments travel with each task and lie on the server.
         cohort: number of clients in a round, or at work, drawn uniformly; None = all.

@@ -28,17 +28,17 @@ _MOST_STEPS = 2**24
 
 @dataclass(frozen=True)
 class KeptInner(Local):
-    """Local training whose Adam or AdamW goes on from the moments that the client's last task ended with.
+    """Local training with Adam or AdamW whose moments are those with which the client's last task ended.
 
-    A client keeps nothing between tasks, so the moments travel both ways and lie on the server, two numbers for each
-    parameter. A client that is lost and returns has them again.
+    A client keeps nothing between tasks, so the moments travel both ways and are stored on the server, two numbers for
+    each parameter. A client that was lost gets them again when it returns.
     """
 
     down: ClassVar[tuple[str, ...]] = (*MOMENTS, STEPS)
     up: ClassVar[tuple[str, ...]] = (*MOMENTS, STEPS)
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
-        """Return the layout of the number of steps; moments lie like what trains."""
+        """Return the layout of a bundle: one number for the steps; for a moment, that of the trained parameters."""
         return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
 
     def hook(self, task: Task) -> Hook:
@@ -77,7 +77,7 @@ class _Carried(Hook):
         return [(name, parameter) for name, parameter in named if name in self.task.down[MOMENTS[0]]]
 
     def finish(self) -> dict[str, Any]:
-        """Write the changes of the moments, and the steps made, into the bundles that go up."""
+        """Write the changes of the moments, and the number of steps made, into the bundles that are sent back."""
         made = 0.0
         for name, parameter in self._carried():
             state: Mapping[str, Tensor] = self.task.optimizer.state[parameter]
@@ -91,7 +91,7 @@ class _Carried(Hook):
 
 @dataclass(frozen=True)
 class WithInner(Wrapped):
-    """Merge wrapper that stores each client's inner optimizer: its moments, of the whole model, and its steps."""
+    """Merge wrapper that stores each client's inner optimizer: its moments over the whole model, and its number of steps."""
 
     by_client: ClassVar[bool] = True
 
@@ -113,7 +113,7 @@ class WithInner(Wrapped):
         return super().reject_reason(state, update, spec, staleness) if 0 <= made <= _MOST_STEPS else "bad-inner"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the changes to what is stored for the client, and pass its delta to the inner merge."""
+        """Add the changes to the client's stored moments and steps, and pass its delta to the inner merge."""
         plan = state.submodels.plan(spec, "trained", "trained")
         for name in MOMENTS:
             own = state.clients.of(name, update.client, plan.full_layout, state.values.device)
@@ -123,7 +123,7 @@ class WithInner(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and one on what the moments cost."""
+        """Return the inner merge's notes, and one on the memory and bytes of the moments."""
         each = len(MOMENTS) * state.submodels.layout(part="trained").num_bytes
         return [
             *super().notes(state, num_clients),

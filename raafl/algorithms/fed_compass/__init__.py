@@ -52,10 +52,10 @@ from raafl.submodel import Spec
 
 @dataclass(frozen=True)
 class StepsByGroup(WrappedSelect):
-    """Select that gives each client the steps with which it reports together with its group.
+    """Select that gives each client so many local steps that it reports together with its group.
 
     Attributes:
-        pace: settings of the grouping.
+        pace: settings of the grouping of clients.
     """
 
     pace: Pace = field(default_factory=Pace)
@@ -67,12 +67,12 @@ class StepsByGroup(WrappedSelect):
         return replace(work, num_epochs=None, num_steps=memory.start(client.id, fleet.state.now_s, self.pace))
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget what was measured of the client, since it may be on another device."""
+        """Delete the client's measurements, since it may be on another device."""
         super().on_join(client, fleet)
         fleet.state.memory.of(CompassMemory).forget(client.id)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Let the client's group be complete without it."""
+        """Remove the lost client from its group, which may be complete without it."""
         super().on_loss(client, fleet)
         fleet.state.memory.of(CompassMemory).forget(client.id)
 
@@ -82,22 +82,22 @@ class StepsByGroup(WrappedSelect):
 
 @dataclass(frozen=True)
 class GroupReported(Trigger):
-    """Trigger that merges a client's first update alone, and then each group once it has reported or its latest time has come."""
+    """Trigger that merges a client's first update alone, and then each group once it is complete or its latest time has come."""
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether a first update or a whole group waits, or a group's latest time has come."""
+        """Check whether a first update or a complete group waits, or a group's latest time has come."""
         return bool(waiting.memory.of(CompassMemory).due(waiting.now_s))
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return when the next group is merged at the latest, in seconds on the run's clock."""
+        """Return the latest time at which the next group is merged, in seconds on the run's clock."""
         return waiting.memory.of(CompassMemory).next_s()
 
     def merged_now(self, waiting: TriggerContext) -> Collection[int]:
-        """Return the assignments of the first update, or of the group and of those that were late."""
+        """Return the assignments of a first update, or those of the due group and of late updates."""
         return set(waiting.memory.of(CompassMemory).due(waiting.now_s))
 
     def client_waits(self, assignment: Assignment, memory: Memory) -> bool:
-        """Check whether the update was put to a group that is still open."""
+        """Check whether the client's update was added to a group that is still open."""
         record = memory.of(CompassMemory)
         return assignment.id not in record.alone and assignment.id not in record.late
 
@@ -107,13 +107,13 @@ class GroupReported(Trigger):
 
 @dataclass(frozen=True)
 class GroupDeltas(Deltas):
-    """FedCompass's merge: ``theta <- theta + sum_i alpha s_i Delta_i / N`` over one group and those that were late.
+    """FedCompass's merge: ``theta <- theta + sum_i alpha s_i Delta_i / N`` over the updates of one group and late ones.
 
-    Each waiting update is copied, since its staleness counts at its merge.
+    Each waiting update is copied, since its staleness is that at its merge.
 
     Attributes:
-        server_lr: alpha.
-        pace: settings of the grouping.
+        server_lr: server learning rate alpha.
+        pace: settings of the grouping of clients.
     """
 
     by_client: ClassVar[bool] = True
@@ -121,7 +121,7 @@ class GroupDeltas(Deltas):
     pace: Pace = field(default_factory=Pace)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Measure the client's speed, put its update to those of its group, and keep a copy until the group is merged."""
+        """Measure the client's speed, add its update to its group's, and keep a copy until the group is merged."""
         memory = state.memory.of(CompassMemory)
         memory.waiting.append((update.assignment, spec, state.version - staleness, update.tensors.clone()))
         memory.report(update.client, update.assignment, state.now_s, self.pace)
@@ -158,17 +158,18 @@ def fed_compass(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return FedCompass, which gives clients as many steps as let groups of them report at the same time.
+    """Return FedCompass, which gives clients such numbers of steps that groups of them report at the same time.
 
     Args:
-        min_steps: fewest local steps of a task (Q_min).
-        max_steps: most local steps of a task, and those of a client's first (Q_max).
-        late: time after which a group is merged without those that are still out, as a multiple of the expected time (lambda).
+        min_steps: smallest number of local steps of a task (Q_min).
+        max_steps: largest number of local steps of a task, and that of a client's first task (Q_max).
+        late: time after which a group is merged without the clients still at work, as a multiple of the expected time
+            (lambda).
         momentum: weight of the newest measurement in a client's seconds per step.
         alpha: server learning rate (alpha).
-        staleness: kind of the staleness factor (st): constant, polynomial or hinge.
-        staleness_a: a of polynomial and hinge.
-        staleness_b: b of hinge.
+        staleness: kind of the staleness function (st): constant, polynomial or hinge.
+        staleness_a: parameter a of polynomial and hinge.
+        staleness_b: parameter b of hinge.
         cohort: number of clients at work, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for

@@ -17,11 +17,11 @@ _FASTEST = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Settings of the grouping.
+    """Settings of the grouping of clients.
 
     Attributes:
-        min_steps: fewest local steps of a task (Q_min).
-        max_steps: most local steps of a task (Q_max).
+        min_steps: smallest number of local steps of a task (Q_min).
+        max_steps: largest number of local steps of a task (Q_max).
         momentum: weight of the newest measurement in a client's speed.
         late: latest arrival of a group's clients, as a multiple of their expected time (lambda).
     """
@@ -45,11 +45,11 @@ class Group:
     """Clients that are to report at the same time.
 
     Attributes:
-        out: clients at work.
-        reported: clients that have reported and wait for the merge.
+        out: ids of clients at work.
+        reported: ids of clients that have reported and wait for the merge.
         tasks: ids of the assignments whose updates wait.
-        expected_s: when its clients are expected, in seconds on the run's clock.
-        latest_s: when it is merged without those that are still out.
+        expected_s: time at which its clients are expected to report, in seconds on the run's clock.
+        latest_s: time at which it is merged without the clients still at work.
     """
 
     out: list[int]
@@ -61,18 +61,19 @@ class Group:
 
 @dataclass
 class CompassMemory(MergeMemory):
-    """The groups, and what is known of clients.
+    """The groups, and measurements and plans of clients.
 
     Attributes:
-        speed: client -> seconds of one step, measured.
-        steps: client -> steps of its task.
-        group: client -> its group; missing in a client's first task.
-        planned_s: client -> when its group and steps were chosen.
+        speed: measured seconds of one step, by client.
+        steps: number of steps of a client's task, by client.
+        group: number of a client's group, by client; missing in a client's first task.
+        planned_s: time at which a client's group and steps were chosen, by client.
         groups: open groups by number, the oldest first.
-        num_groups: number of groups so far.
-        alone: assignments of first updates, each merged alone.
-        late: assignments whose updates came after their group was closed, merged with the next group.
-        waiting: for each waiting update its assignment, submodel, version it was cut from, and a copy of its tensors.
+        num_groups: number of groups created so far.
+        alone: ids of the assignments of first updates, each merged alone.
+        late: ids of the assignments whose updates came after their group was closed; they are merged with the next
+            group.
+        waiting: each waiting update: its assignment, submodel, the version it was cut from, and a copy of its tensors.
     """
 
     key = "fed_compass"
@@ -96,21 +97,21 @@ class CompassMemory(MergeMemory):
 
     @classmethod
     def from_plain(cls, data: Any) -> Self:
-        """Restore a record from what `to_plain` returned."""
+        """Restore the record from the result of `to_plain`."""
         return cls(**{**data, "groups": {number: Group(**group) for number, group in data["groups"].items()}})
 
     # ---- a client starts ----
 
     def start(self, client: int, now: float, pace: Pace) -> int:
-        """Return the number of steps of a client's task that starts now.
+        """Choose a group for a client's task that starts now, and return the task's number of steps.
 
-        A group that was chosen at this instant, by `close`, stays; otherwise one is chosen. In its first task a client makes all
+        A group that `close` chose at this same instant stays. In its first task a client makes the largest number of
         steps and is in no group.
 
         Args:
-            client: its id.
-            now: seconds on the run's clock.
-            pace: the settings.
+            client: id of the client.
+            now: time in seconds on the run's clock.
+            pace: settings of the grouping.
         """
         if self.planned_s.get(client) != now or client not in self.steps:
             self.leave(client)
@@ -156,10 +157,10 @@ class CompassMemory(MergeMemory):
         """Record that a client's update has arrived.
 
         Args:
-            client: its id.
+            client: id of the client.
             task: id of the assignment.
-            now: seconds on the run's clock.
-            pace: the settings.
+            now: time in seconds on the run's clock.
+            pace: settings of the grouping.
         """
         measured = max((now - self.planned_s[client]) / self.steps[client], _FASTEST)
         before = self.speed.get(client, measured)
@@ -176,7 +177,7 @@ class CompassMemory(MergeMemory):
             group.tasks.append(task)
 
     def leave(self, client: int) -> None:
-        """Take a client out of its group; an update of it that waits stays there."""
+        """Remove a client from its group; an update of it that waits stays in the group."""
         number = self.group.pop(client, None)
         group = None if number is None else self.groups.get(number)
         if number is None or group is None:
@@ -188,7 +189,7 @@ class CompassMemory(MergeMemory):
             del self.groups[number]
 
     def forget(self, client: int) -> None:
-        """Delete all that is known of a client."""
+        """Delete all records of a client."""
         self.leave(client)
         for known in (self.speed, self.steps, self.planned_s):
             known.pop(client, None)
@@ -196,7 +197,7 @@ class CompassMemory(MergeMemory):
     # ---- a merge ----
 
     def due(self, now: float) -> Collection[int]:
-        """Return the assignments of the next merge, if it is due: a first update, or a group with the late ones; else none."""
+        """Return the assignments of the merge that is due: a first update, or a group with the late ones; empty if none is."""
         if self.alone:
             return self.alone[:1]
         number = self._due_group(now)
@@ -207,11 +208,11 @@ class CompassMemory(MergeMemory):
         return next(ripe, None)
 
     def next_s(self) -> float | None:
-        """Return when a group with a waiting update is merged at the latest, in seconds on the run's clock."""
+        """Return the latest time at which a group with a waiting update is merged, in seconds on the run's clock."""
         return min((group.latest_s for group in self.groups.values() if group.tasks), default=None)
 
     def close(self, now: float, pace: Pace) -> None:
-        """Finish a merge of what was `due`: let a group's clients choose new groups, the fastest first."""
+        """Finish the merge of what was `due`: let the group's clients choose new groups, the fastest client first."""
         if self.alone:
             del self.alone[0]
             return

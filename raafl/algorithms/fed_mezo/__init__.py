@@ -58,13 +58,13 @@ def fed_mezo(
     """Return FedMeZO, whose clients train by forward passes alone and send one scalar for each batch.
 
     Args:
-        lr: clients' learning rate (eta).
+        lr: learning rate of the clients (eta).
         epsilon: scale of the perturbations (epsilon in MeZO, mu in FedMeZO).
-        trigger: all (rounds) or each (asynchronous).
+        trigger: when updates are merged: all (rounds) or each (asynchronous).
         server_lr: factor of the server's step along the mean difference.
-        staleness: kind of the staleness factor s(.) for trigger each: constant, polynomial or hinge.
-        staleness_a: a of polynomial and hinge.
-        staleness_b: b of hinge.
+        staleness: kind of the staleness function s(.) for trigger each: constant, polynomial or hinge.
+        staleness_a: parameter a of polynomial and hinge.
+        staleness_b: parameter b of hinge.
         by_samples: weight clients by |D_n|; False = equally.
         cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.

@@ -36,7 +36,7 @@ PASSES = 3
 
 @dataclass
 class SumsMemory(MergeMemory):
-    """Weighted sum of a merge's differences, and total weight on each element."""
+    """Weighted sum of a merge's differences, and total weight in each element."""
 
     key = "zeroth_order"
     sum: FlatTensors
@@ -45,7 +45,7 @@ class SumsMemory(MergeMemory):
 
 @dataclass
 class Answered(MergeMemory):
-    """The task whose update comes next: its seed, and names of the parameters that it trained, None = all."""
+    """The task whose update comes next: its seed, and names of the parameters that it trained (None = all)."""
 
     key = "zeroth_order answered"
     seed: int
@@ -54,7 +54,7 @@ class Answered(MergeMemory):
 
 @dataclass
 class Expected(OneValue[dict[int, int]]):
-    """Client -> number of scalars that its task has."""
+    """Number of scalars that each client's task has, by client."""
 
     key = "zeroth_order expected"
     value: dict[int, int] = field(default_factory=dict)
@@ -64,11 +64,11 @@ class Expected(OneValue[dict[int, int]]):
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the seed of the perturbation z_t of one step.
+    """Return the seed of the perturbation z_t of a task's step t.
 
     Args:
         seed: the assignment's seed.
-        step: t, from 0.
+        step: number t of the step, from 0.
     """
     return derive_seed(seed, "perturbation", step)
 
@@ -76,11 +76,12 @@ def step_seed(seed: int, step: int) -> int:
 def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
     """Add ``rate * z`` to each tensor, in place, for each rate in turn; z ~ N(0, I) follows from ``seed`` alone.
 
-    z is drawn on the CPU, a chunk at a time. Product and sum are separate operations, each rounded as IEEE 754 specifies; a fused
-    one may or may not round in between. So the bits are equal on every device and for any number of threads.
+    z is drawn on the CPU, a chunk at a time. Product and sum are separate operations, each rounded as IEEE 754
+    specifies; a fused operation may or may not round in between. So the bits are equal on every device and for any
+    number of threads.
 
     Args:
-        tensors: contiguous; z continues from one to the next.
+        tensors: contiguous tensors; the draw of z continues from one to the next.
         seed: seed of the draws of z.
         rates: factors of z, added one after the other, each with its own rounding.
     """
@@ -98,7 +99,7 @@ def replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: 
     Args:
         tensors: the values from which the task started, in the order of `parameters_of`.
         seed: the assignment's seed.
-        scalars: g_t of each step.
+        scalars: projected gradient g_t of each step.
         lr: learning rate eta.
         epsilon: scale of the perturbations.
     """
@@ -141,7 +142,7 @@ class Steps(Hook):
 
     @torch.no_grad()
     def loss(self, batch: object, index: int) -> Tensor:
-        """Make one step, and return the mean of its two losses.
+        """Make one step of MeZO, and return the mean of its two losses.
 
         ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2 epsilon)``, rounded to float32 as it is sent; theta -= lr g z.
         """
@@ -171,10 +172,10 @@ class Steps(Hook):
                 parameter.copy_(wide)
 
     def backward(self, loss: Tensor) -> None:
-        """Do nothing: there are no gradients."""
+        """Do nothing, since there are no gradients."""
 
     def update(self) -> None:
-        """Do nothing: `loss` has made the batch's step."""
+        """Do nothing, since `loss` has made the batch's step."""
 
     def finish(self) -> dict[str, Any]:
         """Return the projected gradients g_t of all steps, packed into one tensor of bytes."""
@@ -187,7 +188,7 @@ class Steps(Hook):
 
 @dataclass(frozen=True)
 class ZerothOrder(Local):
-    """Local training that perturbs the parameters in place and steps by the difference of two losses.
+    """Local training that perturbs the parameters in place, and steps by the difference of two losses.
 
     Attributes:
         lr: learning rate eta.
@@ -207,7 +208,7 @@ class ZerothOrder(Local):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Return False: there are no gradients to average."""
+        """Return False, since there are no gradients to average."""
         return False
 
     def hook(self, task: Task) -> Hook:
@@ -234,7 +235,7 @@ class ZerothOrder(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on the amount of data that clients send, and on batch norm."""
+        """Return notes on the bytes that clients send, and on batch norm."""
         count = _num_perturbed(submodels, Spec())
         notes = [
             f"zeroth order: {count:,} parameters are perturbed and nothing but a scalar for each batch goes up; accumulated "
@@ -268,7 +269,7 @@ class ForwardOnly(WrappedSelect):
         return replace(work, spec=replace(work.spec, trained=()), extra=extra)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the scalars recorded for a client that was lost, and tell the inner select that it was."""
+        """Delete the scalars recorded for a client that was lost, and forward the loss to the inner select."""
         fleet.state.memory.of(Expected).value.pop(client.id, None)
         self.inner.on_loss(client, fleet)
 
@@ -299,11 +300,11 @@ class Rebuilt(Merge):
     three passes over the submodel for each step of each client.
 
     Attributes:
-        lr: the clients' learning rate.
-        epsilon: the clients' scale of perturbations.
+        lr: learning rate of the clients.
+        epsilon: scale of the clients' perturbations.
         server_lr: factor of the server's step.
         staleness: staleness factor s.
-        by_samples: weight clients by |D_n|; False = equally.
+        by_samples: whether clients are weighted by |D_n|; False = equally.
     """
 
     lr: float = 5e-3
@@ -318,7 +319,7 @@ class Rebuilt(Merge):
         positive("server_lr", self.server_lr)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return a reason if the scalars are unreadable, missing, more than were asked for, or not finite."""
+        """Return a reason to refuse scalars that are unreadable, missing, too many or not finite."""
         scalars = unpack(update.extra.get(SCALARS))
         if scalars is None:
             return "bad-scalars"
@@ -330,7 +331,7 @@ class Rebuilt(Merge):
         return None if all(map(math.isfinite, scalars)) else "non-finite"
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the scalars g_t, whose size guards bound in place of tensors, since each sets the length of a step."""
+        """Return the scalars g_t; guards bound their size, since each sets the length of a step."""
         return unpack(update.extra.get(SCALARS)) or []
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -357,7 +358,7 @@ class Rebuilt(Merge):
             perturbed: spec whose trained tensors the task perturbs.
             before: values of these tensors when the task starts; not changed.
             seed: the assignment's seed.
-            scalars: g_t of each step.
+            scalars: projected gradient g_t of each step.
         """
         after = before.clone()
         replay_([after[name] for name in parameters_of(submodels, perturbed)], seed, scalars, self.lr, self.epsilon)

@@ -54,10 +54,10 @@ def fed_pm(
     """Return FedPM, whose clients learn which of the model's frozen random weights to keep.
 
     Args:
-        prior: alpha and beta at the start (lambda_0), at least 1.
+        prior: value of alpha and beta at the start (lambda_0), at least 1.
         reset: number of rounds after which alpha and beta are set to prior again.
         initial: probability of every weight before the first round.
-        floor: probabilities (theta) stay in [floor, 1 - floor].
+        floor: smallest probability; probabilities (theta) stay in [floor, 1 - floor].
         lr_factor: learning rate of the scores (eta), as a multiple of the module's own; None = 1000 if the module's optimizer is
             SGD, else 100.
         cohort: number of clients in a round, drawn uniformly; None = all.

@@ -13,13 +13,13 @@ class Masked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, score: Tensor, uniform: Tensor, negative: Tensor, sigma: float) -> Tensor:
-        """Return the masked weights.
+        """Return the masked weights, of the same shape as ``score``.
 
         Args:
-            ctx: of autograd.
+            ctx: context of the autograd function.
             score: logit of each weight's probability.
-            uniform: random numbers in [0, 1), of the same shape.
-            negative: True where the weight is -sigma.
+            uniform: random numbers in [0, 1), of the same shape as ``score``.
+            negative: True where the weight is -sigma, of the same shape as ``score``.
             sigma: absolute value of every weight.
         """
         ctx.save_for_backward(score, negative)

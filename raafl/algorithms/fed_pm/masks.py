@@ -135,7 +135,7 @@ class ScoreTraining(Hook):
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """Draw the masks to send into the parameters, let the layers use the weights under them, and report diverged scores."""
+        """Draw the masks to send into the parameters, make the layers use the weights under them, and report diverged scores."""
         finite = all(bool(torch.isfinite(score).all()) for score in self._scores.values())
         weights = {}
         for name, score in self._scores.items():
@@ -177,7 +177,7 @@ class ProbabilisticMaskTraining(Local):
 
     Attributes:
         initial: probability of every weight at the start.
-        floor: probabilities stay in [floor, 1 - floor].
+        floor: smallest probability; probabilities stay in [floor, 1 - floor].
         lr_factor: learning rate of the scores, as a multiple of the module's own; None = `SGD_LR_FACTOR` if the module's
             optimizer is SGD, else `LR_FACTOR`.
     """
@@ -224,7 +224,7 @@ class ProbabilisticMaskTraining(Local):
         return module
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that trains scores."""
+        """Return the hook that trains the scores."""
         return ScoreTraining(task, self.floor, self.lr_factor)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
@@ -281,12 +281,12 @@ def check_floor(floor: float) -> None:
 
 @dataclass
 class CountsMemory(MergeMemory):
-    """Counts of masks since the last reset.
+    """Counts of ones in the masks since the last reset.
 
     Attributes:
-        ones: number of masks that are 1, of each weight.
-        all: number of masks.
-        merges: since the run began.
+        ones: number of masks in which a weight's element is 1, for each weight.
+        all: number of masks counted for each weight.
+        merges: number of merges since the run began.
     """
 
     key = "probabilistic_masks"
@@ -304,9 +304,9 @@ class BayesianMasks(Merge):
     merges. A weight that no client has keeps its p. Running statistics become the mean over the clients that sent them.
 
     Attributes:
-        prior: lambda_0, at least 1 (uniform).
-        reset: merges between resets; 1 with prior 1 gives the plain mean of masks.
-        floor: probabilities stay in [floor, 1 - floor].
+        prior: value of alpha and beta at the start (lambda_0), at least 1 (uniform).
+        reset: number of merges from one reset to the next; 1 with prior 1 gives the plain mean of masks.
+        floor: smallest probability; probabilities stay in [floor, 1 - floor].
     """
 
     prior: float = 1.0
@@ -322,7 +322,7 @@ class BayesianMasks(Merge):
         check_floor(self.floor)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "non-finite" if the client reports diverged scores, "not-a-mask" if a weight is neither 0 nor 1."""
+        """Return "non-finite" if the client reports diverged scores, or "not-a-mask" if a weight is neither 0 nor 1."""
         if update.extra.get(DIVERGED):
             return "non-finite"
         for name in scales_of(state.submodels, update.tensors.layout):
@@ -332,7 +332,7 @@ class BayesianMasks(Merge):
         return None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the masks to the counts."""
+        """Add the client's masks to the counts."""
         memory, plan = self._memory(state), state.submodels.plan(spec)
         plan.add_(memory.ones, update.tensors)
         plan.cover_(memory.all)
@@ -362,7 +362,7 @@ class BayesianMasks(Merge):
         return state.memory.of(CountsMemory, lambda: CountsMemory(zeros_like(state.values), zeros_like(state.values)))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "masks", the number of weights and the mean share of them that is kept."""
+        """Return, as "masks", the number of weights and the mean share of them that masks keep."""
         trained: FlatTensors = state.values.prefix(state.submodels.layout(part="trained"))
         scales = scales_of(state.submodels, trained.layout)
         num = sum(trained[name].numel() for name in scales)

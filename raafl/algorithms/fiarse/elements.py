@@ -21,16 +21,16 @@ from raafl.submodel import FlatTensors, Spec
 
 
 class Important(torch.autograd.Function):
-    """Autograd function ``w 1[|w| >= tau]`` with the gradient of FIARSE, in which the mask depends on w."""
+    """Autograd function ``w 1[|w| >= tau]``, with FIARSE's gradient, in which the mask depends on w."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tau: float) -> Tensor:
-        """Return the masked weight.
+        """Return the masked weight, of the same shape as ``weight``.
 
         Args:
-            ctx: of autograd.
-            weight: of any shape.
-            tau: smallest kept magnitude.
+            ctx: context of the autograd function.
+            weight: weight to mask, of any shape.
+            tau: smallest magnitude that is kept.
         """
         ctx.save_for_backward(weight)
         ctx.tau = tau
@@ -56,7 +56,7 @@ def maskable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def threshold(parameters: list[Tensor], rate: float) -> float:
-    """Return tau: the smallest of the ``rate`` share of elements with the largest magnitudes; 0 = all are kept."""
+    """Return tau, the smallest magnitude among the ``rate`` share of elements with the largest ones; 0 = all are kept."""
     if rate >= 1:
         return 0.0
     sizes = torch.cat([parameter.detach().abs().flatten() for parameter in parameters])
@@ -65,10 +65,10 @@ def threshold(parameters: list[Tensor], rate: float) -> float:
 
 @dataclass(frozen=True)
 class ShareOfElements(Select):
-    """Select that gives every client the whole model, and the share of its elements that it may use.
+    """Select that gives every client the whole model, and a share of its elements that it may use.
 
     Attributes:
-        rates: share of the elements by client, see `RateSelect.rates`.
+        rates: share of the elements by client; see `RateSelect.rates`.
     """
 
     rates: Rates = 1.0
@@ -95,7 +95,7 @@ class ImportanceAware(Local):
     """Local training of the elements with the largest magnitudes."""
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that masks the others."""
+        """Return the hook that masks all other elements."""
         return LargestElements(task, float(task.assignment.extra.get("rate", 1.0)))
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class ImportanceAware(Local):
 
 
 class LargestElements(Hook):
-    """Hook that runs each step on the masked model, with a threshold that stays as it is in the task."""
+    """Hook that runs each step on the masked model, with a threshold that is constant during the task."""
 
     def __init__(self, task: Task, rate: float) -> None:
         super().__init__(task)
@@ -121,7 +121,7 @@ class LargestElements(Hook):
 
 @dataclass
 class ChangedMemory(MergeMemory):
-    """Sums of a merge's deltas, and how many of them changed each element, over all trained tensors."""
+    """Sums of a merge's deltas, and the number of deltas that changed each element, over all trained tensors."""
 
     key = "fiarse"
     sum: FlatTensors
@@ -133,7 +133,7 @@ class ChangedMean(Merge):
     """Merge that moves each element by the mean of the deltas that changed it.
 
     Attributes:
-        server_lr: eta.
+        server_lr: server learning rate eta.
     """
 
     server_lr: float = 1.0
@@ -152,7 +152,7 @@ class ChangedMean(Merge):
         plan.add_(memory.count, changed)
 
     def apply(self, state: GlobalState) -> None:
-        """Move the model by the mean, and start new sums."""
+        """Move the model by the mean of the deltas, and start new sums."""
         memory = self._memory(state)
         for name, total in memory.sum.items():
             lr = self.server_lr if name in state.submodels.parameter_names else 1.0

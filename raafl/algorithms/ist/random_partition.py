@@ -39,12 +39,12 @@ def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
 
 @dataclass
 class Round(MergeMemory):
-    """Progress of dealing out a round's shares.
+    """State of the partition of a round: the shares that clients have been given so far.
 
     Attributes:
-        version: of the model that the round starts from.
-        shares: number of them.
-        next: number of the next one.
+        version: version of the model from which the round starts.
+        shares: number of shares in the round.
+        next: number of the share that the next client gets.
     """
 
     key = "dealt"
@@ -96,10 +96,10 @@ class DisjointUnits(Select):
         return self.shares or min(present, self.cohort or present)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Do nothing: the round's partition stays, and no other client trains the lost client's share."""
+        """Do nothing: the round's partition stays, and the lost client's share is not trained by another."""
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory the largest share exceeds."""
+        """Return a problem for each client whose memory cannot hold the largest share."""
         specs = deal(fleet.state.submodels.axes, self._num_shares(fleet), 0, 0)
         largest = max({specs[0], specs[-1]}, key=lambda spec: fleet.cost(spec).peak_bytes)
         return [self._problem(c, fleet, largest) for c in fleet.clients.values() if not fleet.fits(c, largest)]

@@ -66,12 +66,12 @@ def platon(
         rounds: number of a client's tasks in which its share falls to the final one.
         beta1: smoothing of the importance, in [0, 1).
         beta2: smoothing of the uncertainty, in [0, 1).
-        groups: largest number of scores of an axis; on an axis with more units, neighbouring units share one.
-        trigger: all (FedAvg) or each (FedAsync).
+        groups: largest number of scores of an axis; on an axis with more units, neighbouring units share a score.
+        trigger: when updates are merged: all (FedAvg) or each (FedAsync).
         alpha: mixing weight for trigger each, in (0, 1]; None = 0.75.
-        staleness: kind of the staleness factor s(.) for trigger each: constant, polynomial or hinge.
-        staleness_a: a of polynomial and hinge.
-        staleness_b: b of hinge.
+        staleness: kind of the staleness function s(.) for trigger each: constant, polynomial or hinge.
+        staleness_a: parameter a of polynomial and hinge.
+        staleness_b: parameter b of hinge.
         cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
     """

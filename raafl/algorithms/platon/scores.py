@@ -34,7 +34,7 @@ Scores = dict[str, dict[str, list[float | None]]]
 
 @dataclass
 class PlatonMemory(OneValue[dict[int, Scores]]):
-    """Scores by client."""
+    """Scores of units that each client has measured, by client."""
 
     key = "platon"
     value: dict[int, Scores] = field(default_factory=dict)
@@ -51,8 +51,8 @@ def cubic(t: int, initial: float, final: float, warm_up: int, rounds: int) -> fl
         t: number of the client's tasks so far.
         initial: share during the warm-up, r(0).
         final: share at the end, r(T).
-        warm_up: number of tasks before the share falls.
-        rounds: number of tasks in which it falls.
+        warm_up: number of tasks before the share begins to fall.
+        rounds: number of tasks over which it falls.
     """
     if t < warm_up:
         return initial
@@ -61,7 +61,7 @@ def cubic(t: int, initial: float, final: float, warm_up: int, rounds: int) -> fl
 
 
 def group_of(axis: Axis, groups: int) -> list[int]:
-    """Return the group of each unit: ``groups`` consecutive ranges of nearly equal size, or one unit each on a smaller axis."""
+    """Return the group of each unit: one of ``groups`` ranges of nearly equal size, or one per unit on a smaller axis."""
     number = min(axis.size, groups)
     return [unit * number // axis.size for unit in range(axis.size)]
 
@@ -90,7 +90,7 @@ class Sensitivity(Local):
     Attributes:
         beta1: smoothing of the importance.
         beta2: smoothing of the uncertainty.
-        groups: largest number of scores that are sent for an axis; on an axis with more units, neighbouring units share one.
+        groups: largest number of scores sent for an axis; on an axis with more units, neighbouring units share a score.
     """
 
     uses_gradients: ClassVar[bool] = True
@@ -128,7 +128,7 @@ class Sensitivity(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note on axes that are scored by groups, or a warning that nothing is pruned."""
+        """Return a note on axes whose units are scored in groups, or a warning that nothing is pruned."""
         if not any(_prunable(submodels)):
             return [Warn(f"platon prunes nothing here, it is plain averaging: {submodels.why_whole()}")]
         coarse = [axis for axis in _prunable(submodels) if axis.size > self.groups]
@@ -141,9 +141,9 @@ class Sensitivity(Local):
 
 
 def members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member, int]]:
-    """Yield each axis of more than one unit, each of its members, and the number of kept units.
+    """Yield each axis of more than one unit, with each of its members and the number of its kept units.
 
-    Members have the offsets that they have in the submodel's tensors: units dropped before them are subtracted.
+    Offsets of members are those in the submodel's tensors: units dropped before them are subtracted.
 
     Args:
         submodels: the model, with its axes and layouts.
@@ -168,7 +168,7 @@ class MeasuredSensitivity(Hook):
 
     Attributes:
         importance: Ibar of each kept unit, by axis; shape (units,).
-        uncertainty: Ubar, likewise.
+        uncertainty: Ubar of each kept unit, by axis; shape (units,).
     """
 
     def __init__(self, task: Task, local: Sensitivity) -> None:
@@ -221,7 +221,7 @@ class MeasuredSensitivity(Hook):
             self.uncertainty[name].mul_(beta2).add_((measured - smooth).abs_(), alpha=1 - beta2)
 
     def finish(self) -> dict[str, Any]:
-        """Return importance and uncertainty, the mean of each group, rounded to six digits."""
+        """Return the group means of importance and uncertainty, rounded to six digits."""
         return {kind: {name: self._means(name, kind) for name in self._positions} for kind in KINDS if self._positions}
 
     def _means(self, name: str, kind: str) -> list[float]:
@@ -238,17 +238,17 @@ class MeasuredSensitivity(Hook):
 
 @dataclass(frozen=True)
 class ScoredMean(Mean):
-    """`Mean` that also stores the scores that each client measured, for `BestUnits`.
+    """`Mean` that also stores the scores measured by each client, for `BestUnits`.
 
     Attributes:
-        groups: largest number of scores of an axis; as on the clients.
+        groups: largest number of scores of an axis, as on the clients.
     """
 
     groups: int = 64
     by_client: ClassVar[bool] = True
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "bad-scores" unless there is one finite number, 0 or more, for each group of which the client has a unit."""
+        """Return "bad-scores" unless each group of which the client has a unit has one finite number, 0 or more."""
         spec = state.submodels.normal(spec)
         wanted = {axis.name: len(set(_kept_groups(axis, spec, self.groups))) for axis in _prunable(state.submodels)}
         if not wanted:
@@ -282,16 +282,16 @@ def _is_score(value: object) -> bool:
 
 @dataclass(frozen=True)
 class BestUnits(Select):
-    """Select that keeps, on each axis, the units with the highest upper confidence bound ``S = Ibar Ubar``, by the cubic schedule.
+    """Select that keeps the units of each axis with the highest upper confidence bound ``S = Ibar Ubar``, by the cubic schedule.
 
-    A unit without a score counts as the highest, so it is tried first. A client's time t is the number of its own merged updates;
-    its scores are its own.
+    A unit without a score ranks highest, so it is tried first. A client's time t is the number of its own merged
+    updates, and its scores are its own.
 
     Attributes:
         rates: final share of each axis, r(T), by client (see `RateSelect.rates`).
         warm_up: number of tasks at the initial share, the largest that fits the client's memory.
         rounds: number of tasks in which the share falls to the final one.
-        groups: largest number of scores of an axis; as on the clients.
+        groups: largest number of scores of an axis, as on the clients.
     """
 
     rates: Rates = 1.0
@@ -353,7 +353,7 @@ class BestUnits(Select):
         return share
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or whose memory no submodel fits."""
+        """Return a problem for each client that has no rate, or whose memory holds no submodel."""
 
         def ask(client: ClientInfo) -> None:
             self._limit().rate(client)

@@ -46,8 +46,8 @@ def prune_fl(
     """Return PruneFL, whose clients train the units with the largest squared gradient per unit of time.
 
     Args:
-        every: number of rounds between choices of units; each choice follows a round of the whole model.
-        prunable: share of the units in use that may be dropped at a choice, in (0, 1).
+        every: number of rounds from one choice of units to the next; each choice follows a round of the whole model.
+        prunable: share of the units in use that a choice may drop, in (0, 1).
         rates: largest share of the model's parameters for each client: one number for all; a list that clients 1,
             2, ... take in turn, repeating; or a mapping from device name.
         by_samples: weight clients by |D_n|; False = equally.

@@ -29,7 +29,7 @@ _BATCH = 2  # any size does for FLOPs per sample, but batch norm needs more than
 
 
 def check_settings(every: int, prunable: float) -> None:
-    """Raise `BadInput` for an interval below 1, or a prunable share that is not in (0, 1)."""
+    """Raise `BadInput` for an interval below 1, or for a prunable share that is not in (0, 1)."""
     positive("every", every)
     if not 0 < prunable < 1:
         raise BadInput(f"prunable is {prunable}: give a number above 0 and below 1")
@@ -37,11 +37,11 @@ def check_settings(every: int, prunable: float) -> None:
 
 @dataclass
 class Choice(MergeMemory):
-    """The units that were chosen last.
+    """The latest choice of units for all clients.
 
     Attributes:
-        version: of the model, when they were.
-        order: units in order of worth.
+        version: version of the model at the choice.
+        order: chosen units, the best first.
     """
 
     key = "pruned"
@@ -54,7 +54,7 @@ class ChosenMean(Mean):
     """`Mean` that, after each round of the whole model, chooses the units of the following rounds.
 
     Attributes:
-        every: number of rounds between choices.
+        every: number of rounds from one choice to the next.
         prunable: share of the units in use on each axis, those with the smallest weights, that may be dropped.
     """
 
@@ -62,7 +62,7 @@ class ChosenMean(Mean):
     prunable: float = 0.3
 
     def apply(self, state: GlobalState) -> None:
-        """Merge the updates; after a round of the whole model also choose the units."""
+        """Merge the updates; after a round of the whole model also choose the units of the following rounds."""
         if state.version % self.every:
             super().apply(state)
             return
@@ -79,7 +79,7 @@ class ChosenMean(Mean):
 
 
 def unit_times(submodels: Submodels) -> tuple[dict[str, float], float]:
-    """Return t_j and c in FLOPs per sample: the cost of one unit, by axis, and that of the model with one unit on each axis."""
+    """Return t_j and c, in FLOPs per sample: the cost of one unit of each axis, and of the model with one unit on each axis."""
 
     def flops(kept: Mapping[str, range]) -> float:
         return submodels.cost(Spec.select(kept), _BATCH).flops_per_sample
@@ -94,11 +94,11 @@ def choose(
     submodels: Submodels, values: Mapping[str, Tensor], squares: Mapping[str, Tensor], prunable: float,
     used: list[Unit] | None = None,
 ) -> list[Unit]:  # fmt: skip
-    """Return the units to use: first the best of each axis, then the others by squared gradient per time, descending.
+    """Return the units to use: first the best one of each axis, then the others by squared gradient per time, descending.
 
     Args:
         submodels: the model, with its axes and layouts.
-        values: parameters by name, from which the size of weights follows.
+        values: parameters by name, whose magnitudes decide which units may be dropped.
         squares: squared gradient of each parameter; its scale does not matter.
         prunable: share of the units in use, on each axis, that may be dropped.
         used: units in use; None = all.
@@ -138,11 +138,11 @@ def choose(
 
 @dataclass(frozen=True)
 class Pruned(Select):
-    """Select that assigns the units chosen by `ChosenMean`, or as many of the best as the client's memory and rate allow.
+    """Select that assigns the units chosen by `ChosenMean`, or as many of the best as a client's memory and rate allow.
 
     Attributes:
-        every: number of rounds between choices; in these rounds clients train the whole model, or the largest leading part that
-            fits their memory.
+        every: number of rounds from one choice to the next; a choice follows a round in which clients train the whole
+            model, or the largest leading part that fits their memory.
         rates: largest share of the model's parameters for each client, in the other rounds.
     """
 
@@ -187,7 +187,7 @@ class Pruned(Select):
         self._limit()
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or whose memory no submodel fits."""
+        """Return a problem for each client that has no rate, or whose memory holds no submodel."""
         return self._limit().check(replace(fleet, cache={}))
 
     def notes(self, fleet: SelectContext) -> list[str]:

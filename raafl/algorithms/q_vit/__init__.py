@@ -52,10 +52,10 @@ def q_vit(
     """Return Q-ViT under FedAvg, whose clients learn step sizes and bit widths of quantised layers.
 
     Args:
-        bits: bit width of weights and inputs, 2 to 8; their mean if widths are learned; 32 = no quantisation.
-        learn_bits: learn the bit widths of each layer; False = the same width for all.
+        bits: bit width of weights and inputs, 2 to 8; the mean width if widths are learned; 32 = no quantisation.
+        learn_bits: whether to learn a bit width for each layer; False = the same width for all.
         edge_bits: bit width of the first and the last layer.
-        weight: weight of the loss that pulls the mean width to ``bits``.
+        weight: weight of the loss that pulls the mean width towards ``bits``.
         by_samples: weight clients by |D_n|; False = equally.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.

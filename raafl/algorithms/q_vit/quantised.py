@@ -34,16 +34,16 @@ def _round(x: Tensor) -> Tensor:
 
 
 def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: Tensor | float = 1.0) -> Tensor:
-    """Return ``round(clip(x / s, low, high)) s`` with step size ``s = |step|``; x itself if ``step`` is 0, which means unknown.
+    """Return ``round(clip(x / s, low, high)) s`` with step size ``s = |step|``; return x if ``step`` is 0, that is, not yet known.
 
     Gradients are those of learned step sizes (LSQ, Esser et al. 2020): for x, 1 within the bounds and 0 outside; for s,
     ``round(x/s) - x/s`` within the bounds and the bound outside, times ``factor``; for a bound, s outside, times ``factor``.
 
     Args:
         x: values of any shape.
-        step: scalar.
-        low: scalar, the lowest level.
-        high: scalar, the highest level.
+        step: step size, a scalar.
+        low: lowest level, a scalar.
+        high: highest level, a scalar.
         factor: multiplier of the gradients of step and bounds, a scalar; LSQ's is ``1 / sqrt(n Q_p)``.
     """
     unknown = step.detach() == 0
@@ -104,8 +104,8 @@ class _Layer:
         """Set the step size of each possible bit width to ``2 mean |x| / sqrt(Q_p)``.
 
         Args:
-            kind: "weight" or "input".
-            x: values whose mean is taken.
+            kind: which step size to set, "weight" or "input".
+            x: values over which the mean is taken.
         """
         widths = range(LEAST, MOST + 1) if self.fixed_bits is None else [self.fixed_bits]
         # through `.data`: all parameters share one storage, and a write that autograd sees would invalidate the running
@@ -119,7 +119,7 @@ class QuantisedLinear(_Layer, nn.Linear):
     """An `nn.Linear` with quantised weight and input."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output, shape (..., out_features)."""
+        """Return the layer's output, shape (..., out_features)."""
         x, weight = self._values(input)
         return F.linear(x, weight, self.bias)
 
@@ -128,7 +128,7 @@ class QuantisedConv1d(_Layer, nn.Conv1d):
     """An `nn.Conv1d` with quantised weight and input."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output, shape (batch, out_channels, length)."""
+        """Return the layer's output, shape (batch, out_channels, length)."""
         x, weight = self._values(input)
         output: Tensor = self._conv_forward(x, weight, self.bias)
         return output
@@ -138,7 +138,7 @@ class QuantisedConv2d(_Layer, nn.Conv2d):
     """An `nn.Conv2d` with quantised weight and input."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output, shape (batch, out_channels, height, width)."""
+        """Return the layer's output, shape (batch, out_channels, height, width)."""
         x, weight = self._values(input)
         output: Tensor = self._conv_forward(x, weight, self.bias)
         return output
@@ -165,11 +165,11 @@ class Quantised(Local):
     """Local training with quantised weights and inputs of linear and convolutional layers.
 
     Attributes:
-        bits: bit width; the target of its mean if widths are learned; 32 = no quantisation.
-        learn_bits: learn a width for each layer's weight and input, between 2 and 8, with the loss
-            ``weight * (mean bits / bits - 1)^2``, where the mean is over the weights of all layers.
+        bits: bit width of weights and inputs; the target of its mean if widths are learned; 32 = no quantisation.
+        learn_bits: whether to learn a width for each layer's weight and input, between 2 and 8, with the loss ``weight
+            * (mean bits / bits - 1)^2``, where the mean is over the weights of all layers.
         edge_bits: bit width of the first and the last layer.
-        weight: weight of that loss.
+        weight: weight of the loss on bit widths.
     """
 
     proven_as_trained: ClassVar[bool] = False  # gradients of step sizes are scaled by the size of their tensor
@@ -286,6 +286,6 @@ class Quantising(Hook):
                     layer.input_bits.clamp_(LEAST, MOST)
 
     def close(self) -> None:
-        """Stop initialising step sizes."""
+        """Make the layers keep their step sizes from now on."""
         for layer in self.layers:
             layer.sees_first = False

@@ -71,7 +71,8 @@ def ra_fed(
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: select part that replaces the regions, such as `raafl.parts.RateSelect`; leave mask to full_first at their
             defaults then. None = regions.
-        hold: keep one assignment for the whole run; with trained below regions, nobody trains the others after the first round.
+        hold: whether to keep one assignment for the whole run; with trained below regions, nobody trains the others
+            after the first round.
     """
     return Algorithm(
         name="ra_fed",
@@ -87,10 +88,10 @@ def ra_fed(
 
 
 def regions_of(regions: Regions, cohort: int | None, submodel: Select | None) -> Select:
-    """Return ``submodel`` if it is given, else ``regions``.
+    """Return ``submodel`` if the user gave one, else ``regions``.
 
     Args:
-        regions: the select part by regions.
+        regions: select part that assigns regions.
         cohort: number of clients in a round; None = all.
         submodel: the user's own select part; None = regions.
 

@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class Regions(Select):
-    """Select that gives each client ``m_n`` of K regions, different ones in each round (RA-Fed, Wang et al., section 6.2).
+    """Select that gives each client ``m_n`` of K regions, other ones in each round (RA-Fed, Wang et al., section 6.2).
 
     A region is an equal range of every axis; parameters on no axis (the output's bias) are sent with each. Without ``trained``,
     ``coverage`` and ``rest`` each client draws its regions by itself, so that some stay uncovered by chance. If one of them is
@@ -36,16 +36,16 @@ class Regions(Select):
     ``m_n`` regions gets as many as fit. A model without axes is trained whole.
 
     Attributes:
-        mask: a level of the paper, or a list of m_n that clients 1, 2, ... take in turn, repeating.
+        mask: a level of the paper, or a list of numbers m_n that clients 1, 2, ... take in turn, repeating.
         regions: number of regions (K).
         trained: number of regions trained in a round that leaves some out (S*); None = all K.
         every: interval in rounds; the last round of each interval leaves regions out.
         coverage: least number of clients that train a trained region (Gamma*); None = 1 with ``trained``, an even spread with
             ``rest`` or ``hold``.
         rest: largest number of consecutive rounds in which a client skips a region (tau); None = no limit.
-        full_first: train every region on every client in the first round (Remark 5), as far as memory allows.
-        rounds: what counts as round q: "server" = versions of the model, "client" = the client's own merged updates.
-        hold: keep one assignment for the whole run, as the paper's authors do for tau 200.
+        full_first: whether every client trains every region in the first round (Remark 5), as far as its memory allows.
+        rounds: counter of rounds q: "server" = versions of the model, "client" = the client's own merged updates.
+        hold: whether to keep one assignment for the whole run, as the paper's authors do for tau 200.
     """
 
     mask: Level | list[int] = "L-Arb"
@@ -90,7 +90,7 @@ class Regions(Select):
 
     @property
     def is_controlled(self) -> bool:
-        """Whether ``trained`` (S*), ``coverage`` (Gamma*) or ``rest`` (tau) is given, or one assignment is kept."""
+        """Whether ``trained`` (S*), ``coverage`` (Gamma*), ``rest`` (tau) or ``hold`` is given."""
         return self.hold or any(number is not None for number in (self.trained, self.coverage, self.rest))
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
@@ -114,9 +114,9 @@ class Regions(Select):
         """Return m_n, the number of regions that ``mask`` gives a client in a round.
 
         Args:
-            client: the client.
-            fleet: context, whose cache stores the numbers of recent rounds.
-            round: number of the round, q.
+            client: client whose number of regions is asked for.
+            fleet: context whose cache stores the numbers of recent rounds.
+            round: number q of the round.
         """
         if not isinstance(self.mask, str):
             return self.mask[(client.id - 1) % len(self.mask)]
@@ -128,7 +128,7 @@ class Regions(Select):
         return _of_round(fleet, "levels", round, draw)[client.id - 1]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory fits no region, or else one for settings that no schedule can meet."""
+        """Return a problem for each client whose memory holds no region; else one for settings that no schedule can meet."""
         problems = []
         for client in fleet.clients.values():
             if not self._most(client, fleet):
@@ -147,7 +147,7 @@ class Regions(Select):
         return problems
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a note if the model has no regions, or if MIX-Arb cannot draw its half anew."""
+        """Return a note if the model has no regions, or if MIX-Arb cannot draw its half anew in each round."""
         submodels = fleet.state.submodels
         if not submodels.axes or self.hold or not self._keeps_half(fleet):
             return uncut(submodels, "cut into regions")

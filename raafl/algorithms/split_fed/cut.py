@@ -59,15 +59,15 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place where the model can be cut.
+    """A place at which the model can be cut in two.
 
     Attributes:
-        path: path of the module whose output is sent; it is the last one of the client's part.
+        path: path of the module whose output is sent; this module is the last one of the client's part.
         lower: names of the tensors that the client's part uses, parameters and buffers.
         num_layers: number of modules in the client's part with parameters of their own.
-        num_values: number of elements of its parameters.
+        num_values: number of elements of the parameters in the client's part.
         leaves: indices of the batch's tensors that the server's part needs.
-        sample_bytes: bytes of one sample's activation, in single precision.
+        sample_bytes: number of bytes of one sample's activation, in single precision.
     """
 
     path: str
@@ -124,7 +124,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             self._value(leaf).leaves = frozenset([i])
 
     def run(self) -> Trace:
-        """Trace the step, and return this trace; raises whatever the step raises."""
+        """Trace the step, and return this trace; raise whatever the step raises."""
         for path, part in self.module.named_modules():
             part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
             part.register_forward_hook(lambda part, args, output: self._leave(output))
@@ -271,11 +271,11 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
     """Trace a step of the whole model on a batch of the example's structure.
 
     Args:
-        submodels: of the model, with its example batch.
-        shapes: shape of each tensor in the batch; None = those of the example.
+        submodels: submodels of the model, with its example batch.
+        shapes: shape of each tensor in the batch; None = the example's shapes.
 
     Raises:
-        ValueError: there is no example batch, it contains other things than tensors, or the step cannot be traced.
+        ValueError: there is no example batch, it contains anything but tensors, or the step cannot be traced.
     """
     flat, structure = tree_flatten(submodels.example_batch)
     if not flat or not all(isinstance(item, Tensor) for item in flat):
@@ -296,7 +296,7 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
 
 
 def shapes_of(batch: object) -> Shapes:
-    """Return the shape of each tensor in a batch, in order."""
+    """Return the shapes of the tensors in a batch, in order."""
     return tuple(tuple(item.shape) for item in tree_flatten(batch)[0])
 
 

@@ -40,7 +40,7 @@ class Reached(BaseException):
 
 
 class Half(Submodels):
-    """One half of a model; tensors of the other half have no values and are not sent."""
+    """One half of a model that is cut in two; tensors of the other half have no values and are not sent."""
 
     whole: Submodels
 
@@ -55,7 +55,7 @@ class Half(Submodels):
         self.module = copy_structure(whole.module, memo)
 
     def has(self, name: str) -> bool:
-        """Check whether a tensor belongs to this half."""
+        """Check whether the tensor ``name`` belongs to this half."""
         return (name in self.cut.lower) == (self.side == "lower")
 
     def _layout(self, spec: Spec, part: Part) -> Layout:
@@ -72,11 +72,11 @@ class Half(Submodels):
         """Return the module with the values of this half; tensors of the other half have their shapes but take no memory.
 
         Args:
-            spec: must be the whole model.
+            spec: submodel, which must be the whole model.
             rescale: ignored, since nothing is narrowed.
             device: device of the module.
             present: values of this half; None = uninitialised.
-            base: the frozen base, which is not sent; None = it is among ``present``.
+            base: frozen base, which is not sent; None = it is among ``present``.
 
         Raises:
             SpecError: ``spec`` is not the whole model.
@@ -117,7 +117,8 @@ class Half(Submodels):
 
         Args:
             shapes: shape of each tensor in the batch.
-            draws: returns a context for random numbers; tracing may draw some, and ``draws(0)`` isolates the run's own stream.
+            draws: function that returns a context for random numbers; tracing may draw some, and ``draws(0)`` isolates
+                the run's own stream.
 
         Raises:
             ValueError: the step does not run on such a batch.
@@ -134,7 +135,7 @@ class Half(Submodels):
 
         Args:
             shapes: shape of each tensor in the batch.
-            leaves: received tensors, in the order of `Cut.leaves`.
+            leaves: received tensors of the batch, in the order of `Cut.leaves`.
             device: device of the blank tensors.
         """
         flat, structure = tree_flatten(self.example_batch)
@@ -149,8 +150,8 @@ def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
 
     Args:
         shape: shape of the tensor.
-        dtype: its dtype.
-        device: its device.
+        dtype: dtype of the tensor.
+        device: device of the tensor.
     """
     return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
@@ -159,12 +160,12 @@ def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
 
 
 def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
-    """Run ``step`` up to the module at ``path`` and return that module's output; logging is suppressed.
+    """Run ``step`` until the module at ``path`` returns, and return that module's output; logging is suppressed.
 
     Args:
         module: the client's half.
         path: path of the module at the cut.
-        step: runs the user's training step.
+        step: function that runs the user's training step.
     """
 
     def reached(part: nn.Module, args: object, output: object) -> None:
@@ -198,7 +199,7 @@ def replaced(module: nn.Module, outline: Outline, activation: Tensor) -> Abstrac
     Args:
         module: the server's half.
         outline: outputs of the client's half, without values.
-        activation: received from the client.
+        activation: activation received from the client.
     """
 
     def filled(item: object) -> object:

@@ -41,12 +41,12 @@ def _no_skips() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A batch as the server's half receives it.
+    """A batch as the server's half receives it from the client.
 
     Attributes:
         outline: outputs of the client's half, without values.
-        activation: as received; its gradient is sent back.
-        batch: the received parts of the batch, blank elsewhere.
+        activation: activation as received; its gradient is sent back.
+        batch: batch with the received tensors, and blank ones elsewhere.
     """
 
     is_transferred: ClassVar[bool] = True  # the client's hooks have moved the batch already
@@ -63,7 +63,7 @@ class Received:
 
     @property
     def gradient(self) -> Tensor:
-        """Return the activation's gradient after the backward pass; zeros if the loss does not depend on it."""
+        """The activation's gradient after the backward pass; zeros if the loss does not depend on it."""
         return torch.zeros_like(self.activation) if self.activation.grad is None else self.activation.grad
 
 
@@ -76,9 +76,9 @@ def receive(
     Args:
         half: the server's half.
         shapes: shape of each tensor in the batch.
-        activation: as received.
+        activation: activation as received.
         leaves: received tensors of the batch, in the order of `Cut.leaves`.
-        draws: returns a context for random numbers, see `Half.outline`.
+        draws: function that returns a context for random numbers; see `Half.outline`.
     """
     batch = half.received(shapes, leaves, activation.device)
     return Received(half.outline(shapes, draws), activation.detach().requires_grad_(), batch)
@@ -96,7 +96,7 @@ class LowerHook(Hook):
         """Compute the activation at the cut, send it to the server, and wait for its gradient.
 
         Raises:
-            BadInput: the batch contains other things than tensors.
+            BadInput: the batch contains anything but tensors.
         """
         flat, cut = tree_flatten(batch)[0], self._half.cut
         if not all(isinstance(item, Tensor) for item in flat):
@@ -115,21 +115,21 @@ class LowerHook(Hook):
         return torch.zeros(())
 
     def backward(self, loss: Tensor) -> None:
-        """Continue the backward pass from the received gradient."""
+        """Continue the backward pass from the gradient that the server has sent."""
         torch.autograd.backward(self._sent, self._gradient)
         self._sent = self._gradient = torch.empty(0)
 
 
 class UpperHook(Hook):
-    """Hook of the server's half; its batches are `Received`."""
+    """Hook of the server's half, whose batches are `Received` objects."""
 
     def loss(self, batch: Received, index: int) -> Tensor:
-        """Return the loss computed from the received activation."""
+        """Return the loss that the server's half computes from the received activation."""
         return batch.loss(self.task, index)
 
 
 class BothHook(LowerHook):
-    """Hook that runs both halves on one machine, with the bits of a connected run."""
+    """Hook that runs both halves on one machine, with the same bits as over a connection."""
 
     _received: Received
 
@@ -144,7 +144,7 @@ class BothHook(LowerHook):
             return self._received.loss(self.task, index)
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of the upper half, then those of the lower half."""
+        """Compute the gradients of the server's half, then those of the client's half."""
         with self._draws:
             self.task.backward(loss)
         self._gradient = self._received.gradient

@@ -22,7 +22,7 @@ from raafl.submodel import FULL, Cost, Spec, Submodels
 
 @dataclass(frozen=True)
 class Split(Local):
-    """Local training with the layers up to a cut on the client and those above on the server. Exactly one attribute is given.
+    """Local training with the layers up to a cut on the client, and those above on the server; exactly one attribute is given.
 
     Attributes:
         client_layers: largest number of layers with parameters in the client's part, counted from the input.
@@ -67,7 +67,7 @@ class Split(Local):
         return problems
 
     def choose_cut(self, submodels: Submodels) -> Cut | None:
-        """Return the cut; None if the model cannot be cut.
+        """Choose the place at which the model is cut; None if it cannot be cut.
 
         Raises:
             BadInput: the model cannot be cut at ``cut``, or clients choose among several precisions of its frozen base.
@@ -101,7 +101,7 @@ class Split(Local):
         """Return both halves at the task's cut; None if the model cannot be cut.
 
         Args:
-            submodels: of the whole model.
+            submodels: submodels of the whole model.
             extra: `Work.extra` of the task; None = choose the cut anew.
         """
         if extra is not None:
@@ -140,12 +140,12 @@ class Split(Local):
     def task_options(
         self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
     ) -> dict[str, Any]:
-        """Return the path of the cut and the sizes of the batches that are exchanged in one task; empty if the model cannot be cut.
+        """Return the path of the cut and the sizes of the batches exchanged in one task; empty if the model cannot be cut.
 
         Args:
-            client: the client.
-            submodels: of the whole model.
-            training: the run's epochs or steps.
+            client: client that gets the tasks.
+            submodels: submodels of the whole model.
+            training: the run's settings of local work.
             batch_size: local batch size.
             drop_last: whether an epoch drops its last batch if that is smaller.
         """
@@ -163,7 +163,7 @@ class Split(Local):
         return {KEY: {**terms, "batches": batches, "samples": epochs * in_epoch + rest * batch_size}}
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on the place of the cut, the data that leaves the clients, and the server's part."""
+        """Return notes on the place of the cut, on the data that leaves the clients, and on the server's half."""
         both = self.exchange(submodels)
         if both is None:
             return [
@@ -191,7 +191,7 @@ class Split(Local):
 
 
 def leaf_bytes(half: Half) -> float:
-    """Return the bytes for each sample of the parts of a batch that the server's half needs, without the activation."""
+    """Return the bytes per sample of those parts of a batch that the server's half needs, without the activation."""
     flat = tree_flatten(half.example_batch)[0]
     num_bytes: int = sum(flat[i].nbytes for i in half.cut.leaves)
     return num_bytes / max(_num_samples(half), 1)
@@ -207,7 +207,7 @@ class Halved(Select):
     """Select that gives every client the whole model, and records the cut and the batch sizes of the exchanges.
 
     Attributes:
-        sends: what the merge expects from both halves, values or deltas (`Merge.sends`).
+        sends: content of updates that the merge expects from both halves, values or deltas (`Merge.sends`).
     """
 
     sends: Literal["values", "delta"] = "values"
@@ -223,7 +223,7 @@ class Halved(Select):
         return Work(num_epochs=training.num_epochs or 1, extra=extra)
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for an unknown cut, and for each client whose memory its half exceeds."""
+        """Return a problem for an unknown cut, and for each client whose memory cannot hold its half."""
         try:
             cut = _split(fleet).choose_cut(fleet.state.submodels)
         except BadInput as error:

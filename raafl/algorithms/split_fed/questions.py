@@ -33,7 +33,7 @@ class Halves(Exchange):
     server: Half
 
     def questions(self, assignment: Assignment, link: ServerLink) -> Batches:
-        """Wait for the first batch that a client sends in a task, and return the source of all its batches."""
+        """Wait for the first batch that a client sends in a task, and return an iterable of all its batches."""
         return Batches(self.server, assignment, link)
 
 
@@ -41,7 +41,7 @@ def halves(submodels: Submodels, path: str) -> Halves:
     """Return both halves of a model that is cut after the module at ``path``; cached.
 
     Raises:
-        SpecError: the model cannot be cut there.
+        SpecError: the model cannot be cut at that module.
     """
     cuts, reason = cuts_of(submodels)
     cut = next((cut for cut in cuts if cut.path == path), None)
@@ -57,7 +57,8 @@ def halves(submodels: Submodels, path: str) -> Halves:
 class Batches:
     """A client's batches as they are received, in place of a data loader.
 
-    The assignment determines which batches come, and their sizes. A batch that deviates is refused before it reaches a layer.
+    The assignment determines the number and the sizes of the batches. A batch that deviates is refused before it
+    reaches a layer.
     """
 
     test = None
@@ -85,7 +86,10 @@ class Batches:
         return min(self._batch_size, self.num_samples - self._index % self._per_epoch * self._batch_size)
 
     def batches(self, *_: object, **__: object) -> Iterator[tuple[Received, int]]:
-        """Yield each received batch and its number of samples; before the next, send back the gradient of the previous one."""
+        """Yield each received batch with its number of samples.
+
+        Before the next one, send back the gradient of the previous one.
+        """
         while True:
             yield self._received, self._due
             self._link.reply({"gradient": self._received.gradient.contiguous()})

@@ -56,19 +56,23 @@ def timely_fl(
     """Return TimelyFL, whose clients train as many epochs, or as many of the last layers, as fit the round's interval.
 
     Args:
-        participation: aggregation participation target, k as a share of the round's clients; the paper's is 0.5.
-        adaptive: adapt the workload (E_c, alpha_c) to measured times in every round; False = keep that of a client's first
-            round (Fig. 7).
-        layers: time = the last layers within alpha_c that are predicted to finish within T_k; share = by alpha_c alone.
-        server_optimizer: adam, yogi or adagrad (FedOpt); None = FedAvg's mean by samples.
-        server_lr: learning rate of the server optimizer; leave it out without one.
+        participation: participation target, k as a share of the round's clients; the paper's is 0.5.
+        adaptive: whether to adapt the workload (E_c, alpha_c) to measured times in every round; False = keep that of a
+            client's first round (Fig. 7).
+        layers: rule for choosing layers: time = the last ones within alpha_c that are predicted to finish within T_k;
+            share = by alpha_c alone.
+        server_optimizer: name of the server's optimizer, adam, yogi or adagrad (FedOpt); None = FedAvg's mean by
+            samples.
+        server_lr: learning rate of the server optimizer; leave it out if there is none.
         cohort: number of clients drawn in a round, uniformly (the training concurrency n); None = all.
-        concurrency: largest number of clients that work at the same time, where the others start late; None = no limit.
-        cut: way to reduce a slow client's work: layers trains the last ones (the paper's), width a physically smaller model.
-        slack: share of T_k by which a client may be late and still be in the merge; 0 = the paper's.
-        clock: time that a task is charged: device = the prediction for its device; share = alpha of the whole model's task
-            (Equation 1), the paper's assumption, for a virtual clock.
-        by_samples: weight clients by their samples; False = equally, as FedBuff does.
+        concurrency: largest number of clients that work at the same time, in which case others start late; None = no
+            limit.
+        cut: way to reduce a slow client's work: layers trains the last layers (the paper's), width trains a physically
+            smaller model.
+        slack: share of T_k by which a client may be late and still be in the merge; 0 = as in the paper.
+        clock: time that a task is charged: device = the prediction for its device; share = alpha times the time of the
+            whole model's task (Equation 1), the paper's assumption, for a virtual clock.
+        by_samples: weight clients by |D_n|; False = equally, as FedBuff does.
     """
     one_of("clock", clock, Clock)
     if cut == "width":

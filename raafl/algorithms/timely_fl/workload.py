@@ -27,12 +27,12 @@ SLACK = 1 + 1e-9
 
 @dataclass
 class TimelyMemory(MergeMemory):
-    """The plan of a round, and what is known of clients.
+    """The plan of a round, and records of clients.
 
     Attributes:
-        T_k: seconds of the interval; 0 before the first round.
-        ratio: client -> real time of its latest task by the predicted time.
-        fixed: client -> units of work and spec that it always gets.
+        T_k: length of the interval in seconds; 0 before the first round.
+        ratio: real time of a client's latest task divided by its predicted time, by client.
+        fixed: number of units of work and spec that a client always gets, by client.
     """
 
     key = "timely_fl"
@@ -48,11 +48,11 @@ Clock = Literal["device", "share"]
 
 @dataclass(frozen=True, slots=True)
 class TimeReport:
-    """Time of one unit of work on a client: the full model, trained as the run says (Algorithm 2).
+    """Time that one unit of work takes a client: the full model, trained for the run's epochs or steps (Algorithm 2).
 
     Attributes:
-        compute_s: t_cmp, seconds of training, and of evaluation on the client's test part.
-        link_s: t_com, seconds of transferring the model.
+        compute_s: seconds of training, and of evaluation on the client's test part (t_cmp).
+        link_s: seconds of transferring the model (t_com).
     """
 
     compute_s: float
@@ -60,7 +60,7 @@ class TimeReport:
 
     @property
     def total_s(self) -> float:
-        """t_total, the unit total time, in seconds."""
+        """Time of one unit of work in seconds (t_total)."""
         return self.compute_s + self.link_s
 
 
@@ -69,9 +69,9 @@ class Workload:
     """Work of one client in one interval (Algorithm 3).
 
     Attributes:
-        num_units: E_c, units of local work.
-        share: alpha_c, share of the parameters that train.
-        report_s: t_rpt, seconds after which the client must start to send.
+        num_units: number of units of local work (E_c).
+        share: share of the parameters that train (alpha_c).
+        report_s: seconds after which the client must start to send (t_rpt).
     """
 
     num_units: int
@@ -80,10 +80,10 @@ class Workload:
 
 
 def interval(totals_s: Sequence[float], participation: float) -> float:
-    """Return T_k in seconds: the k-th smallest of the unit total times.
+    """Return the interval T_k in seconds: the k-th smallest of the clients' unit times.
 
     Args:
-        totals_s: t_cmp + t_com of each client, in seconds.
+        totals_s: unit time t_cmp + t_com of each client, in seconds.
         participation: k as a share of the clients; k is rounded up.
     """
     k = max(1, math.ceil(participation * len(totals_s) - 1e-9))
@@ -94,8 +94,8 @@ def workload(interval_s: float, report: TimeReport) -> Workload:
     """Return the work that fits into T_k (Algorithm 3): E_c units, the share alpha_c, and the time t_rpt to start sending.
 
     Args:
-        interval_s: T_k in seconds.
-        report: t_cmp and t_com of the client.
+        interval_s: interval T_k in seconds.
+        report: times t_cmp and t_com of the client.
     """
     units = (interval_s - report.link_s) / report.compute_s if report.compute_s > 0 else 1.0
     share = min(interval_s / report.total_s, 1.0) if report.total_s > 0 else 1.0
@@ -116,8 +116,9 @@ def _num_trained(submodels: Submodels, spec: Spec) -> int:
 class ShareOfTime(Local):
     """Local training on the paper's clock: a task costs the whole model's cost times the share of parameters that trains (Eq. 1).
 
-    FLOPs, memory traffic and bytes each way are scaled so; peak memory is not. The paper assumes this cost, by which all clients
-    are in time. Real devices are slower: frozen layers run forward and are received. So it suits a virtual clock alone.
+    FLOPs, memory traffic and bytes each way are scaled so; peak memory is not. The paper assumes this cost, with which
+    all clients are in time. Real devices are slower, since frozen layers still run forward and are received. So it
+    suits a virtual clock alone.
     """
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
@@ -150,23 +151,24 @@ def last_layers(submodels: Submodels) -> list[tuple[float, Spec]]:
 class Timely(Select):
     """Select that gives each client as many epochs, or as many of the last layers, as fit the round's interval T_k.
 
-    The round's clients report t_cmp and t_com (Algorithm 2): newly drawn ones, and those of earlier rounds that are still at work.
-    T_k is the k-th smallest sum (Algorithm 1); E_c and alpha_c follow (Algorithm 3). The unit of work is the run's own,
-    `train.num_epochs` or `train.num_steps`.
+    The round's clients report t_cmp and t_com (Algorithm 2): newly drawn ones, and those of earlier rounds that are
+    still at work. T_k is the k-th smallest sum (Algorithm 1); E_c and alpha_c follow (Algorithm 3). The unit of work is
+    the run's own `train.num_epochs` or `train.num_steps`.
 
-    A report is the profile's prediction. If the client's last task took longer or shorter than predicted, both times are scaled by
-    that ratio: a device that has slowed down gets less work in its next round.
+    A report is the prediction from the client's profile. If the client's last task took longer or shorter than
+    predicted, both times are scaled by that ratio: a device that has slowed down gets less work in its next round.
 
     Attributes:
-        participation: k as a share of the round's clients.
-        adaptive: False = every client keeps the workload of its first round, and no time is measured (Fig. 7).
-        layers: share = the last layers that contain at most alpha_c of the parameters, as in the paper; time = of these
-            as many as are predicted to be trained and sent within T_k. The two differ because frozen layers still run
-            forward and are still received.
-        cut: way to reduce a slow client's work: layers trains the last ones of the whole model (the paper's); width trains all
-            layers of a smaller model, of the first units of each axis, as wide as T_k allows.
-        slack: share of T_k by which a client may be predicted to be late and still get all that alpha_c = 1 allows; give
-            `Interval` the same.
+        participation: number k as a share of the round's clients.
+        adaptive: whether the workload follows measured times; False = every client keeps that of its first round (Fig.
+            7).
+        layers: rule for choosing layers: share = the last layers with at most alpha_c of the parameters, as in the
+            paper; time = as many of these as are predicted to be trained and sent within T_k. The two differ because
+            frozen layers still run forward and are still received.
+        cut: way to reduce a slow client's work: layers trains the last layers of the whole model (the paper's); width
+            trains all layers of a smaller model with the first units of each axis, as wide as T_k allows.
+        slack: share of T_k by which a client may be predicted to be late and still get all the work that alpha_c = 1
+            allows; give `Interval` the same.
     """
 
     participation: float = 0.5
@@ -187,7 +189,7 @@ class Timely(Select):
     # ---- reports, and the interval they give ----
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Set T_k from the time reports of all the round's clients, including those still at work from earlier rounds."""
+        """Set T_k from the time reports of all the round's clients, including those at work since earlier rounds."""
         fleet.state.memory.of(TimelyMemory).T_k = interval(
             [self.report(client, fleet).total_s for client in out], self.participation
         )
@@ -269,10 +271,10 @@ class Timely(Select):
         fleet.state.memory.of(TimelyMemory).ratio.pop(client.id, None)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Do nothing: other clients' work does not depend on it."""
+        """Do nothing, since other clients' work does not depend on the lost one."""
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory not even the training of the last layer fits."""
+        """Return a problem for each client whose memory cannot even hold the training of the last layer."""
         least = self._submodels(fleet)[-1][1]
         return [self._problem(c, fleet) for c in fleet.clients.values() if not fleet.fits(c, least)]
 
@@ -305,10 +307,10 @@ class Timely(Select):
 
 @dataclass(frozen=True, slots=True)
 class Interval(Trigger):
-    """Trigger that merges T_k after the round opened, or once all have reported (TimelyFL's flexible buffer).
+    """Trigger that merges T_k seconds after the round opened, or once all have reported (TimelyFL's flexible buffer).
 
-    `Timely` records T_k. If no update has arrived by then, the first one is merged on arrival. A client that reports later
-    is in the next merge, and gets new work after that.
+    `Timely` records T_k. If no update has arrived by then, the first one is merged on arrival. A client that reports
+    later is in the next merge, and gets new work after it.
 
     Attributes:
         slack: share of T_k for which the merge waits beyond T_k while clients are at work.
@@ -322,7 +324,7 @@ class Interval(Trigger):
         return waiting.num_active == 0 or waiting.now_s >= self.wake_at(waiting)
 
     def wake_at(self, waiting: TriggerContext) -> float:
-        """Return when the round ends: after its interval T_k and the slack, in seconds on the run's clock."""
+        """Return the time at which the round ends, after T_k and the slack, in seconds on the run's clock."""
         return waiting.opened_s + waiting.memory.of(TimelyMemory).T_k * (SLACK + self.slack)
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CallbackHooks(RunHooks):
-    """Adapter from run hooks to callbacks, in the order given; an exception from one ends the run."""
+    """Adapter from run hooks to the user's callbacks, called in the order given; an exception from one ends the run."""
 
     def __init__(self, callbacks: Sequence[Callback], unwrap: Callable[[nn.Module], nn.Module]) -> None:
         """Store the callbacks; ``unwrap`` returns the user's module from raafl's wrapper, for `RunView.module`."""
@@ -43,7 +43,7 @@ class CallbackHooks(RunHooks):
     # ---- what a run tells ----
 
     def begin(self, run: Run, saved: Any = None) -> None:
-        """Restore callbacks from a checkpoint, and start them."""
+        """Start the callbacks; those of a resumed run first get their state from its checkpoint."""
         self.run = run
         view = self._view = RunView(run, self.unwrap, self.stop)
         if saved is not None:
@@ -60,7 +60,7 @@ class CallbackHooks(RunHooks):
         self._raise()
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Let callbacks add metrics; see `RunHooks.on_measured`."""
+        """Add the metrics that callbacks return; see `RunHooks.on_measured`."""
         view = self._seen()
         self._announce(version, now)
         earlier, view.version, view.time_s = (view.version, view.time_s), version, now
@@ -80,7 +80,7 @@ class CallbackHooks(RunHooks):
         return metrics
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Report a merged update."""
+        """Call the callbacks for each merged update."""
         update, assignment = settled.update, settled.assignment
         if settled.outcome != "merged" or update is None or assignment is None or not self._callbacks:
             return
@@ -92,7 +92,7 @@ class CallbackHooks(RunHooks):
         self._tell("on_update_merged", merged)
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Report clients that joined or left, and new versions; see `RunHooks.on_event`."""
+        """Call the callbacks for clients that joined or left, and for new versions; see `RunHooks.on_event`."""
         self._seen().time_s = now
         if isinstance(event, Joined):
             client = event.client.id
@@ -119,7 +119,7 @@ class CallbackHooks(RunHooks):
         clock["callbacks"] = {"states": states, "clients": {str(c): life for c, life in self._there.items()}}
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Pass the summary to the callbacks."""
+        """Pass the run's summary to the callbacks."""
         self._announce(summary["versions"], summary["time_s"])
         self._seen().metrics = dict(summary["final"])
         for callback in self._callbacks:

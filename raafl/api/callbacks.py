@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class whose methods do nothing; override what you need.
+    """Base class of callbacks, whose methods do nothing; override those that you need.
 
-    Called in the coordinating thread, which waits meanwhile: in a wall-clock run keep it short. An exception ends the run as
-    failed, with its summary written.
+    Methods are called on the coordinating thread, which waits meanwhile: in a wall-clock run keep them short. An
+    exception ends the run as failed, with its summary written.
     """
 
     def on_start(self, run: RunView) -> None:
-        """Called when everything is built, before the first evaluation and before the folder exists; also on resume."""
+        """Called before the first evaluation, when everything is built and the folder does not exist yet.
+
+        Also when a run is resumed.
+        """
 
     def on_client_joined(self, run: RunView, client: int) -> None:
         """Called when client 1..N connects, for the first time or again."""
@@ -33,8 +36,8 @@ class Callback:
 
         Args:
             run: the run as it is now.
-            client: id, 1 to N.
-            reason: unavailable, disconnected, replaced by its own newer connection, or unfit for work.
+            client: id of the client, 1 to N.
+            reason: why it left: unavailable, disconnected, replaced by its own newer connection, or unfit for work.
         """
 
     def on_update_merged(self, run: RunView, update: MergedUpdate) -> None:
@@ -54,11 +57,11 @@ class Callback:
         """Called when the run has ended, for the reason in ``summary["finished"]``; not if there is no summary."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to checkpoint: numbers, texts, tensors, and lists and dicts of them."""
+        """Return the callback's state for checkpoints: numbers, text, tensors, and lists and dicts of them."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; called before `on_start` of a resumed run."""
+        """Restore the result of `state_dict`; called before `on_start` of a resumed run."""
 
 
 def callbacks_of(given: Any) -> list[Callback]:
@@ -112,8 +115,8 @@ class EarlyStopping(Callback):
     """Callback that ends a run when a metric has not improved for several evaluations in a row.
 
     Attributes:
-        best: the best value so far; None = none yet.
-        num_bad: evaluations since then.
+        best: best value of the metric so far; None = none yet.
+        num_bad: number of evaluations since the best value.
     """
 
     def __init__(
@@ -145,12 +148,12 @@ class EarlyStopping(Callback):
         self.num_bad = 0
 
     def on_start(self, run: RunView) -> None:
-        """Reset, for an instance used in an earlier run."""
+        """Reset the best value, for an instance used in an earlier run."""
         if not run.resumed:
             self.best, self.num_bad = None, 0
 
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
-        """Compare with the best value, and end the run when patience is exhausted."""
+        """Compare the metric with its best value, and end the run when patience is exhausted."""
         if self.metric not in metrics:
             raise BadInput(f"EarlyStopping: there is no metric '{self.metric}': {nearest(self.metric, metrics)}")
         value = metrics[self.metric]
@@ -171,11 +174,11 @@ class EarlyStopping(Callback):
         return gain > self.min_delta
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the count."""
+        """Return the best value and the number of evaluations since it."""
         return {"best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value and the count."""
+        """Restore the best value and the number of evaluations since it."""
         self.best, self.num_bad = state["best"], state["num_bad"]
 
     def __repr__(self) -> str:
@@ -186,19 +189,19 @@ class EarlyStopping(Callback):
 
 
 class Printing(Callback):
-    """Callback that prints a line for each evaluation and for the end; for `progress="quiet"`, in a notebook or a log."""
+    """Callback that prints a line for each evaluation and for the end, for use with `progress="quiet"` in a notebook or a log."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         """Print to ``file``; None = standard output at the time."""
         self._file = file
 
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
-        """Print the metrics."""
+        """Print the metrics of an evaluation."""
         shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
         self._line(f"{run.time_s:9.1f} s  version {run.version}  {run.num_updates} updates  {shown}")
 
     def on_end(self, run: RunView, summary: Mapping[str, Any]) -> None:
-        """Print why the run ended."""
+        """Print the reason for which the run ended."""
         self._line(f"finished: {summary['finished']}, {summary['updates_merged']} updates, {run.folder}")
 
     def _line(self, text: str) -> None:

@@ -27,7 +27,7 @@ _TEXTS = ("text", "sentence", "content", "review")
 
 
 class Datasets(LightningDataModule):
-    """Data module of two map-style data sets."""
+    """Data module of two map-style data sets, for training and test."""
 
     def __init__(
         self, train: Any, test: Any, batch_size: int = 32, collate_fn: Callable[[list[Any]], Any] | None = None
@@ -49,11 +49,11 @@ class Datasets(LightningDataModule):
         self.collate_fn = collate_fn or default_collate
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the training loader."""
+        """Return the loader of the training set."""
         return DataLoader(self.train, self.batch_size, shuffle=True, collate_fn=self.collate_fn)
 
     def test_dataloader(self) -> object:
-        """Return the test loader; an empty list if there is none."""
+        """Return the loader of the test set; an empty list if there is none."""
         return [] if self.test is None else DataLoader(self.test, self.batch_size, collate_fn=self.collate_fn)
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class Datasets(LightningDataModule):
 
 
 class Loaders(LightningDataModule):
-    """Data module of two data loaders made by the user."""
+    """Data module of two data loaders that the user made, for training and test."""
 
     def __init__(self, train: DataLoader[Any], test: DataLoader[Any] | None) -> None:
         """Store the loaders; ``test`` None = nothing to evaluate on."""
@@ -72,11 +72,11 @@ class Loaders(LightningDataModule):
         self.train, self.test = train, test
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return the training loader."""
+        """Return the loader of the training set."""
         return self.train
 
     def test_dataloader(self) -> object:
-        """Return the test loader; an empty list if there is none."""
+        """Return the loader of the test set; an empty list if there is none."""
         return [] if self.test is None else self.test
 
     def __repr__(self) -> str:
@@ -91,11 +91,11 @@ def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
     Args:
         data: a LightningDataModule; a pair (train, test) of map-style data sets or of DataLoaders, of which the second may be
             None; a name of texts, sst2, ag_news or fpb, on the Hugging Face hub, or of a local folder that `datasets` reads.
-        module: what is trained; where it is the name of a transformers model, texts go through its tokenizer.
-        more: batch_size, collate_fn, for plain data sets; batch_size, max_length for texts.
+        module: model to train; if it is the name of a transformers model, texts go through its tokenizer.
+        more: further arguments: batch_size and collate_fn for plain data sets; batch_size and max_length for texts.
 
     Raises:
-        BadInput: it is none of these.
+        BadInput: ``data`` is none of these.
     """
     given = {name: value for name, value in more.items() if value is not None}
     if isinstance(data, (str, Path)):
@@ -133,8 +133,8 @@ def named(path: str, model_name: str | None, **given: object) -> LightningDataMo
     Columns and splits are recognised by their usual names; use `raafl.data.HuggingFaceText` for others.
 
     Args:
-        path: name on the hub, or a folder.
-        model_name: of the transformers model whose tokeniser is used; None = the data set has no text.
+        path: name of the data set on the hub, or a folder.
+        model_name: name of the transformers model whose tokeniser is used; None = the data set has no text.
         given: further arguments of `raafl.data.HuggingFaceText`.
 
     Raises:
@@ -163,11 +163,11 @@ def named(path: str, model_name: str | None, **given: object) -> LightningDataMo
 
 
 def num_classes(data: LightningDataModule) -> int:
-    """Return the number of classes in a set-up data module's training labels."""
+    """Return the number of classes among the training labels of a data module, after its `setup`."""
     return int(labels_of(train_loader(data).dataset).max()) + 1
 
 
 def train_loader(data: LightningDataModule) -> DataLoader[Any]:
-    """Return the training loader of a set-up data module, which may be in a list of one."""
+    """Return the training loader of a data module, after its `setup`; it may be in a list of one."""
     loader: Any = data.train_dataloader()
     return loader[0] if isinstance(loader, (list, tuple)) else loader  # type: ignore[no-any-return]

@@ -51,8 +51,8 @@ class Result:
 
     Attributes:
         summary: content of summary.json.
-        folder: the run's.
-        module: a copy of the given module, in eval mode, with the final values.
+        folder: folder of the run.
+        module: copy of the given module, in eval mode, with the final values.
     """
 
     summary: dict[str, Any]
@@ -70,17 +70,17 @@ class Result:
 
     @property
     def final(self) -> dict[str, float]:
-        """Return the metrics of the final model."""
+        """The metrics of the final model."""
         return dict(self.summary["final"])
 
     @property
     def metrics(self) -> list[dict[str, float | None]]:
-        """Return the evaluations as rows of metrics.csv: version, time_s, wall_s, metrics; None = not measured."""
+        """The evaluations as rows of metrics.csv: version, time_s, wall_s, metrics; None = not measured."""
         return [{name: float(value) if value else None for name, value in row.items()} for row in self._rows("metrics")]
 
     @property
     def clients(self) -> list[dict[str, str]]:
-        """Return the rows of clients.csv, one for each task of a client."""
+        """The rows of clients.csv, one for each task of a client."""
         return self._rows("clients")
 
     def _rows(self, table: str) -> list[dict[str, str]]:
@@ -145,7 +145,7 @@ class Federation:
         """End the current run; its summary says ``stopped: REASON``. Callable from any thread.
 
         Raises:
-            BadInput: no run is under way.
+            BadInput: no run is in progress.
         """
         if self._observer is None:
             raise BadInput("stop: no run is under way")
@@ -164,25 +164,25 @@ class Federation:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         resume: str | Path | None = None,
     ) -> Result:
-        """Run on a virtual clock, in this process: devices say how long tasks take, the training is real.
+        """Run on a virtual clock in this process: devices determine how long tasks take, but clients really train.
 
         Args:
             module: a LightningModule; an nn.Module, with ``loss``; a function that makes one of them; or the name of a
                 transformers model. It stays as it is.
             data: a LightningDataModule; a pair (train, test) of map-style data sets; or the name of a Hugging Face data set.
-            devices: instead of the federation's.
+            devices: devices of this run; None = those of the federation.
             loss: function of (output, target), for an nn.Module.
             optimizer: function that makes an optimizer of a list of parameters; None = the LightningModule's own, SGD with
                 learning rate 0.05 for an nn.Module, AdamW with 5e-5 for a transformers model by name.
             metrics: functions of (output, target) by name, for an nn.Module, beside loss and accuracy.
-            batch_size: for data sets; a data module has its own.
-            collate_fn: for data sets.
-            resume: folder of an interrupted run to go on with, with the module and data that it had.
+            batch_size: batch size for data sets; a data module has its own.
+            collate_fn: function that joins samples to a batch, for data sets.
+            resume: folder of an interrupted run to continue, with the module and data that it had.
 
         Raises:
-            BadInput: something is wrong with what was given, all of it said before training starts.
-            RunFailed: the run has failed, or a callback, whose error is the cause; its folder is whole.
-            KeyboardInterrupt: by Ctrl-C, after the summary is written; see ``on_interrupt``.
+            BadInput: an argument is wrong; the message names every problem, before training starts.
+            RunFailed: the run has failed, or a callback, whose error is the cause; its folder is complete.
+            KeyboardInterrupt: Ctrl-C was pressed; the summary is written before. See ``on_interrupt``.
         """
         from raafl.runtime.run import simulate
 
@@ -205,19 +205,19 @@ class Federation:
         resume: str | Path | None = None,
         local: int | None = None,
     ) -> Result | None:
-        """Run on real ranks: rank 0 coordinates, the others train. Started by torchrun, or with ``local`` clients on this machine.
+        """Run on real ranks: rank 0 coordinates, the others train. Ranks come from torchrun, or from ``local`` on this machine.
 
         Every rank must build an equal module and load equal data; each trains on its share.
 
         Args:
-            module: as for `simulate`.
-            data: as for `simulate`.
-            loss: as for `simulate`.
-            optimizer: as for `simulate`.
-            metrics: as for `simulate`.
-            batch_size: as for `simulate`.
-            collate_fn: as for `simulate`.
-            resume: as for `simulate`.
+            module: the model, as for `simulate`.
+            data: the data, as for `simulate`.
+            loss: function of (output, target), as for `simulate`.
+            optimizer: function that makes an optimizer, as for `simulate`.
+            metrics: functions of (output, target) by name, as for `simulate`.
+            batch_size: batch size for data sets, as for `simulate`.
+            collate_fn: function that joins samples to a batch, as for `simulate`.
+            resume: folder of an interrupted run to continue, as for `simulate`.
             local: number of clients; this script is started again for each, and they end where `fit` returns on
                 rank 0. Allowed once in a script; None = torchrun has started the ranks.
 
@@ -225,9 +225,9 @@ class Federation:
             The result on rank 0, None on the others.
 
         Raises:
-            BadInput: something is wrong with what was given, or there are no ranks.
-            RunFailed: the run has failed, or a callback, whose error is the cause; its folder is whole.
-            KeyboardInterrupt: by Ctrl-C, after the summary is written; see ``on_interrupt``.
+            BadInput: an argument is wrong, or there are no ranks.
+            RunFailed: the run has failed, or a callback, whose error is the cause; its folder is complete.
+            KeyboardInterrupt: Ctrl-C was pressed; the summary is written before. See ``on_interrupt``.
         """
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
@@ -254,19 +254,20 @@ class Federation:
     ) -> dict[str, Any]:
         """Re-execute the journal of a run that was started in Python; see docs/replay-and-resume.md.
 
-        Settings come from the run's folder; this federation provides only an algorithm and a partition that were
-        Python objects.
+        Settings come from the run's folder; this federation provides the algorithm and the partition only if the run
+        had Python objects for them.
 
         Args:
-            folder: the run's.
-            module: the one that the run was given, with the weights that it began with.
-            data: the run's.
-            until: stop after so many events.
-            trust_config: import what the folder's config names beside what was given, though it is not raafl's own.
-            how: loss, optimizer, metrics, batch_size and collate_fn, as they were.
+            folder: folder of the run.
+            module: module that the run was given, with the weights that it began with.
+            data: data that the run was given.
+            until: number of events after which to stop; None = all.
+            trust_config: whether to import further classes that the folder's config names, even if they are not raafl's
+                own.
+            how: arguments loss, optimizer, metrics, batch_size and collate_fn, as they were given to the run.
 
         Returns:
-            The result, with ``equal`` and ``parted_at``; see `raafl.commands.replay.replay`.
+            The result of the replay, with ``equal`` and ``parted_at``; see `raafl.commands.replay.replay`.
         """
         from raafl.commands.replay import replay
 

@@ -21,9 +21,9 @@ _started: list[int] = []
 
 @contextmanager
 def local_ranks(num_clients: int | None) -> Iterator[None]:
-    """Provide ranks inside the context: torchrun's, or ``num_clients`` copies of this script.
+    """Return a context in which there are ranks: torchrun's, or ``num_clients`` copies of this script.
 
-    A client's process ends with the context, by `SystemExit`.
+    The process of a client ends with the context, by `SystemExit`.
 
     Raises:
         BadInput: there is no script to start again, torchrun has started this one, or it is the second time: clients run the

@@ -28,7 +28,7 @@ LR = 0.05
 
 
 class Plain(LightningModule):
-    """LightningModule around a plain module; its parameters are called ``net.NAME``.
+    """LightningModule that wraps a plain module, whose parameters are called ``net.NAME``.
 
     A batch is ``(input, ..., target)``, or a mapping with the target under labels, label, target, targets or y, and the module's
     inputs by name.
@@ -41,19 +41,19 @@ class Plain(LightningModule):
         self._parts = (loss, optimizer, metrics)  # in a tuple, since a loss that is a module is no part of the model
 
     def forward(self, *inputs: object, **named: object) -> Any:
-        """Return the module's output; the logits where the output is a structure that has them."""
+        """Return the module's output, or its logits if the output is a structure that has them."""
         output = self.net(*inputs, **named)
         return (
             output["logits"] if isinstance(output, Mapping) and "logits" in output else output
         )  # transformers' are, too
 
     def training_step(self, batch: object, batch_idx: int) -> Tensor:
-        """Return the loss of a batch."""
+        """Return the training loss of a batch."""
         output, target = self._both(batch)
         return self._loss(output, target)
 
     def validation_step(self, batch: object, batch_idx: int) -> dict[str, Any]:
-        """Return loss and metrics, and accuracy where outputs are logits and targets are classes."""
+        """Return loss and metrics of a batch, with accuracy if outputs are logits and targets are classes."""
         output, target = self._both(batch)
         found: dict[str, Any] = {"loss": self._loss(output, target)}
         if _are_logits(output, target):
@@ -112,15 +112,16 @@ def _are_logits(output: object, target: object) -> bool:
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """A model as it was given.
+    """The user's model and how it is trained, as they were given.
 
     Attributes:
-        given: a LightningModule; an nn.Module; a function (a class) that makes one of them; or the name of a transformers
-            model that classifies texts, on the hub, of a folder, or ``package:NAME/FOLDER``.
-        loss: of (output, target), for a plain module.
-        optimizer: makes an optimizer of a list of parameters, or whatever else `configure_optimizers` may return; None =
-            the LightningModule's own, SGD with learning rate 0.05 for a plain module, AdamW with 5e-5 for one by name.
-        metrics: more metrics of (output, target), averaged over samples, for a plain module.
+        given: a LightningModule; an nn.Module; a function or class that makes one of them; or the name of a
+            transformers model that classifies texts: on the hub, a folder, or ``package:NAME/FOLDER``.
+        loss: function of (output, target), for a plain module.
+        optimizer: function that makes, from a list of parameters, an optimizer or whatever else `configure_optimizers`
+            may return. None = the LightningModule's own, SGD with learning rate 0.05 for a plain module, AdamW with
+            5e-5 for a model given by name.
+        metrics: further functions of (output, target) by name, averaged over samples, for a plain module.
     """
 
     given: Any
@@ -154,11 +155,11 @@ class ModuleSpec:
 
     @property
     def is_made(self) -> bool:
-        """Check whether an existing module was given, with its own weights."""
+        """Whether an existing module was given, with its own weights."""
         return isinstance(self.given, nn.Module)
 
     def make(self, data: LightningDataModule) -> LightningModule:
-        """Build a new LightningModule; ``data`` is set up and provides the number of inputs or classes."""
+        """Build a new LightningModule; ``data`` must be set up, and gives the number of inputs or classes."""
         if isinstance(self.given, str):
             from model_zoo import HFSequenceClassifier
 
@@ -190,17 +191,17 @@ class ModuleSpec:
         return Plain(net, self.loss, self.optimizer, self.metrics)  # type: ignore[arg-type]
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the user's module from the one that `make` returned."""
+        """Return the user's module that `make` wrapped in ``module``."""
         return module.net if isinstance(module, Plain) else module
 
     def given_back(self, module: nn.Module) -> nn.Module:
-        """Return the user's module from a finished copy, with its original class, so that it can be saved whole."""
+        """Return the user's module from a trained copy, with its original class, so that it can be saved whole."""
         module = self.unwrap(module)
         module.__class__ = given_class(module)
         return module
 
     def settings(self) -> dict[str, Any]:
-        """Describe how it is trained, in words."""
+        """Describe loss, optimizer and metrics in words, for config.yaml."""
         named = {"loss": self.loss, "optimizer": self.optimizer}
         found = {name: called(value) for name, value in named.items() if value is not None}
         if self.metrics:

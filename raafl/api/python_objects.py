@@ -26,8 +26,8 @@ def objects(**given: object) -> Iterator[None]:
     """Return a context in which the stand-ins of a config resolve to these Python objects.
 
     Args:
-        given: ``module`` and ``data``, which are factories; ``unwrap``, which undoes the first's wrapper; ``algorithm`` and
-            ``partition``.
+        given: the objects: ``module`` and ``data`` are factories, ``unwrap`` undoes the wrapper of the first,
+            ``algorithm`` and ``partition`` are what they are called.
     """
     before = dict(_here)
     _here.update(given)
@@ -50,7 +50,7 @@ def _missing(what: str, given: str) -> NoReturn:
 
 
 class Module(LightningModule):
-    """Stand-in for the model in a config."""
+    """Stand-in for the user's model in a config."""
 
     def __new__(
         cls, given: str, settings: dict[str, Any] | None = None, weights: str | None = None, shown: str = ""
@@ -82,7 +82,7 @@ class Module(LightningModule):
 
 
 class Data(LightningDataModule):
-    """Stand-in for the data in a config."""
+    """Stand-in for the user's data in a config."""
 
     def __new__(cls, given: str, settings: dict[str, Any] | None = None, shown: str = "") -> Any:
         """Return the given data module; raises `BadInput` if there is none."""
@@ -93,7 +93,7 @@ class Data(LightningDataModule):
 
 
 def algorithm(given: str, parts: dict[str, str] | None = None, shown: str = "") -> Algorithm:
-    """Return the given algorithm; raises `BadInput` if there is none.
+    """Return the algorithm that was registered as a Python object; raise `BadInput` if there is none.
 
     Args:
         given: key under which the object was registered.
@@ -105,7 +105,7 @@ def algorithm(given: str, parts: dict[str, str] | None = None, shown: str = "") 
 
 
 def partition(given: str, shown: str = "") -> Partition:
-    """Return the given partition; raises `BadInput` if there is none."""
+    """Return the partition that was registered as a Python object; raise `BadInput` if there is none."""
     found: Partition = _take("partition", given)
     return found
 

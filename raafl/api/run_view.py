@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MergedUpdate:
-    """Merged update as callbacks see it.
+    """A merged update, as callbacks see it.
 
     Attributes:
-        client: 1..N.
-        version: of the global model that contains it.
-        staleness: versions made while the client trained.
-        spec: the submodel, in words.
-        num_samples: that the client trains on.
-        num_steps: optimizer steps it took.
+        client: id of the client, 1 to N.
+        version: version of the global model that contains the update.
+        staleness: number of versions made while the client trained.
+        spec: submodel of the update, in words.
+        num_samples: number of samples that the client trains on.
+        num_steps: number of optimizer steps that the task took.
         train_s: seconds from assignment to arrival.
-        bytes_down: sent to the client.
-        bytes_up: sent back.
-        metrics: measured by the client: loss, what training_step logs, test/... on its own test part.
+        bytes_down: number of bytes sent to the client.
+        bytes_up: number of bytes sent back.
+        metrics: metrics from the client: loss, what training_step logs, and test/... from its own test part.
     """
 
     client: int
@@ -46,15 +46,16 @@ class MergedUpdate:
 
 
 class RunView:
-    """Run as callbacks see it.
+    """A run, as callbacks see it.
 
     Attributes:
-        experiment: its settings; do not change them.
-        version: of the global model; in `on_evaluate` the evaluated one, which may be earlier in a wall-clock run.
-        time_s: seconds since the run began, virtual or real; in `on_evaluate` of that version.
-        metrics: of the last evaluation, callbacks' own included.
+        experiment: settings of the run; do not change them.
+        version: version of the global model; in `on_evaluate` the evaluated one, which may be earlier in a wall-clock
+            run.
+        time_s: seconds since the run began, virtual or real; in `on_evaluate` those of the evaluated version.
+        metrics: metrics of the last evaluation, callbacks' own included.
         resumed: whether the run continues an earlier one.
-        should_stop: whether its end has been requested.
+        should_stop: whether the run's end has been requested.
     """
 
     def __init__(self, run: Run, unwrap: Callable[[nn.Module], nn.Module], ask: Callable[[str], None]) -> None:
@@ -67,21 +68,21 @@ class RunView:
 
     @property
     def folder(self) -> Path:
-        """Return the run's folder; None before the first evaluation is recorded."""
+        """Folder of the run; None before the first evaluation is recorded."""
         return self._run.folder
 
     @property
     def num_updates(self) -> int:
-        """Return the number of merged updates."""
+        """Number of merged updates."""
         return self._run.parts.coordinator.merged
 
     @property
     def num_clients(self) -> int:
-        """Return the number of connected clients."""
+        """Number of connected clients."""
         return len(self._run.parts.coordinator.roster.clients)
 
     def module(self) -> nn.Module:
-        """Return a copy of the model, in eval mode, with the values of the global model as it is now."""
+        """Return a copy of the model, in eval mode, with the present values of the global model."""
         return self._unwrap(current(self._run, anew=True)).eval()
 
     def stop(self, reason: str = "asked to") -> None:
@@ -94,11 +95,11 @@ class RunView:
 
 
 def current(run: Run, *, anew: bool) -> nn.Module:
-    """Return a copy of a run's module with the global values.
+    """Return a copy of a run's module with the present global values.
 
     Args:
-        run: the run.
-        anew: collect static batch-norm statistics afresh, if the model has any.
+        run: run whose model is copied.
+        anew: whether to collect static batch-norm statistics afresh, if the model has any.
     """
     parts = run.parts
     module = copy_structure(parts.module, {})

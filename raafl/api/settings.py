@@ -84,10 +84,10 @@ class Settings(TypedDict, total=False):
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an `Experiment` from ``settings``.
+    """Convert a federation's ``settings`` to the fields of an `Experiment`.
 
     Raises:
-        BadInput: there is no such setting, or a group of them is invalid.
+        BadInput: a setting is unknown, or a group of settings is invalid.
     """
     known = marked("keyword")
     given: dict[str, Any] = {}
@@ -126,10 +126,10 @@ def _made(group: str, cls: Any, value: Mapping[str, Any]) -> Any:
 
 
 def algorithm_of(algorithm: Any) -> Algorithm:
-    """Return the given algorithm; of a name, that algorithm with all defaults.
+    """Return the given algorithm; a name gives that algorithm with all defaults.
 
     Raises:
-        BadInput: it is neither an algorithm nor the name of one.
+        BadInput: ``algorithm`` is neither an algorithm nor the name of one.
     """
     if isinstance(algorithm, str):
         one_of("algorithm", algorithm, ALGORITHMS)
@@ -141,7 +141,7 @@ def algorithm_of(algorithm: Any) -> Algorithm:
 
 
 def devices_of(devices: object) -> object:
-    """Return devices as an `Experiment` takes them: a file, or a list of entries (fields or bundled names)."""
+    """Convert devices to the form that an `Experiment` takes: a file, or a list of entries (fields or bundled names)."""
     if devices is None or isinstance(devices, str):
         return devices
     if isinstance(devices, Path):
@@ -159,7 +159,7 @@ def devices_of(devices: object) -> object:
 
 
 def count_of(devices: Any) -> int | None:
-    """Return the number of devices; None if unknown."""
+    """Return the number of devices; None if it is unknown."""
     if devices is None:
         return None
     try:
@@ -181,10 +181,10 @@ def same_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
 
 
 def config_of(experiment: Experiment, module: ModuleSpec, data: object) -> dict[str, Any]:
-    """Return the whole config of a run for config.yaml, with descriptions of objects that no config can name.
+    """Return the whole config of a run for config.yaml, with descriptions of objects that a config cannot name.
 
     Args:
-        experiment: the run's.
+        experiment: settings of the run.
         module: the user's model.
         data: the user's data.
     """
@@ -247,7 +247,7 @@ def _plain(value: object) -> object:
 
 
 def without_addresses(text: str) -> str:
-    """Remove memory addresses from a `repr`."""
+    """Return ``text``, the `repr` of an object, without memory addresses."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 

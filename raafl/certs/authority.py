@@ -42,8 +42,8 @@ class Issued:
 
     Attributes:
         certificate: the certificate.
-        holder: its holder.
-        revoked: whether the authority took it back.
+        holder: server or site that the certificate names.
+        revoked: whether the authority has revoked the certificate.
     """
 
     certificate: x509.Certificate
@@ -52,12 +52,12 @@ class Issued:
 
     @property
     def days_left(self) -> float:
-        """Days until it expires; negative = it has expired."""
+        """Days until the certificate expires; negative = it has expired."""
         return (self.certificate.not_valid_after_utc - _now()).total_seconds() / 86400
 
     @property
     def valid(self) -> bool:
-        """Whether it is neither revoked nor expired."""
+        """Whether the certificate is neither revoked nor expired."""
         return not self.revoked and self.days_left > 0
 
 
@@ -65,8 +65,8 @@ class Authority:
     """Certificate authority of one federation.
 
     Attributes:
-        folder: its files.
-        certificate: of the authority itself.
+        folder: folder of the authority's files.
+        certificate: certificate of the authority itself.
         federation: name of the federation.
     """
 
@@ -81,7 +81,7 @@ class Authority:
 
     @classmethod
     def create(cls, folder: Path, federation: str) -> Authority:
-        """Make the authority of a new federation; raises `BadInput` where the folder has one."""
+        """Create the authority of a new federation; raise `BadInput` if the folder has one already."""
         check_name("federation", federation)
         key = files.new_key(folder / "ca.key")
         name = _common_name(federation)
@@ -98,7 +98,7 @@ class Authority:
         return authority
 
     def issue_server(self, hosts: Sequence[str], days: int = DAYS) -> x509.Certificate:
-        """Make a server's key and its certificate for the host names and IP addresses by which clients call it."""
+        """Create a key and certificate for the server, with the host names and IP addresses by which clients reach it."""
         names = [_host(host) for host in hosts]
         if not names:
             raise BadInput("HOST is missing: give the host names and IP addresses by which clients call the server")
@@ -107,10 +107,10 @@ class Authority:
         return self._issue(Holder(self.federation), key.public_key(), names, days)
 
     def sign(self, request: x509.CertificateSigningRequest, days: int = DAYS) -> Issued:
-        """Sign a site's request.
+        """Sign a site's request; return the certificate.
 
         Raises:
-            BadInput: the request is not sound, or the site has a valid certificate for another key.
+            BadInput: the request is damaged, or the site has a valid certificate for another key.
         """
         self._check_days(days)
         site, key = request_site(request), request.public_key()
@@ -124,10 +124,10 @@ class Authority:
         return Issued(self._issue(holder, key, [], days), holder, revoked=False)
 
     def renew(self, name: str, days: int = DAYS) -> Issued:
-        """Issue the next certificate of a site, or of ``server``, for the key that it has.
+        """Issue the next certificate of a site, or of ``server``, for the key of its present one.
 
         Raises:
-            BadInput: it has none that is not revoked.
+            BadInput: the site has no certificate that is not revoked.
         """
         self._check_days(days)
         mine = [issued for issued in self._certificates_of(name) if not issued.revoked]
@@ -139,14 +139,14 @@ class Authority:
         return Issued(self._issue(last.holder, last.certificate.public_key(), names, days), last.holder, revoked=False)
 
     def revoke(self, name: str) -> list[Issued]:
-        """Take back every certificate of a site, or of ``server``; return those that had been valid."""
+        """Revoke every certificate of a site, or of ``server``; return those that were valid before."""
         mine = self._certificates_of(name)
         taken = {issued.certificate.serial_number for issued in self.issued() if issued.revoked}
         self._write_revoked([*taken, *(issued.certificate.serial_number for issued in mine)])
         return [issued for issued in mine if issued.valid]
 
     def issued(self) -> list[Issued]:
-        """Return every certificate, in the order of their expiry."""
+        """Return all certificates that the authority issued, in the order of their expiry."""
         path = self.folder / "revoked.crl"
         revoked = read_revoked(path, self.certificate) if path.is_file() else frozenset()
         found = []
@@ -205,7 +205,7 @@ class Authority:
 
 
 def request(folder: Path, site: str) -> x509.CertificateSigningRequest:
-    """Make a site's key, and the request for its certificate in ``SITE.csr``; a key that is there already is used again."""
+    """Create a site's key, and write the request for its certificate to ``SITE.csr``; an existing key is used again."""
     check_name("site", site)
     path = folder / f"{site}.key"
     key = files.read_key(path) if path.exists() else files.new_key(path)
@@ -215,7 +215,7 @@ def request(folder: Path, site: str) -> x509.CertificateSigningRequest:
 
 
 def read_request(data: bytes, where: str) -> x509.CertificateSigningRequest:
-    """Read a signing request; raises `BadInput` naming ``where`` it is from."""
+    """Read a signing request from bytes; an error, `BadInput`, names the file ``where``."""
     try:
         return x509.load_pem_x509_csr(data)
     except ValueError:
@@ -223,7 +223,7 @@ def read_request(data: bytes, where: str) -> x509.CertificateSigningRequest:
 
 
 def request_site(request: x509.CertificateSigningRequest) -> str:
-    """Return the site that a request names, once its key and signature are checked; raises `BadInput`."""
+    """Return the site that a request names, after checking key and signature; raise `BadInput` if they are wrong."""
     names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     key = request.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1):
@@ -234,16 +234,16 @@ def request_site(request: x509.CertificateSigningRequest) -> str:
 
 
 def fingerprint(thing: x509.Certificate | x509.CertificateSigningRequest) -> str:
-    """Return the SHA-256 of a public key, as people compare it over the phone."""
+    """Return the SHA-256 of a public key, in groups that people can compare over the phone."""
     digest = hashlib.sha256(_spki(thing.public_key())).hexdigest().upper()
     return ":".join(digest[place : place + 4] for place in range(0, 64, 4))
 
 
 def read_revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
-    """Return the serial numbers of a revocation list.
+    """Return the serial numbers in a revocation list, which ``authority`` must have signed.
 
     Raises:
-        BadInput: it is none, or the authority did not sign it.
+        BadInput: the file has no revocation list, or the authority did not sign it.
     """
     try:
         revoked = x509.load_pem_x509_crl(files.read(path))
@@ -255,7 +255,7 @@ def read_revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
 
 
 def uris_of(certificate: x509.Certificate) -> list[str]:
-    """Return the URIs among a certificate's subject alternative names."""
+    """Return the URIs in a certificate's subject alternative names."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, ValueError):

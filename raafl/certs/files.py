@@ -18,10 +18,10 @@ _LARGEST_BYTES = 1 << 20
 
 
 def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Make an ECDSA P-256 key in a new file with mode 600.
+    """Create an ECDSA P-256 key in a new file with mode 600.
 
     Raises:
-        BadInput: the file exists, since a key is never overwritten, or it cannot be written.
+        BadInput: the file exists (a key is never overwritten), or it cannot be written.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     text = key.private_bytes(
@@ -38,7 +38,7 @@ def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Read a private key; raises `BadInput` where it is absent, malformed, or others may read it."""
+    """Read a private key; raise `BadInput` if it is absent, malformed, or readable by others."""
     data = read(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
@@ -53,7 +53,7 @@ def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Read the first certificate of a PEM file; raises `BadInput` where there is none."""
+    """Read the first certificate of a PEM file; raise `BadInput` if there is none."""
     try:
         return x509.load_pem_x509_certificate(read(path))
     except ValueError:
@@ -61,7 +61,7 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def read(path: Path) -> bytes:
-    """Return the bytes of a file of at most 1 MiB; raises `BadInput`."""
+    """Return the bytes of a file of at most 1 MiB; raise `BadInput` if it is larger or cannot be read."""
     try:
         with path.open("rb") as file:
             data = file.read(_LARGEST_BYTES + 1)
@@ -73,7 +73,7 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a public file at once, so that a server that watches it never reads half of it; raises `BadInput`."""
+    """Replace a public file atomically, so that a server that watches it never reads half of it; raise `BadInput` on failure."""
     scratch = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,5 +86,5 @@ def write(path: Path, data: bytes) -> None:
 
 
 def to_pem(thing: x509.Certificate | x509.CertificateRevocationList | x509.CertificateSigningRequest) -> bytes:
-    """Return a certificate, a revocation list or a signing request as PEM."""
+    """Encode a certificate, a revocation list or a signing request as PEM."""
     return thing.public_bytes(serialization.Encoding.PEM)

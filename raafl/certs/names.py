@@ -21,7 +21,7 @@ RESERVED = ("ca", "server")
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Holder of a certificate.
+    """Holder of a certificate: a site of a federation, or its server.
 
     Attributes:
         federation: name of the federation.
@@ -33,12 +33,12 @@ class Holder:
 
     @property
     def uri(self) -> str:
-        """The URI that names the holder in a certificate."""
+        """URI that names the holder in a certificate."""
         return f"raafl://{self.federation}/" + ("server" if self.site is None else f"site/{self.site}")
 
 
 def holder_of(uris: Iterable[str]) -> Holder | None:
-    """Return the holder that a certificate's URIs name; None where no URI is raafl's or several are."""
+    """Return the holder that a certificate's URIs name; None if raafl's URI is missing or not the only one."""
     holders = []
     for uri in uris:
         if found := _SITE.fullmatch(uri):
@@ -49,7 +49,7 @@ def holder_of(uris: Iterable[str]) -> Holder | None:
 
 
 def check_name(field: str, name: str) -> str:
-    """Return a name of a site or federation; raises `BadInput` if a certificate or a file cannot carry it."""
+    """Return the name of a site or federation; raise `BadInput` if a certificate or a file cannot contain it."""
     if not re.fullmatch(_NAME, name) or name in RESERVED:
         raise BadInput(
             f"{field} is '{name}': give 1 to 63 of the characters a-z, A-Z, 0-9, '.', '_' and '-', not "

@@ -51,10 +51,10 @@ def parser() -> ArgumentParser:
 
 
 def audit(argv: Sequence[str]) -> tuple[str, bool]:
-    """Audit the run that ``argv`` names; return the text to print, and whether nothing was found.
+    """Audit the run that ``argv`` names; return the text to print, and whether no fault was found.
 
     Raises:
-        BadInput: an option is wrong, or the folder is not a run's.
+        BadInput: an option is wrong, or the folder is not a run folder.
     """
     options, rest = own_options(parser(), argv)
     unknown = [item for item in rest if item.startswith("--") and not (options.site and names_section([item], "data"))]
@@ -104,15 +104,15 @@ class _Site:
         *,
         trusted: bool,
     ) -> None:
-        """Compare the receipts with a run, train tasks again, and add to ``result`` what came of it.
+        """Compare the site's receipts with a run, train tasks again, and add the outcome to ``result``.
 
         Args:
-            run: its folder.
-            books: of the run.
-            result: gets findings, notes, and an entry of ``sites``.
-            share: of the tasks to train again; None = none.
-            overrides: options for the site's data.
-            trusted: import whatever the site's config names.
+            run: folder of the run.
+            books: books of the run.
+            result: mapping to which findings, notes and an entry of ``sites`` are added.
+            share: share of the tasks to train again; None = none.
+            overrides: options that name the site's data.
+            trusted: whether to import whatever the site's config names.
         """
         from raafl.config.parse import load_run
         from raafl.runtime.client.setup import ClientSetup

@@ -41,7 +41,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     Args:
         argv: the command's arguments.
         width: columns of the terminal.
-        terminal: wrap lines to ``width``; else each line is whole.
+        terminal: whether to wrap lines to ``width``; else each line stays whole.
 
     Raises:
         BadInput: an option or the config is invalid, or data and model do not fit each other.

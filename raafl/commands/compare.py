@@ -17,19 +17,19 @@ _log = logging.getLogger(__name__)
 
 
 def compare(argv: Sequence[str]) -> str:
-    """Run the comparison that ``argv`` names and return its table, or with `--verify` replay a share of its runs.
+    """Run the comparison that ``argv`` names and return its table; with `--verify`, replay a share of its runs instead.
 
     Raises:
-        BadInput: an option, the file, or a row's options are wrong; before anything is run.
+        BadInput: an option, the file, or a row's options are wrong; raised before anything is run.
         RunFailed: some runs failed, or a replay is not equal.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command continues.
+        KeyboardInterrupt: Ctrl-C or SIGTERM ended it; the same command continues.
     """
     options = options_in(parser(), argv)
     return run(read(options.file, options.variant), options)
 
 
 def run(comparison: Comparison, options: Namespace) -> str:
-    """Run, plan or verify a comparison; return the text to print; see `compare`."""
+    """Run, plan or verify a comparison and return the text to print; see `compare`."""
     left_out: list[str] = []
     if options.rows:
         left_out = [label for label in comparison.rows if label not in options.rows]
@@ -84,7 +84,7 @@ def parser() -> ArgumentParser:
 
 
 def with_common(parser: ArgumentParser) -> ArgumentParser:
-    """Add the options that all commands of comparisons share; return the parser."""
+    """Add the options that all commands on comparisons share; return the parser."""
     parser.add_argument("--output", type=Path, metavar="DIR", help="its folder; default: comparisons/NAME")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="run these rows alone; the result names the others")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own")
@@ -101,7 +101,7 @@ def with_common(parser: ArgumentParser) -> ArgumentParser:
 
 
 def options_in(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    """Parse the options of a command of comparisons.
+    """Parse the options of a command on comparisons.
 
     Raises:
         BadInput: an option is wrong.

@@ -54,10 +54,10 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
 
     Args:
         shell: bash, zsh or tcsh.
-        commands: a line of description for each command, by name.
+        commands: one line of description of each command, by name.
 
     Raises:
-        BadInput: another shell.
+        BadInput: the shell is another one.
     """
     if shell not in SHELLS:
         raise BadInput(f"print_completion is '{shell}': give {', '.join(SHELLS[:-1])} or {SHELLS[-1]}")

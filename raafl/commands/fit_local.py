@@ -101,7 +101,7 @@ def _loopback() -> Iterator[socket.socket]:
 
 
 class ServerProcess:
-    """Command line of the server's process, for each start."""
+    """Command line of the server's process, for its first start and its restarts."""
 
     def __init__(self, options: Sequence[str], listener: socket.socket, note: Path) -> None:
         """Serve at ``listener``; the server writes the path of its run folder to ``note``."""
@@ -110,12 +110,12 @@ class ServerProcess:
         self._num_aside = 0
 
     def folder(self) -> Path | None:
-        """Return the run folder; None before the server has made it."""
+        """Return the run folder; None if the server has not made it yet."""
         path = self._note.read_text(encoding="utf-8") if self._note.is_file() else ""
         return Path(path.strip()) if path.strip() else None
 
     def command(self) -> list[str]:
-        """Return the command that starts the server: for a new run, or to resume the run that it had begun."""
+        """Return the command that starts the server: with a new run, or to resume the run that it had begun."""
         folder = self.folder()
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
             options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
@@ -135,9 +135,9 @@ def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
     """Return the command that starts a client.
 
     Args:
-        options: of `raafl join`.
-        port: on which the server listens at 127.0.0.1.
-        number: the client's id, from 1.
+        options: options of `raafl join`.
+        port: port at 127.0.0.1 on which the server listens.
+        number: id of the client, from 1.
     """
     mine = [option for option in without(options, *_SERVER_ONLY) if option != "--json"]
     if (resumed := values(options, "--resume")) and not values(options, "--config"):
@@ -162,7 +162,7 @@ def read(argv: Sequence[str]) -> LocalOptions:
     """Parse the options of `raafl fit --local`.
 
     Raises:
-        BadInput: see `fit_local`.
+        BadInput: an option is wrong; see `fit_local`.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise BadInput("--local starts its own ranks, but torchrun has started this one: use one of them")

@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 
 
 def command(argv: list[str]) -> int:
-    """Run a client until the server dismisses it; return 0 then.
+    """Run a client until the server dismisses it, then return 0.
 
     Raises:
         BadInput: an option, the config, or a certificate is invalid.
-        RunFailed: refused, or the server stayed away.
+        RunFailed: the server refused the client, or could not be reached for too long.
     """
     own, rest = split("join", argv)
     check_plain("join", rest, whole=False)

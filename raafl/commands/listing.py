@@ -30,9 +30,9 @@ def whole(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
     """Describe an algorithm's five parts and its factory's arguments, as text.
 
     Args:
-        factory: of the algorithm.
-        row: its entry in the list of algorithms.
-        width: columns at which lines wrap.
+        factory: factory of the algorithm.
+        row: entry of the algorithm in the list of algorithms.
+        width: number of columns at which lines wrap.
     """
     texts = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |^\S|\Z)", inspect.getdoc(factory) or "", re.M | re.S)
     parameters = inspect.signature(factory).parameters

@@ -47,19 +47,21 @@ def replay(
     """Re-execute a run's journal and compare the resulting model with the recorded one.
 
     Args:
-        folder: the run's.
-        until: stop after so many events and write the state as a checkpoint in ``folder/replay``.
-        workers: processes that train.
-        client_data: for clients that trained on data of their own: a YAML file with the ``data`` section each had.
-        trust_config: import what the run's config names, whatever that is; else raafl's own alone.
+        folder: folder of the run.
+        until: number of events after which to stop and write the state as a checkpoint in ``folder/replay``; None =
+            all.
+        workers: number of processes that train.
+        client_data: for each client that trained on data of its own, a YAML file with its ``data`` section.
+        trust_config: whether to import whatever the run's config names; else only raafl's own.
 
     Returns:
-        ``equal``: whether the same model came out (None when there is nothing to compare with); ``model_digest``,
-        ``recorded_digest``; ``parted_at``: None, or the first event at which the two differ; ``distance``: to the run's
-        last checkpoint, when they differ; ``events``; ``differences``: conditions that are not those of the run.
+        ``equal``: whether the replayed model has the recorded digest (None = no digest was recorded); ``model_digest``,
+            ``recorded_digest``; ``parted_at``: the first event at which replay and journal differ, or None;
+            ``distance``: distance to the run's last checkpoint, if they differ; ``events``; ``differences``: conditions
+            that differ from the run's.
 
     Raises:
-        BadInput: the folder is not a run's, its config names more than raafl's own, or data are missing.
+        BadInput: the folder is not a run's, its config names classes that are not raafl's own, or data are missing.
     """
     if until is not None and until < 1:
         raise BadInput(f"until is {until}: give the number of an event, from 1")
@@ -144,7 +146,7 @@ def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
 
 
 def client_file(text: str) -> tuple[int, str]:
-    """Read `ID=FILE`, a client's number and the file with its data section; raises `BadInput` where it is not that."""
+    """Parse `ID=FILE`, a client's number and the file with its data section; raise `BadInput` for anything else."""
     number, sign, file = text.partition("=")
     if not sign or not number.isdecimal() or not Path(file).is_file():
         raise BadInput(

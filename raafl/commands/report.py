@@ -60,7 +60,7 @@ def report(argv: Sequence[str]) -> str:
     """Write the page or figure that ``argv`` asks for; return a line with the path of each.
 
     Raises:
-        BadInput: a path is no run folder, an option is unknown, plotly is missing, or the page cannot be written.
+        BadInput: a path is not a run folder, an option is unknown, plotly is missing, or the page cannot be written.
     """
     if not argv:
         raise BadInput("raafl report needs a run folder: raafl report RUN [RUN ...] --output PAGE.html")
@@ -93,12 +93,12 @@ def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
 
 
 def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = False) -> str:
-    """Return the page about these runs.
+    """Return the HTML page that reports on these runs.
 
     Args:
-        runs: read back from their folders.
-        labels: read the data that their configs name, to show each client's classes.
-        trusted: for that, import whatever classes the configs name.
+        runs: runs, read back from their folders.
+        labels: whether to read the data that their configs name, to show each client's classes.
+        trusted: whether to import any class that the configs name, in order to read the data.
     """
     groups = grouped(runs)
     names = names_of(groups)

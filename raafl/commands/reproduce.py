@@ -18,9 +18,9 @@ def reproduce(argv: Sequence[str]) -> str:
         argv: the command's arguments.
 
     Raises:
-        BadInput: a paper, table, scale or option is unknown, or the table cannot be reproduced; says why.
+        BadInput: a paper, table, scale or option is unknown, or the table cannot be reproduced; the message says why.
         RunFailed: some runs failed, or a replay is not equal.
-        KeyboardInterrupt: after Ctrl-C or SIGTERM; the same command continues.
+        KeyboardInterrupt: Ctrl-C or SIGTERM ended it; the same command continues.
     """
     options = options_in(parser(), argv)
     if options.table is None:

@@ -35,7 +35,7 @@ def listener(address: str | socket.socket) -> str | socket.socket:
     """Return the address to listen on: ``HOST:PORT``, or for ``fd:N`` the inherited listening socket with descriptor N.
 
     Raises:
-        BadInput: it is neither.
+        BadInput: ``address`` is neither.
     """
     if isinstance(address, socket.socket):
         return address
@@ -54,10 +54,10 @@ def listener(address: str | socket.socket) -> str | socket.socket:
 
 
 def allow_list(own: Namespace, credentials: TlsFiles | LocalToken) -> Sites | None:
-    """Return the list of sites that serve's options name; None where a token lets in processes of one command alone.
+    """Return the list of sites that serve's options name; None if credentials are a token, which admits one command's processes.
 
     Raises:
-        BadInput: there is no list, or it makes no sense.
+        BadInput: the list is missing or invalid.
     """
     if not isinstance(credentials, TlsFiles):
         return None
@@ -86,17 +86,17 @@ def serve(
     """Coordinate clients that come and go; return the summary and the run folder.
 
     Args:
-        experiment: the run.
-        config_yaml: its config, which a client without one is given.
-        address: where to listen; see `listener`.
-        credentials: certificate with which the server proves itself, and the authority of its clients'; or a token.
-        sites: which site may be which client; None = each may be any.
-        min_clients: how many must have joined before work starts, also after a restart; None = as many as the run to
-            resume needed, or all.
-        inbox: where events pass through on their way to the coordinator.
+        experiment: settings of the run.
+        config_yaml: config of the run, which is sent to a client without one.
+        address: address to listen on; see `listener`.
+        credentials: the server's certificate and the authority of its clients' certificates; or a token.
+        sites: client ids that each site may have; None = any site may have any.
+        min_clients: number of clients that must have joined before work starts, also after a restart; None = as many as
+            the run to resume needed, or all.
+        inbox: queue through which events pass to the coordinator; None = a new one.
 
     Raises:
-        BadInput: the config, the address, the credentials, or a folder that cannot be resumed.
+        BadInput: the config, the address or the credentials are invalid, or the folder cannot be resumed.
     """
     experiment.check()
     if min_clients is not None and not 1 <= min_clients <= experiment.clients:

@@ -27,12 +27,12 @@ SILENT_S = 120.0
 
 
 def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show a run until it ends; with `--once`, its current state.
+    """Show a run until it ends; with `--once`, show its current state and return.
 
     Args:
-        argv: the options.
-        file: to print to; None = standard output.
-        sleep: waits between two looks, in seconds.
+        argv: options of the command.
+        file: stream to print to; None = standard output.
+        sleep: function that waits, in seconds, between two looks.
 
     Raises:
         BadInput: an option is wrong, or the run does not exist and `--once` does not wait for it.

@@ -22,11 +22,12 @@ _HOLDOUT = 0.1
 
 @dataclass(frozen=True)
 class Halving:
-    """Successive halving: trials run with a part of the budget, and the better of them anew with twice as much.
+    """Successive halving: trials run with a part of the budget, and the better ones again with twice as much.
 
     Attributes:
-        rungs: how often trials are compared, the last time included; each rung has twice the budget of the one before.
-        keep: share of the trials that goes on to the next rung, above 0 and below 1; at least one does.
+        rungs: number of times that trials are compared, the last time included; each rung has twice the budget of the
+            one before.
+        keep: share of the trials that goes on to the next rung, above 0 and below 1; at least one goes on.
     """
 
     rungs: int = 3
@@ -40,18 +41,18 @@ class Halving:
 
 @dataclass(frozen=True)
 class Search:
-    """Search for each row's best settings: equally many trials for each, on other seeds and data than those reported.
+    """Search for each row's best settings, with equally many trials for each, on other seeds and data than those reported.
 
     Attributes:
-        grid: values of each option that is tried, by option; a row may have a grid of its own in `rows`.
-        seeds: of the trials; none of them is a seed of the comparison.
-        rows: grids of single rows, by label, instead of `grid`.
-        trials: how many settings of its grid a row tries, drawn without repetition; None = all, and then all grids have
-            the same size.
-        options: further options of trials alone, such as a smaller budget.
-        validation_share: share of the training set that trials are scored on; no client trains on it. The test set is
-            not looked at.
-        halving: early end of hopeless trials; None = each trial runs to its end.
+        grid: values to try of each option, by option; a row may have a grid of its own in `rows`.
+        seeds: seeds of the trials; none of them is a seed of the comparison.
+        rows: grids of single rows, by label, which replace `grid`.
+        trials: number of settings of its grid that a row tries, drawn without repetition; None = all, and then all
+            grids have the same size.
+        options: further options of the trials only, such as a smaller budget.
+        validation_share: share of the training set on which trials are scored; no client trains on it. The test set is
+            not used.
+        halving: early end of trials with low scores; None = each trial runs to its end.
     """
 
     grid: Mapping[str, Sequence[Any]]
@@ -63,7 +64,7 @@ class Search:
     halving: Halving | None = None
 
     def settings(self, label: str) -> list[Options]:
-        """Return the settings to try for a row, as options, in the order of its grid."""
+        """Return the settings to try for the row ``label``, as options, in the order of its grid."""
         grid = self.rows.get(label, self.grid)
         settings = [
             tuple(word for option, value in zip(grid, values, strict=True) for word in (option, str(value)))
@@ -119,19 +120,20 @@ class Comparison:
     """A checked comparison file: rows of options that are run over several seeds.
 
     Attributes:
-        name: for its folder; the file's unless given.
-        config: the base config: a path, or the name of one that comes with raafl.
+        name: name of the comparison's folder; by default the file's name.
+        config: base config: a path, or the name of one that comes with raafl.
         rows: options of each row, by label, in the order of the table.
-        seeds: of the runs that are reported.
+        seeds: seeds of the runs that are reported.
         options: options of all runs.
-        search: what is searched for each row; None = nothing.
-        metric: the metric that rows are ranked by.
-        maximize: whether more of it is better.
-        targets: values of the metric, to each of which the time is measured.
-        smooth: evaluations in a row whose mean is a point of the curve that targets are measured on.
-        baseline: label of the row that the others are compared with, seed by seed; None = the first.
-        about: what a reader should know; the page begins with it.
-        published: values from a paper, by label, shown beside ours.
+        search: search for each row's settings; None = no search.
+        metric: metric that rows are ranked by.
+        maximize: whether a larger value of the metric is better.
+        targets: values of the metric; the time to reach each of them is measured.
+        smooth: number of evaluations in a row that are averaged into a point of the curve on which targets are
+            measured.
+        baseline: label of the row with which the others are compared, seed by seed; None = the first.
+        about: text for the reader, with which the page begins.
+        published: values from a paper, by label, shown beside the measured ones.
     """
 
     name: str
@@ -161,7 +163,7 @@ class Comparison:
             self.search.check(list(self.rows), self.seeds)
 
     def only(self, labels: Sequence[str]) -> Comparison:
-        """Return the comparison with some of its rows; raises `BadInput` for a label that is no row."""
+        """Return the comparison with only the rows in ``labels``; raise `BadInput` for a label without a row."""
         for label in labels:
             if label not in self.rows:
                 raise BadInput(f"rows has '{label}', which is no row of the comparison: {nearest(label, self.rows)}")
@@ -186,11 +188,11 @@ def read(path: Path, variant: str | None = None) -> Comparison:
     """Read a comparison file.
 
     Args:
-        path: of the file.
-        variant: one of the file's `variants`, whose fields replace those of the file; None = the file as it is.
+        path: path of the file.
+        variant: name of one of the file's `variants`, whose fields replace those of the file; None = the file as it is.
 
     Raises:
-        BadInput: the file is missing or not YAML, or a field is unknown, missing or out of range; names it.
+        BadInput: the file is missing or not YAML, or a field is unknown, missing or out of range; the message names it.
     """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -236,7 +238,7 @@ def _variant(raw: dict[str, Any], variant: str | None) -> dict[str, Any]:
 
 
 def words(name: str, text: object) -> Options:
-    """Split options as a shell would; raises `BadInput` where the field ``name`` is not text, or a quote is open."""
+    """Split options as a shell would; raise `BadInput` if the field ``name`` is not text, or a quote is not closed."""
     if text is None:
         return ()
     if isinstance(text, list) and all(isinstance(word, str | int | float) for word in text):

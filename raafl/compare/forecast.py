@@ -24,14 +24,14 @@ class Forecast:
     """Predicted cost of one row.
 
     Attributes:
-        row: its label.
-        runs: how many are reported, one for each seed.
-        trials: how many full runs its search amounts to, cut trials counted by the part of the budget that they get.
-        updates: merged updates of one run.
-        time_s: virtual seconds of one run.
-        num_bytes: sent and received by all clients of one run.
+        row: label of the row.
+        runs: number of runs that are reported, one for each seed.
+        trials: number of full runs that its search amounts to; trials that end early count by their part of the budget.
+        updates: number of merged updates of one run.
+        time_s: virtual seconds that one run lasts.
+        num_bytes: bytes sent and received by all clients of one run.
         here_s: seconds in which one process of this machine makes one run: training and evaluations.
-        problem: why nothing can be said; the figures are then 0.
+        problem: reason why the row cannot be predicted; all figures are then 0.
     """
 
     row: str
@@ -45,15 +45,15 @@ class Forecast:
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of one process for all runs of the row."""
+        """Seconds that one process needs for all runs of the row."""
         return self.here_s * (self.runs + self.trials)
 
 
 def forecast(comparison: Comparison) -> list[Forecast]:
-    """Predict each row of a comparison; nothing is trained, and trials count as long as reported runs.
+    """Predict the cost of each row of a comparison without training; trials count as long as reported runs.
 
     Raises:
-        BadInput: an option of a row is wrong; names the row.
+        BadInput: an option of a row is wrong; the message names the row.
     """
     machine = measure_machine()
     return [_row(comparison, label, machine) for label in comparison.rows]

@@ -21,11 +21,11 @@ class Exhibit:
     """A table or figure of a paper.
 
     Attributes:
-        name: its name on the command line.
-        shows: what it shows, with the paper's number.
-        scales: comparison file of each scale, with `#VARIANT` where it is a variant of the file.
-        missing: why it cannot be reproduced; "" where it can.
-        note: what else a reader should know, such as a data set that stands in for the paper's.
+        name: name on the command line.
+        shows: description of what it shows, with its number in the paper.
+        scales: comparison file of each scale, with `#VARIANT` appended for a variant of the file.
+        missing: reason why it cannot be reproduced; "" = it can.
+        note: further remark for the reader, such as a data set that replaces the paper's.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Exhibit:
     note: str = ""
 
     def comparison(self, scale: Scale) -> Comparison:
-        """Read the comparison of a scale; raises `BadInput` where there is none."""
+        """Read the comparison of a scale; raise `BadInput` if there is none."""
         if self.missing:
             raise BadInput(f"table is '{self.name}', which cannot be reproduced: {self.missing}")
         if scale not in self.scales:
@@ -53,7 +53,7 @@ class Paper:
     exhibits: Mapping[str, Exhibit]
 
     def exhibit(self, name: str) -> Exhibit:
-        """Return a table or figure; raises `BadInput` for an unknown one."""
+        """Return a table or figure by its name; raise `BadInput` for an unknown one."""
         if name not in self.exhibits:
             raise BadInput(
                 f"table is '{name}', which the catalogue of {self.name} does not have: {nearest(name, self.exhibits)}"
@@ -62,12 +62,12 @@ class Paper:
 
 
 def papers_folder() -> Path:
-    """Return the folder of the papers' comparison files."""
+    """Return the folder that contains the papers' comparison files."""
     return folder() / "papers"
 
 
 def catalogue() -> dict[str, Paper]:
-    """Return the papers, by name."""
+    """Return the papers that raafl can reproduce, by name."""
     raw = yaml.safe_load((papers_folder() / "index.yaml").read_text(encoding="utf-8"))
     return {
         name: Paper(name, entry["title"], {key: _exhibit(key, given) for key, given in entry["tables"].items()})
@@ -76,7 +76,7 @@ def catalogue() -> dict[str, Paper]:
 
 
 def paper(name: str) -> Paper:
-    """Return the catalogue's entry of the paper ``name``; raises `BadInput` for an unknown one."""
+    """Return the catalogue's entry of the paper ``name``; raise `BadInput` for an unknown one."""
     papers = catalogue()
     if name not in papers:
         raise BadInput(f"paper is '{name}', which the catalogue does not have: {nearest(name, papers)}")

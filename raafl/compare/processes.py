@@ -38,16 +38,16 @@ PRELOADED = (
 def in_processes(
     queue: list[Item], jobs: int, start_one: Callable[[Item], BaseProcess], wait_on: Callable[[int], None]
 ) -> Iterator[tuple[Item, BaseProcess, int]]:
-    """Run a process for each item, ``jobs`` at a time; yield item, process and number left as each one ends.
+    """Run a process for each item, ``jobs`` at a time; as each ends, yield the item, its process and the number left.
 
     Args:
-        queue: is emptied; the caller may put an item back before it asks for the next one.
-        jobs: processes at a time.
-        start_one: starts an item's process.
-        wait_on: is called every half second with how many are left.
+        queue: items to run, which are removed; the caller may put one back before it asks for the next result.
+        jobs: number of processes at a time.
+        start_one: function that starts an item's process.
+        wait_on: function called every half second with the number of items left.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the processes have been sent SIGINT and have ended.
+        KeyboardInterrupt: Ctrl-C or SIGTERM was received; the processes have been sent SIGINT and have ended.
     """
     active: dict[BaseProcess, Item] = {}
     with Interrupt() as interrupt:
@@ -82,8 +82,8 @@ def start(argv: Sequence[str], log: Path) -> BaseProcess:
     """Start a raafl command in a new process, which ends when this process does.
 
     Args:
-        argv: the command and its options.
-        log: it prints into this file, and locks it while it runs.
+        argv: arguments of the command, beginning with its name.
+        log: file into which the process prints, and which it locks while it runs.
     """
     process = _new_process(argv, log)
     # The server of forks inherits the mask: a signal to the whole group would end it, and with it all knowledge of the runs.
@@ -102,7 +102,7 @@ def _new_process(argv: Sequence[str], log: Path) -> BaseProcess:
 
 
 def check_free(log: Path) -> None:
-    """Raise `BadInput` if a command that prints into ``log`` is running, whoever started it."""
+    """Raise `BadInput` if a running command, whoever started it, prints into ``log``."""
     with log.open("ab") as file:
         _lock(file.fileno(), log)
 
@@ -123,7 +123,7 @@ def _command(argv: list[str], log: Path) -> None:
 
 
 def take_over(log: Path) -> None:
-    """Set up a started process: it prints into ``log``, holds its lock, and is interrupted when its parent ends."""
+    """Set up a new process: it prints into ``log``, holds the file's lock, and is interrupted when its parent ends."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
     os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on once
     with log.open("ab", buffering=0) as file:

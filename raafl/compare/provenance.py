@@ -20,7 +20,7 @@ _PACKAGES = ("torch", "lightning", "numpy")
 
 
 def provenance() -> dict[str, Any]:
-    """Return the date, hardware, versions and commit with which a result is made."""
+    """Return the date, hardware, versions and commit of this process, to be stored with a result."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),

@@ -30,9 +30,9 @@ def result(
     """Return the result of a comparison as JSON: every seed's values, every trial's scores, commands, versions.
 
     Args:
-        comparison: the file.
-        outcomes: of the runs that are reported.
-        trials: of the search, by label; empty where nothing was searched.
+        comparison: the comparison, as read from its file.
+        outcomes: outcomes of the runs that are reported.
+        trials: trials of the search, by label; empty if nothing was searched.
         best: best trial of each row; the row was run with its settings.
         root: the comparison's folder; paths of run folders are relative to it.
     """
@@ -72,8 +72,8 @@ def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> lis
     """Write result.json, table.csv, table.tex, curves.svg and index.html; return their paths.
 
     Args:
-        result: as `result` makes it.
-        folder: the comparison's.
+        result: result of the comparison, from `result`.
+        folder: folder of the comparison.
         draws: whether to write the figure and the page, which need plotly and matplotlib.
     """
     table = cells(result)
@@ -145,7 +145,7 @@ def check_drawing() -> None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Read the result of a comparison; raises `BadInput` where there is none."""
+    """Read the result of a comparison from its folder; raise `BadInput` if there is none."""
     path = folder / "result.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ COLUMNS = (
 
 
 def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:
-    """Return time in seconds and value of each evaluation in a run's metrics.csv; empty where there is none."""
+    """Return (seconds, value) of each evaluation in a run's metrics.csv; empty if there are none."""
     try:
         with (folder / METRICS).open(newline="") as file:
             return [(float(row["time_s"]), float(row[metric])) for row in csv.DictReader(file) if row.get(metric)]
@@ -31,11 +31,11 @@ def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:
 
 
 def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, Any]:
-    """Return the figures of one run as JSON, or the error of one that failed.
+    """Return the figures of one run as JSON, or its error if it failed.
 
     Args:
-        outcome: of the run.
-        comparison: names the metrics, targets and budgets.
+        outcome: outcome of the run.
+        comparison: comparison that names the metric, targets and budgets.
         root: folder of the comparison.
     """
     run, summary = outcome.run, outcome.summary
@@ -103,12 +103,12 @@ def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
 
 
 def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> dict[str, Any]:
-    """Return a row: mean and interval over seeds of each figure, and the median time to each target.
+    """Summarise a row: mean and interval over seeds of each figure, and the median time to each target.
 
     Args:
-        label: of the row.
-        runs: as `measure` gives them.
-        comparison: for targets.
+        label: label of the row.
+        runs: figures of the row's runs, from `measure`.
+        comparison: comparison that names the targets.
     """
     done = [run for run in runs if "error" not in run]
     figures = {name: _plain(interval(_values(done, name))) for name in COLUMNS}
@@ -125,7 +125,7 @@ def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Compari
 
 
 def reached(times_s: Sequence[float | None]) -> dict[str, Any]:
-    """Return the median time to a target over the seeds, and how many reached it; others count as later than any."""
+    """Return the median time to a target over the seeds, and the number that reached it; others count as later than any."""
     return {
         "median_s": censored_median(times_s),
         "reached": sum(one is not None for one in times_s),
@@ -146,14 +146,14 @@ def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str)
 
 
 def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
-    """Return the share of clients that take part in a larger share of the merges than in the reference, by label.
+    """Return, by label, the share of clients that take part in a larger share of the merges than in the reference.
 
     Args:
         rows: runs of each row, by label.
         reference: label of the row that the others are compared with.
 
     Returns:
-        None for the reference itself; the mean over the seeds that both have, with its interval.
+        By label, the mean over the seeds that both have, with its interval; None for the reference itself.
     """
     rates = {label: {run["seed"]: _rates(run) for run in runs if run.get("versions")} for label, runs in rows.items()}
     return {

@@ -43,15 +43,15 @@ _TOLD_S = 30.0
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a comparison.
+    """One run of a comparison: a row with a seed.
 
     Attributes:
-        label: of its row.
-        config: the base config.
-        options: of `raafl simulate`, without config and seed.
-        seed: of the run.
-        digest: of the config that these resolve to, without what changes no bit of the result.
-        limits: `max_updates` and `max_time` in seconds that it ends by; None = no such limit.
+        label: label of the row.
+        config: name or path of the base config.
+        options: options of `raafl simulate`, without config and seed.
+        seed: seed of the run.
+        digest: digest of the config that these options give, without fields that change no bit of the result.
+        limits: `max_updates`, and `max_time` in seconds, at which the run ends; None = no such limit.
     """
 
     label: str
@@ -63,21 +63,21 @@ class Run:
 
     @property
     def argv(self) -> list[str]:
-        """Options of `raafl simulate` for this run."""
+        """Arguments of `raafl simulate` for this run."""
         return ["--config", self.config, *self.options, "--seed", str(self.seed)]
 
     @property
     def command(self) -> str:
-        """Command line of this run."""
+        """Command line of this run, as one would type it."""
         return "raafl simulate " + shlex.join(self.argv)
 
     def folder(self, root: Path, code: str) -> Path:
-        """Return the folder of this run for a version of the code, given by its digest."""
+        """Return the folder of this run; runs by another version of the code, named by its digest, have another folder."""
         slug = re.sub(r"\W+", "-", self.label.lower()).strip("-")[:40]
         return root / f"{slug}-seed-{self.seed}-{_digest([self.label, self.digest])[:10]}-{code[:8]}"
 
     def part(self, fraction: float) -> Run:
-        """Return a separate, shorter run: it ends after ``fraction`` of this run's limits."""
+        """Return a separate, shorter run that ends after ``fraction`` of this run's limits."""
         if fraction == 1:
             return self
         updates, time_s = self.limits
@@ -87,16 +87,16 @@ class Run:
 
 
 def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> list[Run]:
-    """Parse a row's options and return its run for each seed.
+    """Parse a row's options; return its run for each seed.
 
     Args:
-        config: name or path.
-        label: the row's name, for messages.
-        options: of the row, as on the command line.
-        seeds: a run for each.
+        config: name or path of the base config.
+        label: label of the row, for messages.
+        options: options of the row, as on the command line.
+        seeds: seeds, each of which gets a run.
 
     Raises:
-        BadInput: an option is wrong; names the row.
+        BadInput: an option is wrong; the message names the row.
     """
     from raafl.config.experiment import seconds
 
@@ -111,13 +111,13 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
 
 
 def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
-    """Parse a row's options; raises `BadInput` where one is wrong, and names the row.
+    """Parse a row's options with a seed; raise a `BadInput` that names the row if an option is wrong.
 
     Args:
-        config: name or path.
-        label: the row's name, for messages.
-        options: of the row, as on the command line.
-        seed: of the run.
+        config: name or path of the base config.
+        label: label of the row, for messages.
+        options: options of the row, as on the command line.
+        seed: seed of the run.
     """
     from raafl.config.parse import parse
 
@@ -132,9 +132,10 @@ def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
 
 
 def named_files(fields: Mapping[str, Any]) -> list[Path]:
-    """Return the files on whose contents a result depends, beside the config.
+    """Return the files on whose contents a result depends, besides the config.
 
-    They are the device file, recordings of devices, and the modules of the user's classes, without their own imports.
+    They are the device file, recordings of devices, and the modules of the user's classes, but not the imports of
+    those.
     """
     from raafl.devices import load_devices
 
@@ -175,12 +176,12 @@ class Outcome:
     """Outcome of a run: its summary, or why it failed.
 
     Attributes:
-        run: the run.
-        folder: of the run.
-        summary: None where it failed.
+        run: run that has ended.
+        folder: folder of the run.
+        summary: summary of the run; None = it failed.
         code: digest of the code that made it.
         error: last line that a failed run printed.
-        by_itself: whether a failed run would fail again, such as one that diverged; else something ended it.
+        by_itself: whether a failed run would fail again, as one that diverged; False = something else ended it.
     """
 
     run: Run
@@ -195,10 +196,10 @@ class Runner:
     """Runs simulations in processes of their own, ``jobs`` at a time.
 
     Args:
-        root: folder of the run folders.
-        jobs: processes at a time.
-        any_code: take finished runs of other versions of the code too.
-        tell: is called with a line for each run that ends, and from time to time with how many are left.
+        root: folder that contains the run folders.
+        jobs: number of processes at a time.
+        any_code: whether to accept finished runs of other versions of the code.
+        tell: function called with a line for each run that ends, and from time to time with the number left.
     """
 
     def __init__(self, root: Path, jobs: int, any_code: bool, tell: Callable[[str], None]) -> None:
@@ -208,7 +209,7 @@ class Runner:
         root.mkdir(parents=True, exist_ok=True)
 
     def find(self, run: Run) -> Outcome | None:
-        """Return the outcome of a run that has finished in its folder; None if it has not."""
+        """Return the outcome of a run that has finished in its folder; None if it has not finished."""
         names = [run.folder(self._root, code_digest())]
         if self._any_code:
             pattern = re.sub(r"[0-9a-f]{8}$", "*", names[0].name)
@@ -221,11 +222,12 @@ class Runner:
         return None
 
     def run_all(self, runs: Sequence[Run]) -> list[Outcome]:
-        """Run those that have not finished yet, and return the outcome of each run, in order.
+        """Run all runs that have not finished yet, and return the outcome of each, in order.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C or SIGTERM; current runs were interrupted, and the next call continues them.
-        BadInput: another process is at work on one of the runs.
+            KeyboardInterrupt: Ctrl-C or SIGTERM was received; the current runs were interrupted, and the next call
+                continues them.
+        BadInput: another process works on one of the runs.
         """
         found = {run: outcome for run in runs if (outcome := self.find(run)) is not None}
         queue = [run for run in dict.fromkeys(runs) if run not in found]
@@ -293,7 +295,7 @@ class Runner:
 
 
 def made_by(folder: Path) -> dict[str, Any]:
-    """Return date and commit of the process that began a run; empty if they were not recorded."""
+    """Return the date and commit of the process that began a run; empty if they were not recorded."""
     noted = _note(folder).get("provenance") or {}
     return {name: noted[name] for name in ("date", "commit") if name in noted}
 

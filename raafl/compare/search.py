@@ -17,13 +17,13 @@ from raafl.errors import BadInput, RunFailed
 
 @dataclass
 class Trial:
-    """One trial of a row's search: a setting, its runs and its scores.
+    """One trial of a row's search: a setting, with its runs and scores.
 
     Attributes:
-        settings: as options.
-        runs: one for each seed of the search.
-        scores: the metric at the end of what was run, by seed; a run that failed has none.
-        fraction: the part of the budget that was run; below 1 where the trial was cut.
+        settings: options that the trial sets.
+        runs: runs of the trial, one for each seed of the search.
+        scores: metric at the end of each run, by seed; a run that failed has none.
+        fraction: part of the budget that was run; below 1 if the trial ended early.
     """
 
     settings: Options
@@ -32,14 +32,14 @@ class Trial:
     fraction: float = 0.0
 
     def rank(self, maximize: bool) -> float:
-        """Return a sort key: the best trial comes first, one with a failed run last."""
+        """Return a sort key, by which the best trial comes first and one with a failed run last."""
         if len(self.scores) < len(self.runs) or not all(map(math.isfinite, self.scores.values())):
             return math.inf
         return -statistics.fmean(self.scores.values()) if maximize else statistics.fmean(self.scores.values())
 
 
 def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
-    """Return the trials of each row, by label; raises `BadInput` where an option is wrong or two trials are the same."""
+    """Return the trials of each row, by label; raise `BadInput` if an option is wrong or two trials are equal."""
     extra = (*search.options, "--partition.validation_share", str(search.validation_share))
     trials = {
         label: [
@@ -64,16 +64,16 @@ def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
 def run_trials(
     trials: Mapping[str, Sequence[Trial]], comparison: Comparison, search: Search, runner: Runner
 ) -> dict[str, Trial]:
-    """Run the trials of all rows and return the best of each.
+    """Run the trials of all rows and return the best trial of each.
 
     Args:
-        trials: by label; their scores are filled in.
-        comparison: for the metric, and how it is smoothed.
-        search: for halving.
-        runner: runs them.
+        trials: trials of each row, by label; their scores are filled in.
+        comparison: comparison that names the metric and its smoothing.
+        search: search that names the halving of trials.
+        runner: runner of the trials' runs.
 
     Raises:
-        RunFailed: a run was ended from outside, or all trials of a row failed by themselves, such as by diverging.
+        RunFailed: a run was ended from outside, or all trials of a row failed by themselves, for example by diverging.
     """
     going = {label: list(some) for label, some in trials.items()}
     fractions = rungs(search.halving)

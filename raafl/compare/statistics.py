@@ -16,8 +16,8 @@ class Interval:
     """Mean over seeds, with its 95 % confidence interval.
 
     Attributes:
-        mean: of the values.
-        half: half the width of Student's t interval; None for a single value, which has no interval.
+        mean: mean of the values.
+        half: half the width of Student's t interval; None = a single value, which has no interval.
         num: number of values.
     """
 
@@ -27,12 +27,12 @@ class Interval:
 
     @property
     def excludes_0(self) -> bool:
-        """Whether the interval lies on one side of 0; never for a single value."""
+        """Whether the interval lies on one side of 0; False for a single value."""
         return self.half is not None and abs(self.mean) > self.half
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Return mean and 95 % interval (Student's t, `n - 1` degrees of freedom); None where there are no values."""
+    """Return mean and 95 % interval (Student's t, `n - 1` degrees of freedom) of ``values``; None if there are none."""
     if not values:
         return None
     mean = statistics.fmean(values)
@@ -47,32 +47,32 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval | None:
-    """Return the mean of ours minus theirs over the seeds that both have, with its interval; None where they share none."""
+    """Return the mean of ours minus theirs over the seeds that both have, with its interval; None if they share no seed."""
     return interval([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
 
 def smoothed(curve: Curve, num: int) -> list[tuple[float, float]]:
-    """Return the moving average over ``num`` evaluations, each at the time of its last one."""
+    """Return the moving average of a curve over ``num`` evaluations, each at the time of its last one."""
     num = min(num, len(curve))
     windows = (curve[end - num : end] for end in range(num, len(curve) + 1)) if num else ()
     return [(window[-1][0], statistics.fmean(value for _, value in window)) for window in windows]
 
 
 def time_to(curve: Curve, target: float, maximize: bool = True) -> float | None:
-    """Return when a curve first reaches a target, in seconds; None where it never does.
+    """Return the time in seconds at which a curve first reaches a target; None if it never does.
 
     Args:
         curve: points of time (seconds) and value, ascending in time.
-        target: value to reach.
-        maximize: the value is to rise to the target; else to fall to it.
+        target: value that the curve is to reach.
+        maximize: whether the value must rise to the target; else it must fall to it.
     """
     return next((time_s for time_s, value in curve if (value >= target if maximize else value <= target)), None)
 
 
 def censored_median(times_s: Sequence[float | None]) -> float | None:
-    """Return the median of times; None (target never reached) counts as later than any, and may be the median.
+    """Return the median of times to a target; None, a target never reached, counts as later than any, and may be the median.
 
-    Of an even number it is the later of the two in the middle.
+    Of an even number of times, the median is the later of the two in the middle.
     """
     if not times_s:
         return None

@@ -18,10 +18,10 @@ _FIGURES = (
 
 
 def cells(result: Mapping[str, Any]) -> Cells:
-    """Return the table of a comparison as rows of text: mean ± half of the 95 % interval over seeds.
+    """Return the table of a comparison as rows of text, with mean ± half of the 95 % interval over seeds.
 
     Args:
-        result: as `raafl.compare.report.result` makes it.
+        result: result of the comparison, from `raafl.compare.report.result`.
     """
     rows, metric, reference = result["rows"], result["metric"], result["reference"]
     targets = list(rows[0]["time_to"]) if rows else []
@@ -50,7 +50,7 @@ def with_interval(figure: Mapping[str, Any] | None) -> str:
 
 
 def difference(figure: Mapping[str, Any] | None) -> str:
-    """Format a paired difference; if its interval contains 0, it says that no difference is shown."""
+    """Format a paired difference, with a remark if its interval contains 0, so that no difference is shown."""
     if figure is None:
         return ""
     sign = "+" if figure["mean"] >= 0 else "-"
@@ -80,21 +80,21 @@ def short(value: float) -> str:
 
 
 def text(table: Cells) -> str:
-    """Return a table in aligned columns."""
+    """Format a table as text in aligned columns."""
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
 def as_csv(table: Cells) -> str:
-    """Return a table as CSV."""
+    """Format a table as CSV."""
     file = io.StringIO()
     csv.writer(file, lineterminator="\n").writerows(table)
     return file.getvalue()
 
 
 def latex(table: Cells) -> str:
-    r"""Return a table as LaTeX, a `tabular` with booktabs' rules."""
+    r"""Format a table as LaTeX, a `tabular` with booktabs' rules."""
     lines = [" & ".join(map(_escaped, line)) + r" \\" for line in table]
     columns = "l" + "r" * (len(table[0]) - 1)
     return "\n".join([
@@ -114,11 +114,11 @@ def _escaped(cell: str) -> str:
 
 
 def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) -> list[str]:
-    """Return a sentence for each row on whether its paired interval shows a difference from the reference.
+    """Return a sentence for each row that says whether its paired interval shows a difference from the reference.
 
     Args:
-        rows: of the result.
-        reference: name of the row that the others are compared with.
+        rows: rows of the result.
+        reference: label of the row with which the others are compared.
         metric: name of the metric.
     """
     found = []

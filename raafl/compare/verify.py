@@ -14,27 +14,27 @@ from raafl.compare.processes import in_processes, start
 
 
 def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
-    """Draw a random share of the runs, rounded up, to be replayed.
+    """Draw a random share of a comparison's runs, rounded up, to be replayed.
 
     Args:
-        result: a result.
-        share: above 0, at most 1.
-        seed: of the draw.
+        result: result of the comparison.
+        share: share of the runs to draw, above 0, at most 1.
+        seed: seed of the draw.
     """
     runs = [run | {"row": row["row"]} for row in result["rows"] for run in row["runs"] if "error" not in run]
     return random.Random(seed).sample(runs, math.ceil(share * len(runs)))
 
 
 def verify(runs: Sequence[Mapping[str, Any]], root: Path, jobs: int = 1) -> Iterator[dict[str, Any]]:
-    """Replay runs in processes of their own; yield `row`, `seed`, `equal`, and `why` where they are unequal.
+    """Replay runs in separate processes; yield `row`, `seed`, `equal`, and `why` if they are unequal.
 
     Args:
-        runs: as the result lists them.
-        root: the comparison's folder.
-        jobs: replays at a time.
+        runs: runs, as the result lists them.
+        root: folder of the comparison.
+        jobs: number of replays at a time.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the replays under way have been ended.
+        KeyboardInterrupt: Ctrl-C or SIGTERM was received; the replays in progress have been ended.
     """
 
     def replay(run: Mapping[str, Any]) -> BaseProcess:

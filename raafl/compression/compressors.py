@@ -22,7 +22,7 @@ ROW = 32
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Encoder of tensors in one layout to tensors in another, and its decoder.
+    """Encoder of tensors from one layout to another, with its decoder.
 
     Attributes:
         only: names of the floating-point tensors to compress; None = all of them.
@@ -37,7 +37,7 @@ class Compressor(ABC):
     differences: ClassVar[bool] = True
 
     def takes(self, entry: TensorEntry) -> bool:
-        """Check whether a tensor is compressed."""
+        """Check whether the tensor ``entry`` is compressed."""
         return is_merged(entry.dtype) and entry.numel > 0 and (self.only is None or entry.name in self.only)
 
     def taken(self, layout: Layout) -> tuple[TensorEntry, ...]:
@@ -54,7 +54,7 @@ class Compressor(ABC):
         Args:
             values: tensors to compress; unchanged.
             out: storage in ``layout(values.layout)`` on the same device.
-            seed: of every random draw.
+            seed: seed of every random draw.
         """
         taken, others = _split(self, values.layout)
         for entry in others:
@@ -67,10 +67,10 @@ class Compressor(ABC):
         Args:
             wire: tensors in ``layout(out.layout)``.
             out: storage for the result.
-            finite: whether to refuse values that are not finite.
+            finite: whether values that are not finite are refused.
 
         Raises:
-            InvalidPayload: no `encode` of finite tensors can have made it; ``out`` may be partly written.
+            InvalidPayload: ``wire`` cannot come from `encode` of finite tensors; ``out`` may be partly written.
         """
         if finite and not wire.is_finite():
             raise InvalidPayload("non-finite")
@@ -113,10 +113,10 @@ def _reals_of(values: FlatTensors, entry: TensorEntry) -> Tensor:
 
 @dataclass(frozen=True)
 class BFloat16(Compressor):
-    """Rounds to the nearest bfloat16: 8 bits of precision, the range of float32."""
+    """Compressor that rounds to the nearest bfloat16: 8 bits of precision, the range of float32."""
 
     def takes(self, entry: TensorEntry) -> bool:
-        """Check whether a tensor is compressed: one of more than 16 bits."""
+        """Check whether the tensor ``entry`` is compressed, which is so if its elements have more than 16 bits."""
         return super().takes(entry) and entry.dtype.itemsize > 2
 
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -133,7 +133,7 @@ class BFloat16(Compressor):
 
 @dataclass(frozen=True)
 class Int8(Compressor):
-    """``x ~ s q``, ``s = max|x| / 127``, ``q = floor(x / s + u)`` with u uniform in [0, 1): unbiased, E[s q] = x.
+    """Compressor to int8: ``x ~ s q``, ``s = max|x| / 127``, ``q = floor(x / s + u)``, u uniform in [0, 1); unbiased: E[s q] = x.
 
     QSGD's stochastic rounding (Alistarh et al. 2017, section 3.1) with 127 levels and the maximum as the norm. There is a
     float32 scale for each row (an output neuron or channel) of a matrix or kernel with at least `ROW` elements to a row,
@@ -173,7 +173,7 @@ class Int8(Compressor):
 
 
 def num_rows(shape: tuple[int, ...]) -> int:
-    """Return the number of int8 scales of a tensor of this shape."""
+    """Return the number of int8 scales of a tensor with this shape."""
     return shape[0] if len(shape) > 1 and math.prod(shape[1:]) >= ROW else 1
 
 
@@ -183,20 +183,20 @@ def _scales(entry: TensorEntry) -> str:
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """Sparsifier that keeps the elements of largest magnitude over all tensors of one dtype, with their positions.
+    """Compressor that sends the elements of largest magnitude, over all tensors of one dtype, with their positions.
 
     Of n elements ``max(1, round(share n))`` are sent (Stich et al. 2018, definition 2.1); the rest is 0 at the other end and is
     added to the next tensors sent (error feedback, algorithm 1). Positions are int32 in ascending order, int64 from 2^31 elements.
 
     Attributes:
-        share: of the elements that are sent.
+        share: share of the elements that are sent.
     """
 
     share: float = 0.1
     feeds_back: ClassVar[bool] = True
 
     def count(self, numel: int) -> int:
-        """Count the elements of ``numel`` that are sent."""
+        """Return the number of elements that are sent out of ``numel``."""
         return min(numel, max(1, round(self.share * numel)))
 
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -235,7 +235,7 @@ def _by_dtype(entries: Sequence[TensorEntry]) -> dict[torch.dtype, list[TensorEn
 
 @dataclass(frozen=True)
 class Bits(Compressor):
-    """Exact compressor of tensors of zeros and ones: eight elements per byte, the first in the lowest bit."""
+    """Exact compressor of tensors of zeros and ones: eight elements in a byte, the first in the lowest bit."""
 
     differences: ClassVar[bool] = False
 
@@ -266,15 +266,15 @@ def _places(like: Tensor) -> Tensor:
 
 
 def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None) -> Compressor | None:
-    """Return the compressor of a name; None for none, and for scalars, which are not tensors.
+    """Return the compressor of a name; None for "none", and for scalars, which are not tensors.
 
     Args:
-        name: bf16, int8, top_k, ...
-        share: of elements, for top_k.
+        name: name of the compressor, such as bf16, int8 or top_k.
+        share: share of the elements that top_k sends.
         only: names of the tensors to compress; None = all.
 
     Raises:
-        BadInput: there is no compressor of that name.
+        BadInput: no compressor has that name.
     """
     match name:
         case "none" | "scalars":
@@ -291,10 +291,10 @@ def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None
 
 
 def up_name(compress: Compress, fixed: str | None) -> str:
-    """Return the name of the compressor for updates: the algorithm's own (`Local.up_as`), else ``compress.up``.
+    """Return the name of the compressor for updates: the algorithm's own (`Local.up_as`) if it has one, else ``compress.up``.
 
     Raises:
-        BadInput: both are given, and differ.
+        BadInput: both are given and differ.
     """
     if fixed is not None and compress.up not in ("none", fixed):
         raise BadInput(f"compress.up is '{compress.up}', but this algorithm's updates travel as {fixed}: leave it out")

@@ -16,8 +16,9 @@ class Compress:
     """Compression of tensors on the wire; off by default.
 
     Attributes:
-        down: of tensors sent to clients: none, bf16, int8 or top_k (of changes since the client's last task).
-        up: of tensors sent back, as differences from those received: none, bf16, int8 or top_k.
+        down: compressor of tensors sent to clients: none, bf16, int8 or top_k (of changes since the client's last
+            task).
+        up: compressor of tensors sent back, as differences from those received: none, bf16, int8 or top_k.
         top_k: share of the elements that top_k sends, above 0, at most 1.
     """
 

@@ -23,18 +23,18 @@ WAYS: tuple[Way, Way] = ("sent", "trained")
 
 
 class CompressionPlan:
-    """Compressors of a run and the wire layouts that follow; stateless, and equal on server and clients.
+    """Compressors of a run, with the wire layouts that follow from them; stateless, and equal on server and clients.
 
-    Parameters and bundles are compressed. Running statistics and other buffers are small and not steps in a direction: they are
-    sent uncompressed.
+    Parameters and bundles are compressed. Running statistics and other buffers are sent uncompressed, since they are
+    small and are no steps in a direction.
 
     Attributes:
-        payload: what is sent, before compression.
-        submodels: of the model, or of the part of it that is sent.
-        down: compresses what clients receive; None = uncompressed.
-        up: compresses what clients send; None = uncompressed.
-        adds_back: whether updates are sent as differences although the merge asks for values, so that the server adds what it
-            had sent.
+        payload: layouts of the tensors that are sent, before compression.
+        submodels: submodels of the model, or of the part of it that is sent.
+        down: compressor of what clients receive; None = no compression.
+        up: compressor of what clients send; None = no compression.
+        adds_back: whether updates are sent as differences although the merge asks for values; the server then adds the
+            values that it had sent.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class CompressionPlan:
     def of(
         cls, submodels: Submodels, compress: Compress, sends: Literal["values", "delta"], local: Local
     ) -> CompressionPlan | None:
-        """Build the plan for a config's section and an algorithm's payload; None where plain submodels are sent.
+        """Build the plan for a config's section and an algorithm's payload; None if tensors are sent as they are.
 
         Args:
-            submodels: of the model.
-            compress: the config's section.
-            sends: what the algorithm's clients send.
-            local: the algorithm's part, which names its bundles.
+            submodels: submodels of the model.
+            compress: section ``compress`` of the config.
+            sends: content of the algorithm's updates, "values" or "delta".
+            local: local part of the algorithm, which names its bundles.
 
         Raises:
-            BadInput: the two contradict each other.
+            BadInput: the config's section and the algorithm contradict each other.
         """
         exchange = local.exchange(submodels)
         payload = local.payload(submodels if exchange is None else exchange.client)
@@ -77,16 +77,16 @@ class CompressionPlan:
 
     @property
     def sender_unpacks(self) -> bool:
-        """Check whether the server must know exactly what a client received while its task is out."""
+        """Whether the server must know exactly what a client received while its task is in progress."""
         return self.adds_back or (self.down is not None and self.down.feeds_back)
 
     @property
     def remembers(self) -> bool:
-        """Check whether a transfer depends on the client's earlier transfers, as with top_k or error feedback."""
+        """Whether a transfer depends on the client's earlier transfers, as with top_k or error feedback."""
         return any(one is not None and one.feeds_back for one in (self.down, self.up))
 
     def compressor(self, way: Way) -> Compressor | None:
-        """Return the compressor of one direction: "sent" is down, "trained" is up."""
+        """Return the compressor of one direction: "sent" is to the client, "trained" back to the server."""
         return self.down if way == "sent" else self.up
 
     def layout(self, spec: Spec, way: Way) -> Layout:
@@ -101,13 +101,13 @@ class CompressionPlan:
         return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the extraction plan from the whole model to ``spec`` for one direction, without tensors that are not sent."""
+        """Return the copy plan from the whole model to ``spec`` for one direction, without tensors that are not sent."""
         return self.payload.plan(spec, way)
 
     # ---- what it costs ----
 
     def cost(self, cost: Cost, spec: Spec) -> Cost:
-        """Return the cost of a task of ``spec`` with compression; ``cost`` is the cost without."""
+        """Return the cost of a task of ``spec`` with compression, given its ``cost`` without."""
         down, up, held = self._more(self.submodels.normal(spec).leading)
         return replace(
             cost, down_bytes=cost.down_bytes + down, up_bytes=cost.up_bytes + up, peak_bytes=cost.peak_bytes + held
@@ -128,7 +128,7 @@ class CompressionPlan:
         return more[0], more[1], held
 
     def notes(self, num_clients: int) -> list[str]:
-        """Return the notes printed at the start: what is compressed, and the memory that the server needs for it."""
+        """Return notes for the start of a run: what is compressed, and the memory that the server needs for it."""
         if self.down is None and self.up is None:
             return []
         texts, held = [], 0

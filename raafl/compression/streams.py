@@ -30,7 +30,7 @@ COPY, RESIDUAL = "compressed copy", "compressed residual"
 
 @dataclass
 class Lives(OneValue[dict[int, list[int]]]):
-    """Incarnation of each simulated client, and the bytes sent to it for its last task."""
+    """For each simulated client, its incarnation and the bytes sent to it for its last task."""
 
     key = "compressed lives"
     value: dict[int, list[int]] = field(default_factory=dict)
@@ -69,21 +69,21 @@ class _End:
 
 
 class DownlinkCodec(_End):
-    """Codec of what one client receives, for either end. Without a compressor tensors pass through unchanged."""
+    """Codec for what one client receives, used at both ends. Without a compressor tensors pass through unchanged."""
 
     @property
     def copy(self) -> FlatTensors | None:
-        """Return the client's copy of the whole model, NaN where it has nothing; None = no copy is needed."""
+        """The client's copy of the whole model, NaN where it has received nothing; None = no copy is needed."""
         return self._kept.find(COPY, self._client)
 
     def layout(self, spec: Spec) -> Layout:
-        """Return the wire layout of the next task, of ``spec``."""
+        """Return the wire layout of the next task, which trains ``spec``."""
         if self._is_whole(spec):
             return self._plan.payload.layout(spec, "sent")
         return self._plan.layout(spec, "sent")
 
     def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
-        """Encode ``snapshot`` for the wire, valid until the next call; the copy changes only in `unpack`."""
+        """Encode ``snapshot`` for the wire; the result is valid until the next call, and the copy changes only in `unpack`."""
         one, spec = self._plan.down, assignment.spec
         if one is None or self._is_whole(spec):
             return snapshot
@@ -97,15 +97,15 @@ class DownlinkCodec(_End):
         return wire
 
     def unpack(self, spec: Spec, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Decode what the client received and update the copy; return it in ``out``, or in storage valid until the next call.
+        """Decode what the client received and update its copy; return the values.
 
         Args:
-            spec: the submodel.
+            spec: submodel of the task.
             wire: tensors as received.
             out: storage for the result; None = storage of the codec, valid until the next call.
 
         Raises:
-            InvalidPayload: it does not come from `pack`.
+            InvalidPayload: ``wire`` does not come from `pack`.
         """
         one, layout = self._plan.down, self._plan.payload.layout(spec, "sent")
         if one is None:
@@ -144,24 +144,24 @@ class DownlinkCodec(_End):
 
 
 class UplinkCodec(_End):
-    """Codec of one client's updates, for either end. Without a compressor tensors pass through unchanged."""
+    """Codec for one client's updates, used at both ends. Without a compressor tensors pass through unchanged."""
 
     @property
     def residual(self) -> FlatTensors | None:
-        """Return the client's accumulated compression error over all trained parameters; None = none."""
+        """The client's accumulated compression error over all trained parameters; None = there is none."""
         return self._kept.find(RESIDUAL, self._client)
 
     def forget(self) -> None:
-        """Discard the residual."""
+        """Discard the client's accumulated compression error."""
         self._kept.forget(RESIDUAL, self._client)
 
     def pack(self, assignment: Assignment, trained: FlatTensors, received: FlatTensors) -> FlatTensors:
-        """Encode the trainer's result for the wire, valid until the next call; store the compression error.
+        """Encode the result of a task for the wire, and store the compression error; the result is valid until the next call.
 
         Args:
-            assignment: of the task.
+            assignment: assignment of the task.
             trained: tensors that the client sends.
-            received: values as the client received them.
+            received: values, as the client received them.
         """
         one = self._plan.up
         if one is None:
@@ -198,15 +198,15 @@ class UplinkCodec(_End):
         plan.scatter_(self._kept.of(RESIDUAL, self._client, plan.full_layout, change.device), change)
 
     def unpack(self, spec: Spec, wire: FlatTensors, received: FlatTensors | None) -> FlatTensors:
-        """Decode an update into the tensors that the merge asks for, valid until the next call.
+        """Decode an update to the tensors that the merge asks for; they are valid until the next call.
 
         Args:
-            spec: of the task.
-            wire: as received.
-            received: what the client was sent; used only where `CompressionPlan.adds_back`.
+            spec: submodel of the task.
+            wire: tensors as received.
+            received: values that the client was sent; used only with `CompressionPlan.adds_back`.
 
         Raises:
-            InvalidPayload: the update may not be merged.
+            InvalidPayload: the update cannot be decoded to tensors that may be merged.
         """
         one = self._plan.up
         if one is None:
@@ -221,16 +221,16 @@ class UplinkCodec(_End):
         return out
 
     def nothing(self, spec: Spec, device: torch.device) -> FlatTensors:
-        """Return an all-zero update, used in place of a refused one."""
+        """Return an update of zeros, used in place of a refused one."""
         out = self._scratch("update", self._plan.payload.layout(spec, "trained"), device)
         return out.zero_()
 
 
 class CompressedSnapshots(Snapshots):
-    """Snapshots and updates as they arrive after compression, computed in one process: for simulations and replays.
+    """Snapshots and updates as they are after compression and decompression, computed in one process for simulations and replays.
 
-    Updates are packed and unpacked when taken from the executor, in the order of the events, whoever trained them and when. Of
-    tasks with an exchange only the client's part is packed.
+    Updates are packed and unpacked when they are taken from the executor, in the order of the events, whichever process
+    trained them and when. In tasks with an exchange only the client's part is packed.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -242,7 +242,7 @@ class CompressedSnapshots(Snapshots):
 
     @property
     def remembers(self) -> bool:
-        """Check whether compression has state: what one update of a client lost is added to its next (error feedback)."""
+        """Whether compression has state: an update's compression error is added to the client's next update (error feedback)."""
         return self._plan.remembers
 
     def _both(self, assignment: Assignment) -> tuple[DownlinkCodec, UplinkCodec]:
@@ -262,7 +262,7 @@ class CompressedSnapshots(Snapshots):
         return self._state.memory.of(Lives).value.setdefault(assignment.client, [assignment.incarnation, 0])
 
     def cut(self, assignment: Assignment) -> FlatTensors:
-        """Return the values that the client receives; they stay unchanged until given back."""
+        """Return the values that the client receives; they stay unchanged until they are given back."""
         one = self._plan.down
         if one is None:
             return super().cut(assignment)
@@ -299,18 +299,18 @@ class CompressedSnapshots(Snapshots):
         return self._scratch(f"part {way}", layout, values.device).take_(values)
 
     def more_bytes(self, assignment: Assignment) -> int:
-        """Return the bytes sent down beyond the prediction for a client's newest task: whole tensors, at first."""
+        """Return the bytes sent beyond the prediction for a client's newest task; its first tasks get whole tensors."""
         if self._plan.down is None or not self._plan.down.feeds_back:
             return 0
         return self._life(assignment)[1] - self._plan.layout(assignment.spec, "sent").num_bytes
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
-        """Replace the trainer's result by what the server receives, in place.
+        """Replace the tensors of ``update`` by those that the server receives, in place.
 
         Args:
-            assignment: of the task.
-            update: changed in place.
-            received: values as the client received them.
+            assignment: assignment of the task.
+            update: result of the task; changed in place.
+            received: values, as the client received them.
         """
         if update.refusal == OUT_OF_MEMORY:  # nothing was sent
             if self._part is not None:
@@ -334,5 +334,5 @@ class CompressedSnapshots(Snapshots):
             self.refused(assignment)
 
     def refused(self, assignment: Assignment) -> None:
-        """Discard the residual of a client whose task with an exchange was refused."""
+        """Discard the accumulated compression error of a client whose task with an exchange was refused."""
         self._both(assignment)[1].forget()

@@ -10,7 +10,7 @@ from raafl.errors import BadInput
 
 
 def options_of(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    """Parse a command's arguments with its own parser, made with ``exit_on_error=False``.
+    """Parse a command's arguments with its own parser, which must have ``exit_on_error=False``.
 
     Raises:
         BadInput: an option is wrong or unknown.
@@ -39,12 +39,12 @@ def own_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace,
 
 
 def name_of(item: str) -> str:
-    """Return the option that an item names, without a value behind `=`."""
+    """Return the option in an argument such as `--option` or `--option=VALUE`."""
     return item.partition("=")[0]
 
 
 def values(argv: Sequence[str], option: str) -> list[str]:
-    """Collect all values of an option in ``argv``; without a value at the end, ""."""
+    """Collect all values of an option in ``argv``; an option without a value, at the end, gives ""."""
     return [
         item.partition("=")[2] if "=" in item else following
         for item, following in zip(argv, [*argv, ""][1:], strict=True)
@@ -53,11 +53,11 @@ def values(argv: Sequence[str], option: str) -> list[str]:
 
 
 def whole_number(option: str, text: str, least: int = 1) -> int:
-    """Read the value of an option; raises `BadInput` unless it is a whole number from ``least``.
+    """Parse the value of an option; raise `BadInput` unless it is a whole number of at least ``least``.
 
     Args:
-        option: its name, for messages.
-        text: as it was given.
+        option: name of the option, for messages.
+        text: value, as the user gave it.
         least: smallest allowed value.
     """
     if not text.isdecimal() or int(text) < least:

@@ -14,12 +14,12 @@ _FOLDERS = (_HERE / "configs", _HERE.parent / "configs")  # in a wheel; in a che
 
 
 def folder() -> Path:
-    """Return the folder of the bundled configs."""
+    """Return the folder of the configs that come with raafl."""
     return next((path for path in _FOLDERS if (path / "quickstart.yaml").is_file()), _FOLDERS[0])
 
 
 def shipped() -> dict[str, Path]:
-    """Return the paths of the bundled configs, by name."""
+    """Return the paths of the configs that come with raafl, by name."""
     return {file.stem: file for file in sorted(folder().glob("*.yaml"))}
 
 

@@ -26,7 +26,7 @@ MADE = ("model", "data", "algorithm", "partition")
 
 
 def kind_of(hint: object) -> str | None:
-    """Return the kind of part (model, data, algorithm, ...) that a type accepts by class_path; None if it is no such type."""
+    """Return the kind of part (model, data, algorithm, ...) that a type accepts by class_path; None for other types."""
     return _KINDS.get(f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', '')}")
 
 
@@ -43,7 +43,7 @@ class Check(ABC):
 
         Args:
             kind: base class or factory group that the field expects.
-            value: as in the config.
+            value: value, as in the config.
             where: path of the field, for messages.
         """
 
@@ -52,26 +52,26 @@ class Check(ABC):
         """Check whether a single value fits a simple type.
 
         Args:
-            value: as in the config.
+            value: value, as in the config.
             hint: the declared type.
             rule: name of the parameter, for messages.
         """
 
     @abstractmethod
     def free(self, value: object, rule: str) -> bool:
-        """Check whether a value is allowed where no type is declared."""
+        """Check whether a value is allowed for a parameter without a declared type."""
 
     @abstractmethod
     def key(self, key: object) -> bool:
-        """Check whether a mapping may have this key."""
+        """Check whether a mapping may have the key ``key``."""
 
     @abstractmethod
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
         """Raise for a value of the wrong type.
 
         Args:
-            where: path of the field.
-            value: as in the config.
+            where: path of the field in the config.
+            value: value, as in the config.
             hint: the declared type.
         """
 
@@ -80,10 +80,10 @@ class Check(ABC):
         """Raise for an argument that ``owner`` does not accept.
 
         Args:
-            where: path of the section.
-            name: of the argument.
-            value: of the argument.
-            takes: names that are accepted.
+            where: path of the section in the config.
+            name: name of the argument.
+            value: value of the argument.
+            takes: names that ``owner`` accepts.
             owner: name of the class or factory.
         """
 
@@ -96,8 +96,8 @@ class Check(ABC):
         """Check arguments against the signature of ``factory``.
 
         Args:
-            given: mapping of names to values; None = no arguments.
-            factory: function or class that takes them.
+            given: values of the arguments, by name; None = no arguments.
+            factory: function or class whose arguments they are.
             where: path of the section, for messages.
             owner: name of ``factory``, for messages.
         """
@@ -115,7 +115,7 @@ class Check(ABC):
         """Check a value against a type.
 
         Args:
-            value: as in the config.
+            value: value, as in the config.
             hint: the declared type.
             where: path of the field, for messages.
             rule: name of the parameter, for messages.
@@ -127,7 +127,7 @@ class Check(ABC):
         """Check whether a value fits a type; errors of nested arguments and objects are raised.
 
         Args:
-            value: as in the config.
+            value: value, as in the config.
             hint: the declared type.
             where: path of the field, for messages.
             rule: name of the parameter, for messages.

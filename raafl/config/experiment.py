@@ -34,10 +34,10 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(field_name: str, value: float | str | None) -> float | None:
-    """Return a duration in seconds from a number, or from text such as 90s, 5m, 2h or 1d.
+    """Convert a duration to seconds, from a number or from text such as 90s, 5m, 2h or 1d.
 
     Raises:
-        BadInput: not a duration above 0.
+        BadInput: the value is not a duration above 0.
     """
     if value is None:
         return None
@@ -155,14 +155,18 @@ class Experiment:
         """Raise one `BadInput` with a line for each field out of range.
 
         Args:
-            needs_end: require an end (max_updates, max_time or target); false for a client, which gets it from the server.
+            needs_end: whether an end (max_updates, max_time or target) is required; a client gets its end from the
+                server.
         """
         problems = list(dict.fromkeys([*self.plain_problems(needs_end=needs_end), *self._problems()]))
         if problems:
             raise BadInput("\n".join(problems))
 
     def plain_problems(self, *, needs_end: bool = True) -> Iterator[str]:
-        """Yield the problems of plain values; does not look at model, data, algorithm or partition, and imports no torch."""
+        """Yield the problems of plain values.
+
+        Model, data, algorithm and partition are not looked at, and torch is not imported.
+        """
         least = {name: one.least for name, one in ABOUT.items() if one.least is not None}
         counts = {name: getattr(self, name) for name in least}
         counts |= {f"train.{f.name}": getattr(self.train, f.name) for f in fields(Training) if f.type == "int | None"}
@@ -251,12 +255,12 @@ class Experiment:
             yield f"server_device is '{self.server_device}', but torch sees {count_gpus()} here: give cpu, or one that is there"
 
     def targets(self) -> list[Target]:
-        """Return the parsed targets."""
+        """Return the targets, parsed."""
         texts = [self.target] if isinstance(self.target, str) else self.target or []
         return [Target.parse(text) for text in texts]
 
     def profiles(self) -> list[Profile]:
-        """Return each client's device profile; entry i - 1 is client i's."""
+        """Return the device profile of each client; entry i - 1 is client i's."""
         most = self._memory_bytes()
         if self.devices is None or self.clients < 1:
             return [Profile(memory_bytes=most)] * max(self.clients, 0)
@@ -272,7 +276,7 @@ class Experiment:
 
     @property
     def measures_memory(self) -> bool:
-        """Check whether a client's process measures its own memory where its device declares none."""
+        """Whether a client's process measures its own memory if its device declares none."""
         return self.memory == "measure"
 
     def _memory_bytes(self) -> float:
@@ -307,7 +311,7 @@ def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
 
 
 def field_types(**parts: object) -> dict[str, Any]:
-    """Return the type of each field.
+    """Return the type of each field of the config.
 
     Args:
         parts: types of the fields that need torch, by name; a field that is left out gets ``object``.
@@ -326,5 +330,5 @@ SECTIONS: dict[str, Any] = {
 
 
 def marked(mark: str) -> tuple[str, ...]:
-    """Return the names of the fields with a given mark of `About`, such as ``shared``."""
+    """Return the names of the fields whose `About` has the mark ``mark``, such as ``shared``."""
     return tuple(name for name, one in ABOUT.items() if getattr(one, mark))

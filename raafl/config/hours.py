@@ -16,12 +16,12 @@ _MINUTES = 24 * 60
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """One window of each of some days, in the local time of the machine.
+    """A window of time on certain days of the week, in the local time of the machine.
 
     Attributes:
-        days: on which it begins, Monday = 0.
-        start: minute of the day at which it begins, from 0.
-        minutes: its length, 1 to 1440; it may end on the day after.
+        days: days on which the window begins, Monday = 0.
+        start: minute of the day at which the window begins, from 0.
+        minutes: length of the window, 1 to 1440; it may end on the day after.
     """
 
     days: frozenset[int]
@@ -30,11 +30,11 @@ class Hours:
 
     @classmethod
     def parse(cls, field: str, text: str) -> Hours:
-        """Read ``DAYS HH:MM-HH:MM``, where days are three letters each, listed (``sat,sun``) or as a range (``mon-fri``).
+        """Parse ``DAYS HH:MM-HH:MM``, where days are three letters each, listed (``sat,sun``) or as a range (``mon-fri``).
 
         Args:
-            field: its name, for the message.
-            text: as it was given; an end that is not after the start is of the day after.
+            field: name of the field, for the message.
+            text: text of the window; an end that is not after the start is on the day after.
 
         Raises:
             BadInput: the text is not of that form.
@@ -51,11 +51,11 @@ class Hours:
         return cls(days, start, end - start if end > start else end - start + _MINUTES)
 
     def holds(self, at: datetime) -> bool:
-        """Check whether ``at``, local time, lies in the window."""
+        """Check whether ``at``, in local time, lies in the window."""
         return any(begin <= at < begin + timedelta(minutes=self.minutes) for begin in self._around(at))
 
     def next_start(self, at: datetime) -> datetime:
-        """Return when the window begins next after ``at``, local time."""
+        """Return the next beginning of the window after ``at``, in local time."""
         return min(begin for begin in self._around(at) if begin > at)
 
     def _around(self, at: datetime) -> list[datetime]:
@@ -66,7 +66,7 @@ class Hours:
 
 
 def opens_at(hours: Sequence[Hours], at: datetime) -> datetime | None:
-    """Return when the next of ``hours`` begins; None where one of them holds ``at``, local time, already, or there are none."""
+    """Return the next beginning of any of ``hours``; None if ``at``, in local time, lies in one of them, or there are none."""
     if not hours or any(window.holds(at) for window in hours):
         return None
     return min(window.next_start(at) for window in hours)

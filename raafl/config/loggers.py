@@ -39,7 +39,7 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class LoggerSpec:
-    """One logger of a config: its class and arguments."""
+    """One logger that a config names: its class and arguments."""
 
     class_path: str
     init_args: Mapping[str, Any] = field(default_factory=dict)
@@ -47,28 +47,28 @@ class LoggerSpec:
 
     @property
     def name(self) -> str:
-        """Return the class's name."""
+        """Name of the logger's class."""
         return self.class_path.rpartition(".")[2]
 
 
 def specs(logger: object) -> list[LoggerSpec]:
-    """Read the field `logger`: a name, a `class_path` with `init_args`, a logger, or a list of these.
+    """Parse the field `logger`: a name, a `class_path` with `init_args`, a logger, or a list of these.
 
     Raises:
-        BadInput: it is none of these, or names a logger that cannot be made here; all problems at once.
+        BadInput: an entry is none of these, or a logger cannot be made here; the message has all problems.
     """
     return entries(logger, _check)
 
 
 def entries(logger: object, check: Callable[[LoggerSpec], None] = lambda spec: None) -> list[LoggerSpec]:
-    """Read the field `logger` like `specs`, but import nothing.
+    """Parse the field `logger` as `specs` does, but import nothing.
 
     Args:
-        logger: the field.
-        check: is called with each entry, and raises `BadInput` to refuse it.
+        logger: value of the field.
+        check: function called with each entry, which raises `BadInput` to refuse it.
 
     Raises:
-        BadInput: an entry is malformed or refused; all problems at once.
+        BadInput: an entry is malformed or refused; the message has all problems.
     """
     given = logger if isinstance(logger, list | tuple) else [] if logger is None else [logger]
     found, problems = [], []
@@ -150,15 +150,16 @@ def maker(
     spec: LoggerSpec, folder: Path, warn: Callable[[str], None], note: Callable[[str], None],
     before: Mapping[str, Any] | None = None, version: int = 0,
 ) -> Callable[[], Any]:  # fmt: skip
-    """Return a function that builds the logger, to be called in its own thread: imports and connections may take long.
+    """Return a function that builds the logger, to be called in a thread of its own: imports and connections may take long.
 
     Args:
-        spec: class and arguments.
-        folder: of the run.
-        warn: is called with warnings.
-        note: is called with the place where it logs, if that is not obvious.
-        before: arguments that identify the run of an earlier attempt, to continue it.
-        version: model version after which it continues.
+        spec: class and arguments of the logger.
+        folder: folder of the run.
+        warn: function called with warnings.
+        note: function called with the place to which the logger writes, if that is not obvious.
+        before: arguments that identify the run in an earlier attempt, which the logger then continues; None = a new
+            run.
+        version: version of the global model after which it continues.
     """
 
     def make() -> object:
@@ -244,5 +245,5 @@ def _has_wandb_key(url: str) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an error as one short line."""
+    """Format an error as one short line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]

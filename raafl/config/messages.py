@@ -46,7 +46,7 @@ _SPEC = ("class_path", "init_args", "dict_kwargs")
 
 
 class Wrong(ValueError):
-    """One problem of a config; ``field`` is the dotted name of the field."""
+    """One problem of a config; ``field`` is the dotted name of the field that it is about."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
@@ -58,16 +58,16 @@ def explain(refused: str, parser: ArgumentParser, argv: Sequence[str], hidden: s
 
     Args:
         refused: jsonargparse's own message, for problems that are not recognised here.
-        parser: that refused.
-        argv: the command line.
-        hidden: a temporary file that the user has not written; its lines are never quoted.
+        parser: parser that refused the command line.
+        argv: arguments of the command line.
+        hidden: path of a temporary file that the user has not written; its lines are never quoted.
     """
     lines = Explained(parser).lines(argv, hidden)
     return "\n".join(lines) or " ".join(refused.split())
 
 
 def place_of_field(field: str | None, argv: Sequence[str]) -> str:
-    """Locate a field in the config of a command line, as text; empty if no file has it, or an option sets it."""
+    """Describe where a field stands in the config of a command line; empty if no file has it, or an option sets it."""
     if field is None or any(name_of(item).startswith(f"--{field}") for item in argv):
         return ""
     for file in reversed(values(argv, "--config")):
@@ -78,7 +78,7 @@ def place_of_field(field: str | None, argv: Sequence[str]) -> str:
 
 
 def yaml_line(file: str, field: str) -> int | None:
-    """Find the line of a dotted field in a YAML file, or of the nearest field around it."""
+    """Return the line number of a dotted field in a YAML file, or of the nearest field around it."""
     found = None
     with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
         node: Any = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -130,7 +130,7 @@ class Explained(Check):
         return list(dict.fromkeys(self.problems))
 
     def source(self, tree: Mapping[str, Any], place: Callable[[str], str]) -> None:
-        """Check the sections of one file or option; ``place`` returns where a field stands."""
+        """Check the sections of one file or option; ``place(field)`` describes where a field stands."""
         for name, value in tree.items():
             try:
                 self._section(name, value)
@@ -151,7 +151,7 @@ class Explained(Check):
             self.value(value, self.hints[name], name, name)
 
     def missing(self) -> None:
-        """Record fields and arguments that have neither a value nor a default, and problems of all sources together."""
+        """Record fields and arguments that have neither a value nor a default, and problems that involve several sources."""
         needed = [name for name in ABOUT if name in MADE and name != "partition" and name not in self._given]
         if len(needed) > 1:
             options = ", ".join(f"--{name} VALUE" for name in needed)
@@ -202,7 +202,7 @@ class Explained(Check):
         return found
 
     def check_object(self, kind: str, value: Any, where: str) -> None:
-        """Check a class_path (default: the field's) and its arguments; see `Check.check_object`."""
+        """Check a class_path (by default the field's own) and its arguments; see `Check.check_object`."""
         spec = value if isinstance(value, dict) else {"class_path": value}
         before, given = self._made.get(where, (None, {}))
         path = spec.get("class_path", before)
@@ -256,7 +256,7 @@ class Explained(Check):
         return target
 
     def takes(self, factory: object) -> Mapping[str, Any]:
-        """Return each argument's type as jsonargparse sees it, through ``**kwargs``."""
+        """Return the type of each argument as jsonargparse sees it, following ``**kwargs``."""
         parser = parser_of(factory)
         found = {action.dest.split(".")[1]: Any for action in parser._actions if action.dest.startswith("of.")}
         hints: dict[str, Any] = {}
@@ -283,11 +283,11 @@ class Explained(Check):
         return True
 
     def free(self, value: object, rule: str) -> bool:
-        """Accept anything."""
+        """Accept any value."""
         return True
 
     def key(self, key: object) -> bool:
-        """Accept any text."""
+        """Accept any text as a key."""
         return isinstance(key, str)
 
     def arguments(self, given: object, factory: object, where: str, owner: str) -> None:
@@ -306,7 +306,7 @@ class Explained(Check):
             raise Wrong(where, str(error)) from None
 
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
-        """Raise with the value and the expected type in words; see `Check.refuse`."""
+        """Raise an error with the value and, in words, the expected type; see `Check.refuse`."""
         if where in SECTIONS and not isinstance(value, dict):
             raise Wrong(where, f"{where} is {value!r:.60}: give its fields, as in --{where}.FIELD VALUE (see --help)")
         shown = f"'{value}'" if isinstance(value, str) else f"{value}"
@@ -314,7 +314,7 @@ class Explained(Check):
         raise Wrong(where, f"{where} is {shown}: give {' or '.join(dict.fromkeys(_words(hint)))}")
 
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
-        """Raise with the unknown name and the nearest valid one; see `Check.refuse_name`."""
+        """Raise an error with the unknown name and the nearest valid one; see `Check.refuse_name`."""
         field = f"{where}.{name}"
         if where in SECTIONS:
             raise Wrong(field, unknown(f"unknown field {field}", field, [f"{where}.{one}" for one in takes]))
@@ -323,7 +323,7 @@ class Explained(Check):
 
 @lru_cache(maxsize=64)  # one message asks for the same few up to ten times, for 10 ms each
 def parser_of(factory: Any) -> ArgumentParser:
-    """Return a parser whose field ``of`` is what ``factory``, a class or function, makes."""
+    """Return a parser whose field ``of`` has the type that ``factory``, a class or function, makes."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)

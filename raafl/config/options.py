@@ -26,7 +26,7 @@ GROUPS: dict[Group, str] = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Help text and rules of a config field, beside its name, type and default."""
+    """Help text and rules of a config field, stored beside its name, type and default."""
 
     help: str
     metavar: str | None = None
@@ -41,31 +41,31 @@ class About:
 
 
 def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About]:
-    """Make the metadata of a dataclass field.
+    """Return metadata for a dataclass field that describes a config field.
 
     Args:
-        text: help text.
+        text: help text of the field.
         metavar: placeholder of the value in the help; None = derived from the type.
-        more: further attributes of `About`.
+        more: further attributes of `About`, by name.
     """
     return {"about": About(text, metavar, **more)}
 
 
 def lower_is_better(metric: str) -> bool:
-    """Check whether a metric's name means that less is better: a loss, a perplexity or an error."""
+    """Check whether a metric's name implies that less is better: a loss, a perplexity or an error."""
     return metric.endswith(_LOWER_IS_BETTER)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Metric value that ends the run, such as accuracy=0.93; for a loss, perplexity or error, reached from above."""
+    """Value of a metric that ends the run, such as accuracy=0.93; a loss, perplexity or error must fall to it."""
 
     metric: str
     value: float
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Parse ``METRIC=VALUE``.
+        """Parse a target of the form ``METRIC=VALUE``.
 
         Raises:
             BadInput: the text is not of that form.
@@ -83,11 +83,11 @@ class Target:
 
     @property
     def at_most(self) -> bool:
-        """Check whether less is better."""
+        """Whether a smaller value of the metric is better."""
         return lower_is_better(self.metric)
 
     def met(self, metrics: Mapping[str, float]) -> bool:
-        """Check whether ``metrics`` reach the target."""
+        """Check whether ``metrics`` reach the target's value."""
         if self.metric not in metrics:
             return False
         value = metrics[self.metric]
@@ -103,12 +103,13 @@ class Timeouts:
     """Deadlines of a wall-clock run, in seconds.
 
     Attributes:
-        join_s: for a client to connect.
-        task_s: for the answer to an assignment.
-        idle_s: for a client to hear anything from the server, which sends a heartbeat three times as often.
-        stop_s: for threads and clients to end.
-        eval_s: for the last evaluation, once the run has ended.
-        alone_s: how long `raafl serve` runs without enough clients, and `raafl join` without a server.
+        join_s: seconds for a client to connect.
+        task_s: seconds for a client to answer an assignment.
+        idle_s: seconds without a message after which a client gives the server up; the server sends three heartbeats in
+            this time.
+        stop_s: seconds for threads and clients to end.
+        eval_s: seconds for the last evaluation, once the run has ended.
+        alone_s: seconds for which `raafl serve` runs without enough clients, and `raafl join` without a server.
     """
 
     join_s: float = 120.0

@@ -19,11 +19,11 @@ _MOST = 1000
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user runs a config in this working folder; does nothing where it cannot write.
+    """Record that this user runs a config in this working folder; do nothing if the record cannot be written.
 
     Args:
         config_yaml: text of the run's `config.yaml`.
-        run_folder: of the run, for a person who reads the notes.
+        run_folder: folder of the run, noted for people who read the record.
     """
     with suppress(OSError, RuntimeError):  # read-only, or a user without a home
         note = _note(config_yaml)

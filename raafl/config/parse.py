@@ -56,9 +56,10 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
 
     Args:
         command: name of the command.
-        packages: imported packages whose classes model and data may be (both of Lightning's).
-        plain: make a parser that needs no torch and accepts anything for model, data, algorithm and partition; for help and
-            for `raafl.config.plain`.
+        packages: names of imported packages whose classes model and data may be; both of Lightning's names are
+            possible.
+        plain: whether the parser must work without torch, accepting anything for model, data, algorithm and partition;
+            for help, and for `raafl.config.plain`.
     """
     import jsonargparse
 
@@ -154,14 +155,15 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
     """Parse a command line into an experiment.
 
     Args:
-        command: whose options they are.
-        argv: the options. A run that is resumed without `--config` takes that of its folder.
-        config_yaml: a config that was checked by `raafl.config.trust`, before all that ``argv`` says.
+        command: name of the command, whose options are parsed.
+        argv: options. A run that is resumed without `--config` takes the config of its folder.
+        config_yaml: config that `raafl.config.trust` has checked; options in ``argv`` override it.
 
     Raises:
-        BadInput: anything jsonargparse refuses, as one line naming field, value and remedy; or the config of the run to
-            resume names more than raafl's own, without `--trust_config`, and is none that this user ran here.
-        SystemExit: after `--help` or `--print_config`.
+        BadInput: jsonargparse refuses an option; the message is one line naming field, value and remedy. Or the config
+            of the run to resume names classes that are not raafl's own, without `--trust_config`, and this user has not
+            run it here.
+        SystemExit: `--help` or `--print_config` was given.
     """
     from raafl.config.registry import paths
     from raafl.config.trust import imports_only, is_trusted, of_folder
@@ -242,14 +244,14 @@ def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = Fa
     """Load the experiment of a run folder, which may come from another person.
 
     Args:
-        folder: of the run.
-        overrides: options as on the command line.
-        trusted: import whatever classes its config names; else only raafl's own.
-        for_replay: leave out fields that are of no use for going over the run again, such as loggers.
+        folder: folder of the run.
+        overrides: options as on the command line, which override the config.
+        trusted: whether to import any class that its config names; else only raafl's own.
+        for_replay: whether to leave out fields that a replay does not use, such as loggers.
 
     Raises:
-        BadInput: as `parse`; or the config names classes that are not raafl's, ``trusted`` is False, and this user has not run
-            that config on this machine.
+        BadInput: the config is invalid, as for `parse`; or it names classes that are not raafl's, ``trusted`` is False,
+            and this user has not run it on this machine.
     """
     from raafl.config.trust import is_trusted, of_folder
 
@@ -278,7 +280,7 @@ def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment
     """Load the experiment of a YAML file; ``overrides`` are options as on the command line.
 
     Raises:
-        BadInput: as `parse`.
+        BadInput: the file or an option is invalid, as for `parse`.
     """
     return parse("simulate", ["--config", str(path), *overrides]).experiment
 
@@ -291,7 +293,7 @@ def _find_project_modules() -> None:
 
 
 def expand_strict(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with `--strict` alone as `--strict=true`."""
+    """Return ``argv`` with `--strict` without a value replaced by `--strict=true`."""
     alone = [item == "--strict" and after.startswith("--") for item, after in pairwise([*argv, "--"])]
     return [f"{item}=true" if bare else item for item, bare in zip(argv, alone, strict=True)]
 
@@ -308,10 +310,10 @@ def _resumed(argv: Sequence[str]) -> Path | None:
 
 
 def config_first(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with every `--config FILE` moved to the front: options win over files wherever they stand.
+    """Return ``argv`` with every `--config FILE` moved to the front, so that options override files wherever they stand.
 
     Raises:
-        BadInput: a file is missing, a folder, or not a table of fields.
+        BadInput: a file is missing, is a folder, or has no mapping of fields.
     """
     files, rest = [], []
     items = iter(argv)
@@ -361,7 +363,7 @@ def _other_configs(path: Path) -> str:
 
 
 def expand_algorithm(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with `--algorithm NAME` turned into the class path of that name's factory.
+    """Return ``argv`` with `--algorithm NAME` replaced by the class path of that algorithm's factory.
 
     Raises:
         BadInput: no algorithm has that name.

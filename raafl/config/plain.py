@@ -24,16 +24,16 @@ _PRINTS = ("--help", "-h", "--print_config")
 
 
 def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> None:
-    """Refuse wrong YAML, unknown names and plain values out of range; print the help that ``argv`` asks for.
+    """Refuse invalid YAML, unknown names and plain values out of range; print the help if ``argv`` asks for it.
 
     Args:
-        command: whose options they are.
-        argv: the options, `--config` among them.
-        whole: they are a run's, which has model, data, algorithm and an end; else a client's, which is told.
+        command: name of the command, whose options are checked.
+        argv: options, `--config` among them.
+        whole: whether the options are a run's, with model, data, algorithm and an end; a client's are sent to it.
 
     Raises:
-        BadInput: every problem found, a line each.
-        SystemExit: after `--help`.
+        BadInput: options are invalid; the message has a line for every problem.
+        SystemExit: `--help` was given.
     """
     # rank 0 reports for all; and another attempt under torchrun goes on in the folder of the first
     if os.environ.get("RANK", "0") != "0" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
@@ -102,9 +102,9 @@ class _Explained(Explained):
         self._made, self._whole = {}, whole
 
     def check_object(self, kind: str, value: object, where: str) -> None:
-        """Accept: to import what is named here costs seconds."""
+        """Accept any object, since importing the named class would take seconds."""
 
     def missing(self) -> None:
-        """Note parts that are not named at all."""
+        """Record parts that the config does not name."""
         if self._whole:
             super().missing()

@@ -13,16 +13,16 @@ Record = TypeVar("Record")
 
 
 def make_record(tree: Mapping[str, Any], kind: type[Record], name: str, file: str) -> Record:
-    """Make a record of options from the content of a file.
+    """Build a record of options from the content of a file.
 
     Args:
-        tree: the content.
-        kind: dataclass of the fields, each of which may stand alone.
-        name: stands before each field in messages.
-        file: where the fields are, for messages.
+        tree: content of the file, as a mapping.
+        kind: dataclass whose fields are the options.
+        name: text before each field in messages.
+        file: path of the file, for messages.
 
     Raises:
-        BadInput: a line for each field that is unknown or has a wrong value.
+        BadInput: a field is unknown or has a wrong value; the message has a line for each.
     """
     assert is_dataclass(kind)
     parser = parser_of(kind)

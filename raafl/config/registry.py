@@ -25,7 +25,7 @@ _STAND_INS: Final = {"model": "Module", "data": "Data", "algorithm": "algorithm"
 
 @dataclass(frozen=True)
 class Entry:
-    """Module and name of one of raafl's own objects."""
+    """Module and name of one of raafl's own objects, which a config may name."""
 
     home: str
     name: str
@@ -37,7 +37,7 @@ class Entry:
 
 @cache
 def registry() -> Mapping[str, Mapping[str, Entry]]:
-    """Return, for model, data, partition, algorithm and select, the objects that a config may name, by path."""
+    """Return the objects that a config may name for model, data, partition, algorithm and select, by path."""
     methods = {name: factory.__module__ for name, factory in ALGORITHMS.items()}
     zoo = importlib.import_module("model_zoo")
     return {
@@ -51,13 +51,13 @@ def registry() -> Mapping[str, Mapping[str, Entry]]:
 
 @cache
 def stand_ins() -> Mapping[str, Mapping[str, Entry]]:
-    """Return the stand-ins that the config of a run started in Python names in place of objects, by path."""
+    """Return the stand-ins by which the config of a run started in Python names Python objects, by path."""
     home = "raafl.api.python_objects"
     return {kind: {f"{home}.{name}": Entry(home, name)} for kind, name in _STAND_INS.items()}
 
 
 def paths() -> list[str]:
-    """List all paths that a config may name, and those at which jsonargparse finds types of plain fields."""
+    """List all paths that a config may name, and those under which jsonargparse finds the types of plain fields."""
     named = {path for tables in (registry(), stand_ins()) for table in tables.values() for path in table}
     return sorted(named | {"raafl.devices.Device", "raafl.devices.profiles.Device", "model_zoo.lora.LoRA"})
 

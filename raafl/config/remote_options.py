@@ -38,7 +38,7 @@ client trains on data of its own. Processes started by torchrun are one client: 
 
 
 def parser(command: str) -> ArgumentParser:
-    """Return the parser of the options of serve or join that are no fields of a config."""
+    """Return the parser of those options of serve or join that are not fields of a config."""
     found = ArgumentParser(prog=f"raafl {command}", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--address", default="127.0.0.1:0" if command == "serve" else None)
     found.add_argument("--certs", default="certs")
@@ -63,11 +63,11 @@ def credentials(own: Namespace, *, server: bool) -> TlsFiles | LocalToken:
     """Return the credentials of serve or join: the parent process's token, or the certificates that are named or found.
 
     Args:
-        own: options, from `split`.
-        server: they are of serve.
+        own: options of the command, from `split`.
+        server: whether they are those of serve.
 
     Raises:
-        BadInput: there is no certificate, or it is not clear which is meant.
+        BadInput: there is no certificate, or several could be meant.
     """
     from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 
@@ -81,17 +81,17 @@ def credentials(own: Namespace, *, server: bool) -> TlsFiles | LocalToken:
 
 
 def tls_key(known: TlsFiles | LocalToken) -> Path | None:
-    """Return the private key of an end's certificate, by which it signs its books too; None for a token."""
+    """Return the private key of an end's certificate, with which it also signs its books; None for a token."""
     from raafl.transport.tcp.credentials import TlsFiles
 
     return known.key if isinstance(known, TlsFiles) else None
 
 
 def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Return the command's own options, and the rest for the config's parser.
+    """Split arguments into the command's own options and the rest, which the config's parser gets.
 
     Raises:
-        BadInput: an option is missing or makes no sense.
+        BadInput: an option is missing or invalid.
     """
     own, rest = own_options(parser(command), argv)
     if command == "join":
@@ -112,7 +112,7 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def share_of(name: str, text: str) -> float:
-    """Read a share, from 0 to 1; raises `BadInput` for anything else."""
+    """Parse a share from 0 to 1; raise `BadInput` for anything else."""
     try:
         share = float(text)
     except ValueError:

@@ -22,7 +22,7 @@ _SERVERS_OWN = (*CHANGES, "repeat_s", "recorded")
 
 
 def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
-    """Return a digest of each section of a config that must be equal on both sides; "own" for a client's own data."""
+    """Return digests of the config's sections that must be equal on both sides; "own" stands for a client's own data."""
     import yaml
 
     config = yaml.safe_load(config_yaml) or {}

@@ -29,11 +29,12 @@ _UNITS: Final = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 @dataclass(frozen=True, slots=True)
 class SitePrivacy:
-    """Clipping and noise that the site adds to each update before it leaves, with an accountant of its own.
+    """Clipping and noise that a site adds to each update before it leaves, with an accountant of its own.
 
     Attributes:
-        clip_norm: L2 norm to which what leaves of a task's tensors is clipped (C).
-        noise_multiplier: standard deviation of the noise on each number, as a multiple of clip_norm (sigma); 0 = clip alone.
+        clip_norm: L2 norm to which the tensors that leave after a task are clipped (C).
+        noise_multiplier: standard deviation of the noise on each number, as a multiple of clip_norm (sigma); 0 = only
+            clipping.
         delta: probability with which epsilon may fail to hold.
         max_epsilon: largest epsilon that the site's data may spend in all runs that share `SitePolicy.state`; null = no limit.
     """
@@ -61,14 +62,15 @@ class SitePrivacy:
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """Consent of a person at the site.
+    """Consent that the client asks of a person at the site.
 
     Attributes:
-        how: ``ask`` at the terminal, or ``spool``: write a request into a folder, where a reviewer answers it.
-        every: what is consented to: each ``run`` that the client joins, each ``task`` before it is trained, or each ``update``
-            before it leaves.
-        folder: of the requests; for ``spool``.
-        wait_s: seconds for which an answer is awaited; none is a no.
+        how: way of asking: ``ask`` at the terminal, or ``spool``: write a request into a folder, where a reviewer
+            answers it.
+        every: occasion of asking: each ``run`` that the client joins, each ``task`` before it is trained, or each
+            ``update`` before it leaves.
+        folder: folder of the requests, for ``spool``.
+        wait_s: seconds for which the client waits for an answer; no answer counts as a no.
     """
 
     how: Literal["ask", "spool"]
@@ -91,18 +93,20 @@ class SitePolicy:
 
     Attributes:
         models: names of the models that may be trained, such as ``MLP``, or ``NAME@DIGEST``; null = any.
-        max_parameters: most parameters of the whole model; null = any number.
+        max_parameters: largest number of parameters of the whole model; null = any number.
         data: names of the data that a task may read, or ``NAME@DIGEST``; null = any.
-        algorithms: names of the methods, or ``NAME@DIGEST``; null = any.
-        min_samples: least number of different samples that an update is trained on; below it the task is refused.
-        hours: when the site works, such as ``mon-fri 20:00-06:00``, in its local time; null = always.
-        bytes_per_day: most bytes to and from servers in a day of local time, such as ``2GB``; null = any number.
-        privacy: clipping and noise that are added here; null = none.
-        metrics: names of the numbers that may leave beside an update, ``*`` for any part of a name; null = all.
-        consent: whom the client asks; null = nobody.
-        state: folder in which the day's bytes and the privacy spent are kept, so that a restart does not forget them; null =
-            nothing is to be kept.
-        tracebacks: whether a server is sent the traceback where a task raises an error.
+        algorithms: names of the methods that may be run, or ``NAME@DIGEST``; null = any.
+        min_samples: smallest number of different samples that an update may be trained on; a task with fewer is
+            refused.
+        hours: hours in which the site works, such as ``mon-fri 20:00-06:00``, in its local time; null = always.
+        bytes_per_day: largest number of bytes to and from servers in a day of local time, such as ``2GB``; null = any
+            number.
+        privacy: clipping and noise that the site adds to updates; null = none.
+        metrics: names of the metrics that may leave with an update, with ``*`` for any part of a name; null = all.
+        consent: consent that the client asks for; null = none.
+        state: folder for the day's bytes and the privacy spent, so that they survive a restart; null = nothing needs to
+            be stored.
+        tracebacks: whether the server is sent the traceback of a task that raises an error.
     """
 
     models: list[str] | None = None
@@ -129,7 +133,7 @@ class SitePolicy:
         at_least("policy.bytes_per_day", self.max_bytes, 1, optional=True)
 
     def check(self) -> None:
-        """Raise `BadInput` where fields do not go together."""
+        """Raise `BadInput` if fields contradict each other."""
         needs = "bytes_per_day" if self.max_bytes is not None else None if self.privacy is None else "privacy"
         if needs is not None and self.state is None:
             raise BadInput(
@@ -145,12 +149,12 @@ class SitePolicy:
             raise BadInput(f"policy.privacy needs an accountant, dp-accounting: {installing('privacy')}")
 
     def windows(self) -> list[Hours]:
-        """Return the hours, read; none = always."""
+        """Return the hours, parsed; an empty list = always."""
         return [Hours.parse(f"policy.hours[{i}]", text) for i, text in enumerate(self.hours or [])]
 
     @property
     def max_bytes(self) -> float | None:
-        """Most bytes in a day; None = any number."""
+        """Largest number of bytes in a day; None = any number."""
         if self.bytes_per_day is None:
             return None
         match = _SIZE.fullmatch(str(self.bytes_per_day))
@@ -175,21 +179,21 @@ def _check_names(field: str, entries: Sequence[str] | None) -> None:
 
 
 def own_names(field: str) -> set[str]:
-    """Return the names of raafl's own parts of one of the `PINNED` fields."""
+    """Return the names of raafl's own parts for one of the `PINNED` fields."""
     from raafl.config.registry import registry
 
     return {entry.name for entry in registry()[KINDS[field]].values()}
 
 
 def same_part(field: str, allowed: str, path: str) -> bool:
-    """Check whether an allowed name and the class path of a config are of the same part.
+    """Check whether an allowed name and a config's class path name the same part.
 
-    A name without dots is that of a part of raafl's own, never of another module's class of that name.
+    A name without dots names a part of raafl's own, never a class of that name in another module.
 
     Args:
-        field: one of `PINNED`.
-        allowed: NAME, without a digest.
-        path: class path, as the config has it.
+        field: name of the field, one of `PINNED`.
+        allowed: allowed name, without a digest.
+        path: class path, as in the config.
     """
     from raafl.config.registry import registry
 
@@ -201,10 +205,11 @@ def same_part(field: str, allowed: str, path: str) -> bool:
 
 
 def load_policy(file: str) -> SitePolicy:
-    """Read a site's policy from a YAML file.
+    """Read the policy of a site from a YAML file.
 
     Raises:
-        BadInput: the file is missing or no table, or one line for each field that is unknown, or whose value is wrong.
+        BadInput: the file is missing or has no mapping; or fields are unknown or have wrong values, with a line for
+            each.
     """
     from raafl.config.records import make_record
 

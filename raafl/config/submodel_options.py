@@ -10,13 +10,13 @@ from raafl.errors import BadInput, positive
 
 @dataclass(frozen=True, slots=True)
 class SubmodelOptions:
-    """Settings of the cut and of running statistics; null = as the model declares.
+    """Options of cutting submodels and of running statistics; null = as the model declares.
 
     Attributes:
         residual_width: whether widths that norms take statistics across may shrink, too.
-        batch_norm: merged sends running statistics up and pools them exactly; static sends none, and collects them on the
-            server whenever the model is measured or saved at the end.
-        static_batches: training batches from which static statistics are collected.
+        batch_norm: treatment of running statistics: merged = clients send them, and the server pools them exactly;
+            static = nobody sends them, and the server collects them when the model is measured, or saved at the end.
+        static_batches: number of training batches from which static statistics are collected.
         exits: numbers of blocks after each of which a transformer gets an exit head of its own; see `add_exits`.
     """
 

@@ -67,11 +67,11 @@ _INSTEAD = {
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown name: raafl's counterpart of a Trainer's flag, or the nearest known name.
+    """Return the message for an unknown name, with raafl's counterpart of a Trainer's flag, or the nearest known name.
 
     Args:
-        what: beginning of the line, such as ``unknown option --max_epochs``.
-        name: dotted where it stands in a group; may begin with two dashes.
+        what: beginning of the message, such as ``unknown option --max_epochs``.
+        name: unknown name, dotted if it stands in a group; may begin with two dashes.
         known: names that exist.
     """
     group, _, last = name.removeprefix("--").rpartition(".")

@@ -83,7 +83,8 @@ def from_server(text: str) -> str:
     """Check a config received from a server; return, as YAML, the sections that a client uses.
 
     Raises:
-        RunFailed: it is more than names and plain values; such a config has to be given on the client's own side.
+        RunFailed: the config has more than names and plain values; the user must give such a config to the client
+            itself.
     """
     try:
         tree = _tree(text)
@@ -102,12 +103,12 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
     """Read the config of a run folder and return it as YAML.
 
     Args:
-        folder: of the run.
-        trusted: accept whatever classes the config names; else only raafl's own.
-        without: sections to leave out unread.
+        folder: folder of the run.
+        trusted: whether to accept any class that the config names; else only raafl's own.
+        without: names of sections to leave out unread.
 
     Raises:
-        BadInput: it is no config, or, unless ``trusted``, names more than raafl's own.
+        BadInput: the file is not a config; or it names classes that are not raafl's own, and ``trusted`` is False.
     """
     file = folder / "config.yaml"
     try:
@@ -126,7 +127,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
 
 
 def is_trusted(folder: Path, *, asked: bool) -> bool:
-    """Check whether a run folder's config may name any class: on request, or if this user ran that config here."""
+    """Check whether a run folder's config may name any class: because ``asked`` is True, or this user ran that config here."""
     if asked:
         return True
     try:
@@ -136,7 +137,7 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user runs a config here, if it names classes beside raafl's own, for `is_trusted`."""
+    """Record that this user runs a config here, for `is_trusted`, if it names classes that are not raafl's own."""
     try:
         _check_names(_tree(config_yaml))
     except UntrustedValue:
@@ -152,7 +153,7 @@ def _check_names(tree: Mapping[str, Any]) -> None:
 
 @contextmanager
 def imports_only(paths: Sequence[str]) -> Iterator[None]:
-    """Return a context in which jsonargparse imports only these paths, as a second check behind the first."""
+    """Return a context in which jsonargparse imports only these paths, as a second safeguard."""
     import jsonargparse
     from jsonargparse import _common  # what its interface tightens it does not loosen again
 
@@ -180,7 +181,7 @@ class _Check(Check):
         self._local = on_this_machine
 
     def section(self, name: object, value: object) -> None:
-        """Check one section of a config."""
+        """Check one section of an untrusted config."""
         if name == "json":  # an option of the command line, which configs are written with
             return self.value(value, bool, name, name)
         if name not in self.hints:
@@ -195,7 +196,7 @@ class _Check(Check):
         return self.value(value, self.hints[name], name, f"Experiment.{name}")
 
     def check_object(self, kind: str, value: object, where: str) -> None:
-        """Check what stands for an object: one of the registry's names, alone or with arguments."""
+        """Check a value that stands for an object: it must be a name in the registry, alone or with arguments."""
         spec = {"class_path": value} if isinstance(value, str) else value
         if not isinstance(spec, dict) or not {"class_path"} <= set(spec) <= {"class_path", "init_args"}:
             _refuse(where, value, "which is no class_path with init_args")
@@ -207,19 +208,19 @@ class _Check(Check):
         self.arguments(spec.get("init_args"), factory, where, known[path].name)
 
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
-        """Raise for a value of another type."""
+        """Raise an error for a value of another type."""
         _refuse(where, value, "which is no plain value of the type that belongs there")
 
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
-        """Raise for an argument that ``owner`` does not take."""
+        """Raise an error for an argument that ``owner`` does not take."""
         _refuse(f"{where}.{sanitize_text(name, 60)}", value, f"which {owner} does not take")
 
     def key(self, key: object) -> bool:
-        """Check whether a mapping may have this key: not one that a parser reads as an object, such as class_path."""
+        """Check that a mapping's key is not one that a parser reads as an object, such as class_path."""
         return isinstance(key, str) and _is(_WORD, key) and key != "class_path"
 
     def scalar(self, value: object, hint: object, rule: str) -> bool:
-        """Check whether a value has this plain type."""
+        """Check whether a value has the plain type ``hint``."""
         if hint in (None, type(None)):
             return value is None
         if hint is bool:
@@ -234,7 +235,7 @@ class _Check(Check):
         return False
 
     def free(self, value: object, rule: str) -> bool:
-        """Check whether a value without a declared type is plain data, such as a field of an architecture."""
+        """Check whether a value without a declared type is plain data, such as a setting of an architecture."""
         if rule.endswith(".architecture"):
             return isinstance(value, dict) and self._architecture(value)
         return self._local and all(_is_plain(one) for one in _leaves(value))
@@ -264,7 +265,7 @@ class _Check(Check):
         return known and _is(_WORD, value) and not value.startswith("timm")
 
     def loggers(self, value: object, where: str) -> None:
-        """Check the requested loggers: short names only, and no argument that names a place to write to."""
+        """Check the loggers of an untrusted config: short names only, and no argument that names a place to write to."""
         for entry in value if isinstance(value, list) else [] if value is None else [value]:
             spec = {"class_path": entry} if isinstance(entry, str) else entry
             known = {*SHORT_NAMES, *SHORT_NAMES.values()}

@@ -30,10 +30,10 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
     """Return a function that turns one row of the data into tokens and labels.
 
     Args:
-        tokenizer: of transformers.
-        task: causal, seq2seq or classification.
-        form: the columns that a row has, one of `FORMS`.
-        max_length: most tokens of an example, special tokens included.
+        tokenizer: tokenizer of transformers.
+        task: kind of task: causal, seq2seq or classification.
+        form: names of the columns that a row has, one of `FORMS`.
+        max_length: largest number of tokens of an example, special tokens included.
     """
 
     def tokens(text: str, **more: Any) -> list[int]:
@@ -76,11 +76,11 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
     """Format a chat with the tokenizer's template; only the assistant's messages get labels.
 
-    The template marks them with ``{% generation %}``. Without that mark, an assistant's message is whatever its turn adds to
-    the formatted chat before it, provided that the turn only appends.
+    The template marks them with ``{% generation %}``. Without that mark, an assistant's message is the text that its
+    turn adds to the formatted chat before it, provided that the turn only appends text.
 
     Raises:
-        BadInput: the tokenizer has no template, or the assistant's part cannot be found either way.
+        BadInput: the tokenizer has no template, or the assistant's messages cannot be found either way.
     """
     template = str(tokenizer.chat_template or "")
     if not template:
@@ -111,12 +111,12 @@ def pack(lengths: Ints, groups: Ints, max_length: int) -> list[Ints]:
     """Pack examples of one group, in order, into rows of at most ``max_length`` tokens.
 
     Args:
-        lengths: tokens of each example.
+        lengths: number of tokens of each example.
         groups: group of each example; examples of different groups never share a row.
-        max_length: most tokens of a row.
+        max_length: largest number of tokens in a row.
 
     Returns:
-        The example numbers in each row.
+        The numbers of the examples in each row.
     """
     rows: list[list[int]] = []
     for group in np.unique(groups):

@@ -40,25 +40,26 @@ _MOST_COPIED_BYTES = 1e9
 
 
 class ClientData:
-    """The samples of one client.
+    """The training samples of one client, and its test samples if it has some.
 
     Tensors and `GatherDataset`s with the default collate function take a fast path: a batch is one `index_select` per
-    tensor, a list like the default collate function's. Everything else goes sample by sample through the data set
-    (and its transforms) and the loader's collate function, in this process.
+    tensor, and a list, as the default collate function returns. All other data is read sample by sample through the
+    data set (and its transforms) and the loader's collate function, in this process.
 
     Args:
-        dataset: what the training loader iterates over.
-        indices: `(num_samples,)` int64, this client's rows of it.
-        batch_size: used when `batches` is given none.
+        dataset: data set over which the training loader iterates.
+        indices: `(num_samples,)` int64, rows of the data set that belong to this client.
+        batch_size: number of samples in a batch, unless `batches` is given another.
         collate: the loader's collate function.
-        copied: whether the fast path copies the client's samples, and then lets the data set go.
-        drop_last: leave out the last batch of an epoch where it is smaller than the others, unless it is the only one.
-        weights: `(num_samples,)`, by which an epoch draws as many samples as there are, with replacement; None = each once.
+        copied: whether the fast path copies the client's samples, and then releases the data set.
+        drop_last: whether an epoch drops its last batch if that is smaller than the others and not the only one.
+        weights: `(num_samples,)`, weights with which an epoch draws as many samples as there are, with replacement;
+            None = each once.
 
     Attributes:
-        test: the samples that this client measures its submodel on, and does not train on; None = it has none.
-        gathers: any number of its samples is one operation, and a batch a list of tensors.
-        source: the data set that `fetch` takes rows of, where it gathers; None = it does not, or has samples of its own.
+        test: samples on which this client evaluates its submodel, and does not train; None = it has none.
+        gathers: whether any number of its samples is gathered in one operation, and a batch is a list of tensors.
+        source: data set from which `fetch` gathers rows; None = it does not gather, or has samples of its own.
 
     Raises:
         BadInput: `indices` is empty.
@@ -89,12 +90,12 @@ class ClientData:
             self._fetch, self._indices, self.source = select_from(self._fetch(indices)), None, None
 
     def num_batches(self, batch_size: int | None = None) -> int:
-        """Return the number of batches in one epoch."""
+        """Return the number of batches in one epoch of this client."""
         size = self._size(batch_size)
         return max(self.num_samples // size, 1) if self._drop_last else math.ceil(self.num_samples / size)
 
     def classes(self) -> frozenset[int] | None:
-        """Return the classes of this client's samples, read on first use; None where labels are not whole numbers."""
+        """Return the classes of this client's samples, read on first use; None if labels are not whole numbers."""
         if not self._looked:
             rows = torch.arange(self.num_samples) if self._indices is None else self._indices
             batches = (self._fetch(part) for part in torch.split(rows, 256))
@@ -108,20 +109,20 @@ class ClientData:
         num_epochs: int | None = None,
         num_steps: int | None = None,
     ) -> Iterator[Sized]:
-        """Yield each batch with its number of samples, for so many epochs or steps; each epoch is a fresh permutation.
+        """Yield each batch with its number of samples, for a number of epochs or steps; each epoch is a new permutation.
 
-        The last batch of an epoch may be smaller, and is the only one where `batch_size` exceeds the samples. Draws one
-        `torch.randperm`, with weights one `torch.multinomial`, from the generator at the start of each epoch, and nothing from
-        the global generators.
+        The last batch of an epoch may be smaller than the others, and is the only one if `batch_size` exceeds the
+        number of samples. At the start of each epoch one `torch.randperm` (with weights, one `torch.multinomial`) is
+        drawn from the generator; nothing is drawn from the global generators.
 
         Args:
-            generator: a CPU generator, the only source of the order.
-            batch_size: samples in a batch; None is the data module's.
-            num_epochs: passes over the samples; give this or `num_steps`.
-            num_steps: number of batches, through as many epochs as it takes.
+            generator: CPU generator, the only source of the order.
+            batch_size: number of samples in a batch; None = the data module's.
+            num_epochs: number of passes over the samples; give this or `num_steps`.
+            num_steps: number of batches, over as many epochs as that takes.
 
         Raises:
-            BadInput: a count is below 1, or not exactly one of the two is given.
+            BadInput: a count is below 1, or not exactly one of `num_epochs` and `num_steps` is given.
         """
         return self._fetched(self.rows(generator, batch_size, num_epochs, num_steps))
 
@@ -135,10 +136,10 @@ class ClientData:
         """Yield the sample numbers of each batch; see `batches`, which has the same arguments and errors.
 
         Args:
-            generator: determines the order of samples.
-            batch_size: samples in a batch; None = the data's own.
-            num_epochs: passes over the data; None = bounded by ``num_steps``.
-            num_steps: batches to yield; None = bounded by ``num_epochs``.
+            generator: CPU generator, which determines the order of samples.
+            batch_size: number of samples in a batch; None = the data module's.
+            num_epochs: number of passes over the samples; None = bounded by ``num_steps``.
+            num_steps: number of batches to yield; None = bounded by ``num_epochs``.
         """
         if (num_epochs is None) == (num_steps is None):
             raise BadInput(f"num_epochs is {num_epochs} and num_steps is {num_steps}: give exactly one of them")
@@ -153,7 +154,7 @@ class ClientData:
         return self._fetch(rows)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Sized]:
-        """Yield all samples once, in the data set's order, in batches that differ by at most one sample.
+        """Yield all samples once, in the data set's order, in batches whose sizes differ by at most one sample.
 
         Each batch comes with its number of samples.
         """
@@ -194,7 +195,7 @@ class _Parts:
         self._rows, self._ends = torch.cat(list(parts)), list(accumulate(self.sizes))
 
     def of(self, client: int) -> torch.Tensor:
-        """Return the rows of client 1..N."""
+        """Return the rows of the training set that belong to client 1..N."""
         end = self._ends[client - 1]
         return self._rows[end - self.sizes[client - 1] : end]
 
@@ -202,21 +203,22 @@ class _Parts:
 class FederatedData:
     """A data module's training set, divided among clients 1..N, and its test set.
 
-    Calls `prepare_data` and `setup("fit")`, takes the data set, batch size and collate function of
-    `train_dataloader()` and partitions the data set. Its `drop_last` and the weights of a `WeightedRandomSampler` hold for each
-    client's epochs, a `SubsetRandomSampler` picks the samples; its workers are not used.
+    It calls `prepare_data` and `setup("fit")`, takes data set, batch size and collate function from
+    `train_dataloader()`, and partitions the data set. The loader's `drop_last` and the weights of a
+    `WeightedRandomSampler` apply to each client's epochs, and a `SubsetRandomSampler` picks the samples; the loader's
+    workers are not used.
 
     Args:
         datamodule: any LightningDataModule whose training loader iterates over one map-style data set.
-        partition: which client owns which samples.
-        num_clients: N.
-        seed: of the partition.
+        partition: rule that divides the samples among the clients.
+        num_clients: number of clients N.
+        seed: seed of the partition.
 
     Attributes:
-        notes: warnings about the data that metrics are measured on.
+        notes: warnings about the data on which metrics are measured.
 
     Raises:
-        BadInput: the training loader is not of that kind, or the partition cannot be made.
+        BadInput: the training loader is of another kind, or the partition cannot be made.
     """
 
     def __init__(
@@ -258,12 +260,12 @@ class FederatedData:
 
     @property
     def sizes(self) -> list[int]:
-        """Return the number of training samples of each client; entry `i - 1` is client i's."""
+        """Number of training samples of each client; entry `i - 1` is client i's."""
         return self._parts.sizes
 
     @property
     def test_sizes(self) -> list[int]:
-        """Return the number of samples each client tests on; entry `i - 1` is client i's."""
+        """Number of test samples of each client; entry `i - 1` is client i's."""
         return self._test_parts.sizes
 
     def indices(self, client: int) -> torch.Tensor:
@@ -273,7 +275,7 @@ class FederatedData:
         return self._parts.of(client)
 
     def labels(self) -> npt.NDArray[Any]:
-        """Return the class of each sample of the training set."""
+        """Return the class of each sample of the training set, in its order."""
         return labels_of(self._dataset)
 
     def _check_weights(self) -> None:
@@ -298,7 +300,7 @@ class FederatedData:
         return self._clients[client]
 
     def make_client(self, client: int, *, copied: bool = False) -> ClientData:
-        """Build the data of one client; ``copied`` copies its samples, for a process that trains no other client."""
+        """Build the data of one client; with ``copied`` its samples are copied, for a process that trains no other client."""
         rows = self.indices(client)
         mine = self._own(rows, copied, None if self._weights is None else self._weights[rows])
         if self.test_sizes[client - 1]:
@@ -313,20 +315,20 @@ class FederatedData:
         return self.fetch(torch.arange(min(n, _length(self._dataset))))
 
     def fetch(self, rows: torch.Tensor) -> Any:
-        """Return rows of the training set as one batch."""
+        """Return the given rows of the training set as one batch."""
         return self._fetch(rows)
 
     def test_batches(self, batch_size: int | None = None, *, first: int = 0) -> Iterator[Sized]:
-        """Yield the test set in order, in batches; without one, the validation set or a part of the training set.
+        """Yield the test set in order, in batches; if there is none, the validation set or a part of the training set.
 
-        Each comes with its number of samples; the last may be smaller.
+        Each batch comes with its number of samples; the last batch may be smaller.
 
         Args:
-            batch_size: samples in a batch; None = the loader's own.
+            batch_size: number of samples in a batch; None = the loader's own.
             first: number of the batch to begin with.
 
         Raises:
-            BadInput: a loader is not of the kind that is asked for in training.
+            BadInput: a loader is of a kind that is not supported for training either.
         """
         if self._test is None:
             self._test = self._read_test()

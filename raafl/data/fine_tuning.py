@@ -34,14 +34,14 @@ _PARTS = ("ids", "starts", "labels", "label_starts", "group")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of all examples, concatenated; may lie in memory-mapped files.
+    """Tokens of all examples, concatenated; they may lie in memory-mapped files.
 
     Attributes:
-        ids: tokens of all examples.
-        starts: `(n + 1,)` start of each example in ``ids``, and the end of the last.
-        labels: labels of all examples, see `raafl.data.examples.Tokens`.
-        label_starts: `(n + 1,)` the same for ``labels``.
-        group: `(n,)` number of the person or group each example belongs to; 0 where the data does not say.
+        ids: tokens of all examples, one after the other.
+        starts: `(n + 1,)` start of each example in ``ids``, and the end of the last one.
+        labels: labels of all examples; see `raafl.data.examples.Tokens`.
+        label_starts: `(n + 1,)` start of each example in ``labels``, and the end of the last one.
+        group: `(n,)` number of the person or group that each example belongs to; 0 if the data does not tell.
     """
 
     ids: Tensor
@@ -55,22 +55,22 @@ class Encoded:
         return len(self.group)
 
     def of(self, example: int) -> tuple[Tensor, Tensor]:
-        """Copy the tokens and labels of one example, int64."""
+        """Return a copy of the tokens and labels of one example, int64."""
         (a, b), (c, d) = self.starts[example : example + 2].tolist(), self.label_starts[example : example + 2].tolist()
         return self.ids[a:b].to(torch.int64), self.labels[c:d].to(torch.int64)
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
-    """Rows of tokens with labels; each row holds one example, or several when packed.
+    """Data set of rows of tokens with labels; a row contains one example, or several if they are packed.
 
     Args:
-        encoded: the examples.
-        rows: the numbers of the examples in each row.
-        packed: restart positions at each example of a row, by which transformers keeps the examples apart.
+        encoded: tokens of the examples.
+        rows: numbers of the examples in each row.
+        packed: whether positions restart at each example in a row, by which transformers keeps examples apart.
 
     Attributes:
-        group: `(n,)` group of each row, the column for natural clients.
-        labels: `(n,)` class of each row; only for classification.
+        group: `(n,)` number of each row's group, as the column for natural clients.
+        labels: `(n,)` class of each row, only for classification.
     """
 
     def __init__(self, encoded: Encoded, rows: Sequence[Ints], *, packed: bool, classified: bool) -> None:
@@ -99,10 +99,10 @@ class Padding:
     """Collate function that pads rows of tokens at the end to one length.
 
     Attributes:
-        token: pads ``input_ids``.
-        length: of every batch; None = of its longest row.
-        num_labels: labels of every row, for seq2seq; None = as many as tokens.
-        masked: add an ``attention_mask`` (1 = a token). A causal model needs none, since padding comes last.
+        token: token that pads ``input_ids``.
+        length: length of every batch; None = the length of its longest row.
+        num_labels: number of labels of every row, for seq2seq; None = as many as tokens.
+        masked: whether to add an ``attention_mask`` (1 = a token). A causal model needs none, since padding comes last.
     """
 
     token: int
@@ -130,28 +130,32 @@ class Padding:
 class FineTuning(Classes):
     """Examples for a causal language model, an encoder-decoder or a classifier of transformers.
 
-    Columns say what an example is: ``messages`` (a chat, a list of tables with role and content), ``prompt`` and ``completion``,
-    or ``text``; for seq2seq ``prompt``, which the encoder reads, and ``completion``; for classification ``text`` and ``label``.
-    Of a chat the loss counts what the assistant says, of a prompt with its completion the completion, of a text all.
+    The columns decide what an example is: ``messages`` (a chat: a list of mappings with role and content), ``prompt``
+    and ``completion``, or ``text``. For seq2seq they are ``prompt``, which the encoder reads, and ``completion``; for
+    classification ``text`` and ``label``. The loss counts the assistant's messages of a chat, the completion of a
+    prompt, and all of a text.
 
     Args:
-        path: a file (JSONL, parquet, CSV), a folder or a name on the hub that `datasets` loads, or `made:sums` for sums that are
-            made on the spot.
-        tokenizer: of transformers: name on the hub, folder, `package:NAME/FOLDER`, or `bytes`, which needs no files.
-        task: causal, seq2seq or classification.
-        test_path: the same for evaluation; null = the split `test` of path, or without one a share of its examples.
-        test_share: that share.
-        name: configuration of the data set, where it has several.
-        columns: names of the data's columns where they differ: `{prompt: question, completion: answer}`. `{group: author}` says
-            whose an example is, for `ByColumn("group")`.
+        path: a file (JSONL, parquet, CSV), a folder or a name on the hub that `datasets` loads, or `made:sums` for
+            generated sums.
+        tokenizer: tokenizer of transformers: name on the hub, folder, `package:NAME/FOLDER`, or `bytes`, which needs no
+            files.
+        task: kind of task: causal, seq2seq or classification.
+        test_path: path of the test examples, of the same kinds; null = the split `test` of ``path``, or a share of its
+            examples.
+        test_share: share of the examples that is held out if there is no test set.
+        name: configuration of the data set, if it has several.
+        columns: names of the data's columns if they differ: `{prompt: question, completion: answer}`. `{group: author}`
+            names the column of an example's author, for `ByColumn("group")`.
         chat_template: file with a Jinja template for chats; null = the tokenizer's own.
-        max_length: tokens kept of an example; for seq2seq of its prompt, and of its completion.
-        packing: put several examples, of one group, in a row of max_length tokens when training; none sees another.
-        padding: max_length, or longest: to the longest row of a batch. With it costs are predicted from the longest rows of all.
-            Answers for seq2seq have the length of the longest of all either way.
-        batch_size: rows in a batch.
-        num_train: train on so many rows, evenly spaced; null = all.
-        num_test: evaluate on so many examples, evenly spaced; null = all.
+        max_length: number of tokens kept of an example; for seq2seq, of its prompt and of its completion each.
+        packing: whether a training row of max_length tokens gets several examples of one group; no example sees
+            another.
+        padding: max_length, or longest: pad to the longest row of a batch. With longest, costs are predicted from the
+            longest rows of all batches. Either way, completions for seq2seq are padded to the longest of all.
+        batch_size: number of rows in a batch.
+        num_train: number of rows to train on, evenly spaced; null = all.
+        num_test: number of examples to evaluate on, evenly spaced; null = all.
     """
 
     def __init__(
@@ -191,7 +195,7 @@ class FineTuning(Classes):
 
     @property
     def tokenizer(self) -> Any:  # a transformers.PreTrainedTokenizerBase
-        """Return the tokenizer, with the chat template that was given; it is saved with the model."""
+        """The tokenizer, with the given chat template; it is saved with the model."""
         tokenizer = load_tokenizer(self._tokenizer)
         if self._chat_template is not None:
             tokenizer.chat_template = Path(self._chat_template).read_text(encoding="utf-8-sig")
@@ -201,7 +205,7 @@ class FineTuning(Classes):
         """Tokenise the examples, or memory-map the tokens that an earlier run wrote.
 
         Raises:
-            BadInput: data, tokenizer or a column is missing.
+            BadInput: the data, the tokenizer or a column is missing.
         """
         if hasattr(self, "train"):
             return

@@ -15,12 +15,13 @@ def load_splits(path: str, name: str | None) -> Any:
     """Return the splits of a data set, by name.
 
     Args:
-        path: name on the hub, a folder that `datasets.load_dataset` or `load_from_disk` reads, or a file of JSON lines, parquet
-            or CSV, which is one split, ``train``.
-        name: configuration of the data set, where it has several.
+        path: name on the hub; a folder that `datasets.load_dataset` or `load_from_disk` reads; or a file of JSON lines,
+            parquet or CSV, which is one split, ``train``.
+        name: configuration of the data set, if it has several.
 
     Raises:
-        BadInput: `datasets` is not installed, or there is no such data set, or a file is damaged: names the line.
+        BadInput: `datasets` is not installed, there is no such data set, or a file is damaged; then the message names
+            the line.
     """
     _check_there(path)
     try:
@@ -79,16 +80,16 @@ def _line_fault(line: str) -> str | None:
 
 
 def rows_of(splits: Any, path: str, split: str, *columns: str) -> Any:
-    """Return the rows of a split.
+    """Return the rows of a split, after checking that it has the required columns.
 
     Args:
-        splits: split name -> rows.
-        path: of the data set, for messages.
-        split: to return.
-        columns: that it must have.
+        splits: rows of the splits, by name.
+        path: path of the data set, for messages.
+        split: name of the split to return.
+        columns: names of the columns that it must have.
 
     Raises:
-        BadInput: there is no such split, or it has not the columns.
+        BadInput: the split does not exist or lacks one of the columns.
     """
     if split not in splits:
         raise BadInput(f"the data set '{path}' has no split '{split}': it has {', '.join(splits)}")

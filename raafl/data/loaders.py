@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn any exception inside the context into a `BadInput` of the field ``data``; ``what`` says what was being read."""
+    """Return a context that turns any exception into a `BadInput` of the field ``data``; ``what`` names what is being read."""
     try:
         yield
     except BadInput:
@@ -47,14 +47,14 @@ def reading(what: str) -> Iterator[None]:
 
 
 class Loader(NamedTuple):
-    """The parts of a data loader that raafl uses.
+    """Those settings of a data loader that raafl uses.
 
     Attributes:
-        dataset: of the loader, the part of it that a subset sampler picks.
-        collate: makes a batch of a list of samples.
-        batch_size: samples in a batch; None = the loader does not say.
-        drop_last: leave out the last batch of an epoch where it is smaller than the others.
-        weights: `(len(dataset),)` float64, of a `WeightedRandomSampler`; None = each sample once in an epoch.
+        dataset: data set of the loader; with a subset sampler, the part that the sampler picks.
+        collate: function that makes a batch of a list of samples.
+        batch_size: number of samples in a batch; None = the loader does not name one.
+        drop_last: whether an epoch drops its last batch if that is smaller than the others.
+        weights: `(len(dataset),)` float64, weights of a `WeightedRandomSampler`; None = each sample once in an epoch.
     """
 
     dataset: Any
@@ -65,10 +65,11 @@ class Loader(NamedTuple):
 
 
 def read_loader(loader: object, name: str) -> Loader:
-    """Read the loader that the hook ``name`` of a data module returned.
+    """Read the loader that the hook ``name`` of a data module has returned.
 
     Raises:
-        BadInput: it is not one torch DataLoader over a map-style data set, or has a sampler that cannot be kept.
+        BadInput: ``loader`` is not one torch DataLoader over a map-style data set, or has a sampler that raafl cannot
+            follow.
     """
     if isinstance(loader, (list, tuple)) and len(loader) == 1:
         loader = loader[0]
@@ -134,7 +135,10 @@ def _check_sampler(sampler: Any, length: int, name: str) -> None:
 
 
 def check_dataset(what: str, dataset: object) -> None:
-    """Raise `BadInput` unless samples can be picked by number, and there are some; ``what`` names the data set."""
+    """Raise `BadInput` unless a data set's samples can be read by number, and there is at least one.
+
+    ``what`` names the data set.
+    """
     kind = briefly(dataset) if isinstance(dataset, type) else type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise BadInput(
@@ -156,7 +160,7 @@ def check_dataset(what: str, dataset: object) -> None:
 
 
 def check_transfer(module: LightningDataModule) -> None:
-    """Refuse a data module that overrides hooks for moving batches to a device: clients read rows without calling them."""
+    """Raise `BadInput` if a data module overrides hooks for moving batches to a device: clients read rows without calling them."""
     found = [name for name in BATCH_HOOKS if overrides(module, name)]
     if found:
         raise BadInput(
@@ -166,14 +170,14 @@ def check_transfer(module: LightningDataModule) -> None:
 
 
 def overrides(module: LightningDataModule, name: str) -> bool:
-    """Check whether the module overrides this hook; the default in Lightning's DataHooks only raises."""
+    """Check whether a data module overrides this hook, whose default in Lightning's DataHooks only raises."""
     hook = getattr(module, name, None)
     return hook is not None and not getattr(hook, "__qualname__", "").startswith("DataHooks.")
 
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """Batches of a data set in its own order, sliced from `tensors` where these hold the whole set."""
+    """Batches of a data set in its own order; they are slices of `tensors` if these contain the whole set."""
 
     fetch: Fetch
     num_samples: int

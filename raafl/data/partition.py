@@ -33,10 +33,11 @@ class Partition(ABC):
     """Base of the rules that divide the training set among clients.
 
     Args:
-        test_share: share of its samples that each client keeps from training and measures its own submodel on, at least 0
+        test_share: share of its samples on which each client does not train but evaluates its own submodel, at least 0
             and below 1; 0 = none (0.2 in the Co-S2P paper, section VI-A).
-        validation_share: share of the training set that no client gets, at least 0 and below 1, on which the global model
-            is measured instead of the test set: for searches of settings, which must not see the test set; 0 = none.
+        validation_share: share of the training set that no client gets, at least 0 and below 1. The global model is
+            evaluated on it instead of the test set, for searches of settings, which must not see the test set; 0 =
+            none.
     """
 
     # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
@@ -50,13 +51,13 @@ class Partition(ABC):
     def held_out(self, part: torch.Tensor, client: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Divide a client's samples at random into a training part and a test part, both ascending.
 
-        The test part has `test_share` of them, halves rounded up, and leaves one at least to train on; of few samples it
-        may be empty. The draw depends on seed, client and number of samples alone.
+        The test part has the share `test_share`, with halves rounded up, but at least one sample is left for training;
+        of few samples it may be empty. The draw depends on seed, client and number of samples alone.
 
         Args:
-            part: sample numbers of the client.
-            client: its id.
-            seed: of the run.
+            part: numbers of the client's samples.
+            client: id of the client.
+            seed: seed of the run.
 
         Raises:
             BadInput: `test_share` is out of range.
@@ -65,7 +66,7 @@ class Partition(ABC):
         return (part[train], part[test]) if len(test) else (part, part[:0])
 
     def validation_rows(self, num_samples: int, seed: int) -> torch.Tensor:
-        """Draw the rows of the training set that validate the global model: int64, ascending, none where the share is 0.
+        """Draw the rows of the training set on which the global model is validated: int64, ascending; none if the share is 0.
 
         Raises:
             BadInput: `validation_share` is out of range.
@@ -79,19 +80,19 @@ class Partition(ABC):
         seed: int,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[torch.Tensor]:
-        """Divide the samples among the clients.
+        """Divide the samples among the clients by `assign`, and check the result.
 
         Args:
             labels: `(num_samples,)` whole numbers, the class of each sample.
             num_clients: number of parts.
             seed: 0 or more; the same seed gives the same parts.
-            columns: other facts about each sample, by name, for partitions that group by one.
+            columns: further values for each sample, by name, for partitions that group by one.
 
         Returns:
-            One int64 tensor of ascending sample indices for each client, none empty.
+            Ascending sample indices for each client, one int64 tensor each, none empty.
 
         Raises:
-            BadInput: there are more clients than data, or this partition cannot be made of these labels.
+            BadInput: there are more clients than samples, or this partition cannot be made of these labels.
         """
         labels_n = class_numbers(labels)
         at_least("num_clients", num_clients, 1)
@@ -106,22 +107,22 @@ class Partition(ABC):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> Sequence[npt.ArrayLike]:
-        """Assign samples to clients: the method to override for a partition of your own. `split` checks what it returns.
+        """Assign samples to clients; override this method for a partition of your own. `split` checks the result.
 
         Args:
             labels: `(num_samples,)` int64, the class of each sample; all 0 where `needs_labels` is False.
             num_clients: number of parts.
-            rng: the only source of chance, so that the run's seed decides the partition.
-            columns: other facts about each sample, by name: one entry for each.
+            rng: random generator, the only source of chance, so that the run's seed decides the partition.
+            columns: further values for each sample, by name.
 
         Returns:
-            For each client the numbers of its samples, in any order; a sample may be nobody's.
+            The numbers of each client's samples, in any order; a sample may belong to no client.
         """
 
 
 @dataclass(frozen=True)
 class Iid(Partition):
-    """Random division into parts of equal size, give or take one sample: every client has the same distribution."""
+    """Random division into parts whose sizes differ by at most one sample: every client has the same distribution."""
 
     needs_labels: ClassVar[bool] = False
 
@@ -137,18 +138,18 @@ class Dirichlet(Partition):
     """Label skew: each class is divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
 
     Hsu, Qi and Brown 2019 (arXiv:1909.06335) introduced the Dirichlet to set label skew by one number; drawing one
-    vector of client proportions per class follows Li et al. 2022 (arXiv:2102.02079, section 4.1). Large `alpha`
-    approaches `Iid`; at small `alpha` a client has few classes, and sizes differ widely too.
+    vector of client proportions per class follows Li et al. 2022 (arXiv:2102.02079, section 4.1). A large `alpha`
+    approaches `Iid`; with a small `alpha` a client has few classes, and sizes differ widely, too.
 
-    The draw is repeated until every client has `min_samples`, at most 100 times. If none of the draws will do, which
-    is to be expected when alpha times the number of clients and classes is small, the last one is repaired: random
-    samples move one by one from the client with most to a client with too few. A warning says how many moved.
+    The draw is repeated until every client has `min_samples`, at most 100 times. All draws may fail, which is to be
+    expected if alpha times the number of clients and classes is small. Then the last draw is repaired: random samples
+    move one by one from the client with most to a client with too few, and a warning tells how many moved.
 
     Args:
         alpha: concentration, above 0 (alpha or beta in the papers).
-        min_samples: least number of samples of a client.
-        capped: give no further class to a client that has its equal share of the samples already, as the code of
-            Li et al. does (classes in ascending order): labels stay skewed, sizes differ less.
+        min_samples: smallest number of samples of a client.
+        capped: whether a client that already has its equal share of the samples gets no further class, as in the code
+            of Li et al. (classes in ascending order): labels stay skewed, but sizes differ less.
     """
 
     alpha: float
@@ -196,12 +197,12 @@ class Dirichlet(Partition):
 class ClassesPerClient(Partition):
     """Label skew: every client holds samples of exactly `num_classes` classes.
 
-    The setting "#C = k" of Li et al. 2022 (arXiv:2102.02079). Each client takes the classes that have fewest owners
-    so far, chance deciding ties, so that the classes have equally many owners, give or take one; then each class is
-    dealt evenly among its owners.
+    The setting "#C = k" of Li et al. 2022 (arXiv:2102.02079). Each client takes the classes that have fewest owners so
+    far, with ties broken at random, so that the numbers of owners differ by at most one. Then each class is divided
+    evenly among its owners.
 
     Args:
-        num_classes: k, classes of each client.
+        num_classes: number k of classes of each client.
     """
 
     num_classes: int
@@ -250,12 +251,12 @@ class ClassesPerClient(Partition):
 class QuantitySkew(Partition):
     """Clients of unequal size and equal distribution: sizes follow proportions drawn from a symmetric Dirichlet.
 
-    "Quantity skew" of Li et al. 2022 (arXiv:2102.02079, section 4.3). Each client first gets `min_samples`; what is
-    left is shared out in the drawn proportions.
+    "Quantity skew" of Li et al. 2022 (arXiv:2102.02079, section 4.3). Each client first gets `min_samples`; the rest is
+    divided in the drawn proportions.
 
     Args:
-        alpha: concentration, above 0; large means equal sizes.
-        min_samples: least number of samples of a client.
+        alpha: concentration of the distribution, above 0; a large one means equal sizes.
+        min_samples: smallest number of samples of a client.
     """
 
     alpha: float
@@ -282,7 +283,7 @@ class ByColumn(Partition):
     """Natural clients: samples with the same value in a column (a writer, a speaker, a hospital) stay together.
 
     With as many values as clients, client i has the i-th value in sorted order. With more values, whole values are
-    dealt to the clients at random, their numbers of values differing by one at most.
+    given to the clients at random; their numbers of values differ by at most one.
 
     Args:
         column: name of the column.

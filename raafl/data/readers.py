@@ -30,14 +30,14 @@ _MNIST_STEMS = {"train": "train", "test": "t10k"}
 
 
 def data_root(root: str | Path | None) -> Path:
-    """Return the folder of all data sets: `root`, else the environment variable RAAFL_DATA, else ~/.cache/raafl."""
+    """Return the folder that contains all data sets: `root`, else the environment variable RAAFL_DATA, else ~/.cache/raafl."""
     return Path(root or os.environ.get("RAAFL_DATA") or _USER_CACHE).expanduser()
 
 
 def read_digits() -> Tensors:
     """Read scikit-learn's bundled digits: images `(1797, 1, 8, 8)` float32 in [0, 1], labels `(1797,)` int64.
 
-    The file is read where scikit-learn keeps it, without importing scikit-learn (which takes a second in each rank).
+    The file is read from scikit-learn's folder without importing scikit-learn, which would take a second in each rank.
     """
     spec: Any = importlib.util.find_spec("sklearn")
     content = Path(spec.origin).with_name("datasets").joinpath("data", "digits.csv.gz").read_bytes()
@@ -52,7 +52,7 @@ def read_idx(path: Path) -> torch.Tensor:
     """Read unsigned bytes from an idx file; one that is not gzipped is memory-mapped, so that ranks share its pages.
 
     Raises:
-        BadInput: the file is damaged or holds something else.
+        BadInput: the file is damaged, or is not an idx file of unsigned bytes.
     """
     content: Any = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else np.memmap(path, np.uint8, "c")
     header = bytes(content[:4])
@@ -68,14 +68,14 @@ def read_idx(path: Path) -> torch.Tensor:
 
 
 class Mnist:
-    """MNIST: four idx files, plain or gzipped."""
+    """File names of MNIST: four idx files, plain or gzipped."""
 
     def places(self, root: Path) -> list[Path]:
-        """Return the folders that may contain the set."""
+        """Return the folders below ``root`` that may contain the set."""
         return [root / "torchvision" / "MNIST" / "raw", root / "MNIST" / "raw"]
 
     def find(self, root: Path) -> Path | None:
-        """Return the folder that has the set, or None."""
+        """Return the folder below ``root`` that has the set, or None."""
         return next((folder for folder in self.places(root) if _has_mnist(folder)), None)
 
     def read(self, folder: Path, split: str) -> Tensors:
@@ -88,7 +88,7 @@ class Mnist:
 
 @dataclass(frozen=True, slots=True)
 class Cifar:
-    """File names of one of the two CIFAR sets."""
+    """File names of one of the two CIFAR sets, CIFAR-10 or CIFAR-100."""
 
     folder: str
     batches: str
@@ -97,11 +97,11 @@ class Cifar:
     files: Mapping[str, str]
 
     def places(self, root: Path) -> list[Path]:
-        """Return the folders that may contain the set: parquet as on the hub first, then torchvision's layout."""
+        """Return the folders below ``root`` that may contain the set: parquet as on the hub first, then torchvision's layout."""
         return [root / self.folder, root / "torchvision" / self.batches, root / self.batches]
 
     def find(self, root: Path) -> Path | None:
-        """Return the folder that has the set, or None."""
+        """Return the folder below ``root`` that has the set, or None."""
         return next((folder for folder in self.places(root) if self._is_in(folder)), None)
 
     def read(self, folder: Path, split: str) -> Tensors:
@@ -124,10 +124,10 @@ CIFAR100 = Cifar("cifar100", "cifar-100-python", "CIFAR100", "fine_label", {"tra
 
 
 def stack_images(images: Sequence[Any]) -> Bytes:
-    """Stack PIL images to `(n, channels, height, width)` bytes: 1 channel where all are grey, else RGB.
+    """Stack PIL images to `(n, channels, height, width)` bytes: 1 channel if all are grey, else RGB.
 
     Raises:
-        BadInput: there are none, or they differ in size.
+        BadInput: there are no images, or they differ in size.
     """
     sizes = {image.size for image in images}
     if len(sizes) != 1:
@@ -147,18 +147,18 @@ def cached(
     build: Callable[[], Arrays],
     parts: Sequence[str] = ("images", "labels"),
 ) -> Tensors:
-    """Return the arrays that `build` makes of the source files; built once per machine, then memory-mapped.
+    """Return the arrays that `build` makes of the source files; they are built once per machine, then memory-mapped.
 
-    The files lie in `folder/.raafl`, or in the user's cache where that cannot be written, under a name that changes
-    with the sources (paths, sizes, times of change). Ranks that start together wait for the first one. Where nothing
-    can be written the arrays stay in this process.
+    The arrays are stored in `folder/.raafl`, or in the user's cache if that cannot be written, under a name that
+    changes with the sources (paths, sizes, times of change). Ranks that start together wait for the first one. If
+    nothing can be written, the arrays stay in this process.
 
     Args:
-        sources: files that the arrays are made of.
-        folder: of the data set.
-        name: of the data set; begins the name of the cache.
-        build: makes the arrays.
-        parts: their names.
+        sources: files from which the arrays are built.
+        folder: folder of the data set.
+        name: name of the data set, with which the cache's name begins.
+        build: function that builds the arrays.
+        parts: names of the arrays.
     """
     digest = hashlib.sha256()
     for source in sources:
@@ -196,7 +196,7 @@ def _are_saved(arrays: Arrays, files: Sequence[Path]) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Return a context that only one process of this machine at a time can be in, by a lock file."""
+    """Return a context that only one process of this machine can be in at a time, by a lock file at ``path``."""
     try:
         file = path.open("a")
     except OSError:  # another user's lock: the worst is work done twice

@@ -22,22 +22,22 @@ _ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tiny
 
 
 class Shakespeare(Classes):
-    """The tiny Shakespeare file (1.1 MB) as windows of characters to predict one by one; 65 characters.
+    """The tiny Shakespeare file (1.1 MB, 65 characters) as windows of text, whose characters are predicted one by one.
 
-    A sample is `(tokens, targets)`, both `(length,)`; a batch's loss counts every character. Each window lies within what
-    one speaker says, and `raafl.data.ByColumn("speaker")` makes the speakers the clients, as McMahan et al. 2017
-    (arXiv:1602.05629) do. The last windows of each speaker are held out.
+    A sample is `(tokens, targets)`, both `(length,)`; a batch's loss counts every character. Each window lies within
+    one speaker's text, and `raafl.data.ByColumn("speaker")` makes the speakers the clients, as in McMahan et al. 2017
+    (arXiv:1602.05629). The last windows of each speaker are held out.
 
     Args:
-        root: folder that has `shakespeare/input.txt`; by default the environment variable RAAFL_DATA, then
+        root: folder that contains `shakespeare/input.txt`; null = the environment variable RAAFL_DATA, else
             ~/.cache/raafl.
-        length: characters of a window.
-        batch_size: windows in a batch.
-        min_speeches: leave out speakers with fewer speeches; 20 leaves 98 of them.
+        length: number of characters in a window.
+        batch_size: number of windows in a batch.
+        min_speeches: smallest number of speeches of a speaker; others are left out. 20 leaves 98 speakers.
         test_share: share of each speaker's windows that is held out, between 0 and 1.
-        download: fetch the file into `root` when it is not there.
-        num_train: train on so many windows, evenly spaced; null = all.
-        num_test: evaluate on so many windows, evenly spaced; null = all.
+        download: whether to download the file into `root` if it is missing.
+        num_train: number of windows to train on, evenly spaced; null = all.
+        num_test: number of windows to evaluate on, evenly spaced; null = all.
     """
 
     vocab_size: ClassVar[int] = 65
@@ -62,10 +62,10 @@ class Shakespeare(Classes):
         self.length, self.min_speeches, self.test_share, self.download = length, min_speeches, test_share, download
 
     def prepare_data(self) -> None:
-        """Fetch the file if it is missing.
+        """Download the file if it is missing.
 
         Raises:
-            BadInput: it is missing and cannot be fetched.
+            BadInput: the file is missing and cannot be downloaded.
         """
         if self.file.is_file():
             return
@@ -87,7 +87,7 @@ class Shakespeare(Classes):
             shutil.copyfileobj(answer, file)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and cut the text.
+        """Read the text and cut it into windows.
 
         Raises:
             BadInput: the file is missing, or no speaker has enough text.
@@ -140,7 +140,7 @@ def speeches_of(text: str) -> dict[str, list[str]]:
 
 
 def cut(codes: Codes, length: int) -> Codes:
-    """Cut codes into windows `(n, length + 1)` that overlap by one character; drop the remainder."""
+    """Cut the codes of a text into windows `(n, length + 1)` that overlap by one character; drop the remainder."""
     num_windows = max(0, (len(codes) - 1) // length)
     starts = np.arange(num_windows)[:, None] * length
     windows: Codes = codes[starts + np.arange(length + 1)]

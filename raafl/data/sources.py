@@ -29,7 +29,7 @@ DOWNLOAD_TIMEOUT_S = 20.0
 
 
 class Classes(LightningDataModule):
-    """Train and test sets of labelled samples with their loaders; validation uses the test set."""
+    """Data module of labelled samples in a training and a test set; validation uses the test set."""
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -45,7 +45,7 @@ class Classes(LightningDataModule):
         return DataLoader(self.train, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return the test loader: these sets have no validation split of their own."""
+        """Return batches of the test set, since these data have no validation split of their own."""
         return self.test_dataloader()
 
     def test_dataloader(self) -> DataLoader[Any]:
@@ -65,12 +65,12 @@ def spread(dataset: Dataset[Any], number: int | None) -> Dataset[Any]:
 
 
 def held_out(labels: npt.NDArray[np.int64], share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Return the indices of held-out samples: ``share`` of each class, drawn from the seed.
+    """Return a mask of the held-out samples: ``share`` of each class, drawn from the seed.
 
     Args:
         labels: class of each sample, ``(samples,)``.
-        share: fraction of each class.
-        seed: of the draw.
+        share: fraction of each class to hold out.
+        seed: seed of the draw.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     is_test = np.zeros(len(labels), np.bool_)
@@ -84,9 +84,9 @@ class Digits(Classes):
     """scikit-learn's bundled digits: 1,797 images `(1, 8, 8)` in [0, 1], 10 classes; needs no download.
 
     Args:
-        batch_size: samples in a batch.
+        batch_size: number of samples in a batch.
         test_share: share of each class that is held out, between 0 and 1.
-        seed: of the split, which is stratified by class.
+        seed: seed of the split, which is stratified by class.
     """
 
     num_classes: ClassVar[int] = 10
@@ -98,7 +98,7 @@ class Digits(Classes):
         self.test_share, self.seed = test_share, seed
 
     def setup(self, stage: str | None = None) -> None:
-        """Read and split the digits."""
+        """Read the digits and split them into training and test set."""
         if hasattr(self, "train"):
             return
         images, labels = readers.read_digits()
@@ -138,16 +138,17 @@ class _FromFolder(Classes):
         self.root, self.download, self.normalize = readers.data_root(root), download, normalize
 
     def prepare_data(self) -> None:
-        """Download what is missing, if allowed.
+        """Download missing files, if that is allowed.
 
         Raises:
-            BadInput: the data is missing and cannot be fetched; says where it was looked for and what to do.
+            BadInput: the data is missing and cannot be downloaded; the message says where it was looked for and what to
+                do.
         """
         if self.files.find(self.root) is None:
             self._fetch()
 
     def setup(self, stage: str | None = None) -> None:
-        """Map the files into memory.
+        """Map the data set's files into memory.
 
         Raises:
             BadInput: the data is missing.
@@ -216,14 +217,14 @@ class HuggingFace(Classes):
 
     Args:
         path: name on the hub, or a folder that `datasets.load_dataset` or `load_from_disk` reads.
-        name: configuration of the data set, where it has several.
-        image_column: column with the images.
-        label_column: column with whole-number labels.
+        name: configuration of the data set, if it has several.
+        image_column: name of the column with the images.
+        label_column: name of the column with whole-number labels.
         train_split: name of the split to train on.
         test_split: name of the split to evaluate on.
-        batch_size: samples in a batch.
-        mean: subtracted from every channel, on the scale from 0 to 1.
-        std: divides every channel, on the same scale.
+        batch_size: number of samples in a batch.
+        mean: number subtracted from every channel, on the scale from 0 to 1.
+        std: number that divides every channel, on the same scale.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class HuggingFace(Classes):
         self.mean, self.std = mean, std
 
     def setup(self, stage: str | None = None) -> None:
-        """Load and decode both splits.
+        """Load both splits and decode their images.
 
         Raises:
             BadInput: `datasets` is not installed, or there is no such data set, split or column.

@@ -18,8 +18,8 @@ Fetch = Callable[[torch.Tensor], Any]
 class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
     """Data set that gathers many samples in one operation instead of collating them one by one.
 
-    Subclass it to give your own data the fast path of `ClientData`. `gather` must return, bit for bit, what the default collate
-    function makes of the single samples.
+    Subclass it to give your own data the fast path of `ClientData`. `gather` must return, bit for bit, the batch that
+    the default collate function makes of the single samples.
     """
 
     labels: torch.Tensor
@@ -40,14 +40,14 @@ class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
 class TensorImages(GatherDataset):
     """Labelled images stored as bytes and normalised when gathered.
 
-    The bytes may lie in a memory-mapped file, which all ranks of a machine share; as float32 each rank would hold four times as
-    much for itself.
+    The bytes may lie in a memory-mapped file, which all ranks of a machine share; as float32, each rank would need four
+    times as much memory of its own.
 
     Args:
-        images: `(n, channels, height, width)` uint8.
-        labels: `(n,)` whole numbers.
-        mean: per channel, on the scale from 0 to 1.
-        std: per channel, on the scale from 0 to 1.
+        images: `(n, channels, height, width)` uint8, the stored images.
+        labels: `(n,)` whole numbers, the class of each image.
+        mean: number for each channel that is subtracted, on the scale from 0 to 1.
+        std: number for each channel that divides it, on the scale from 0 to 1.
 
     Raises:
         BadInput: shapes or types do not fit each other.
@@ -70,7 +70,7 @@ class TensorImages(GatherDataset):
         return len(self.labels)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return normalised float32 images `(n, channels, height, width)` and int64 labels `(n,)`."""
+        """Return normalised float32 images `(n, channels, height, width)` and int64 labels `(n,)` at these indices."""
         pixels = self.images.index_select(0, indices).to(torch.float32)
         # Two exactly rounded operations, so that one image and many give the same bits.
         return pixels.sub_(self._mean_c11).div_(self._std_c11), self.labels.index_select(0, indices)
@@ -87,7 +87,7 @@ def unwrap(dataset: object) -> tuple[Any, torch.Tensor | None]:
 
 
 def is_tensors(dataset: object) -> bool:
-    """Check whether this is a `TensorDataset` whose samples are its rows unchanged (a subclass may transform them)."""
+    """Check whether ``dataset`` is a `TensorDataset` whose samples are its rows unchanged (a subclass may transform them)."""
     return isinstance(dataset, TensorDataset) and _plain(dataset, TensorDataset)
 
 
@@ -100,8 +100,8 @@ def _plain(dataset: object, kind: type) -> bool:
 def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
     """Return a function from row numbers to a batch, and whether it is fast (tensors in, a list of tensors out).
 
-    The batch is what a `DataLoader` with this collate function makes of the rows. A `TensorDataset` or
-    `GatherDataset`, or `Subset`s of one, are fast with the default collate function.
+    The batch equals the one that a `DataLoader` with this collate function makes of the rows. With the default collate
+    function, a `TensorDataset` or `GatherDataset`, or `Subset`s of one, is fast.
     """
     if collate is not default_collate:
         return _one_by_one(dataset, collate), False
@@ -116,7 +116,7 @@ def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
 
 
 def select_from(tensors: Sequence[torch.Tensor]) -> Fetch:
-    """Return a function that gathers rows of these tensors."""
+    """Return a function that gathers rows from these tensors."""
     return lambda rows: [tensor.index_select(0, rows) for tensor in tensors]
 
 

@@ -60,7 +60,7 @@ class _Texts(Classes):
         """Return the cache folder and the name of this set in it."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenise both parts, or memory-map the tokens that an earlier run wrote.
+        """Tokenise training and test texts, or memory-map the tokens that an earlier run wrote.
 
         Raises:
             BadInput: the data, the tokenizer or a column is missing.
@@ -120,10 +120,11 @@ class _FromFolderOrHub(_Texts):
         self.root, self.download = readers.data_root(root), download
 
     def prepare_data(self) -> None:
-        """Fetch what is missing, if allowed.
+        """Download missing files, if that is allowed.
 
         Raises:
-            BadInput: the data is missing and cannot be fetched; says where it was looked for and what to do.
+            BadInput: the data is missing and cannot be downloaded; the message says where it was looked for and what to
+                do.
         """
         if any(not self._files(part) for part in self.splits):
             self._from_hub()
@@ -196,17 +197,17 @@ class HuggingFaceText(_Texts):
     Args:
         path: name on the hub, or a folder that `datasets.load_dataset` or `load_from_disk` reads.
         tokenizer: `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER`.
-        name: configuration of the data set, where it has several.
-        text_column: column with the texts.
-        label_column: column with whole-number labels.
+        name: configuration of the data set, if it has several.
+        text_column: name of the column with the texts.
+        label_column: name of the column with whole-number labels.
         train_split: name of the split to train on.
         test_split: name of the split to evaluate on.
-        max_length: tokens kept of each text; shorter ones are padded.
-        train_length: the same for training texts; null = max_length.
-        vocab_size: for `words`: number of tokens.
-        batch_size: samples in a batch.
-        num_train: train on so many texts, evenly spaced; null = all.
-        num_test: evaluate on so many texts, evenly spaced; null = all.
+        max_length: number of tokens kept of each text; shorter ones are padded.
+        train_length: number of tokens kept of each training text; null = max_length.
+        vocab_size: number of tokens in the vocabulary of `words`.
+        batch_size: number of samples in a batch.
+        num_train: number of texts to train on, evenly spaced; null = all.
+        num_test: number of texts to evaluate on, evenly spaced; null = all.
     """
 
     def __init__(
@@ -232,7 +233,7 @@ class HuggingFaceText(_Texts):
         self._loaded: Any = None
 
     def prepare_data(self) -> None:
-        """Fetch what is not in the cache of `datasets`.
+        """Download data that is not in the cache of `datasets`.
 
         Raises:
             BadInput: `datasets` is not installed, or there is no such data set.

@@ -17,7 +17,7 @@ _PARTS = ("tokens", "starts")
 
 
 class TextFolder(Classes):
-    """The text files of a folder as windows of tokens to predict one by one.
+    """The text files of a folder as windows of tokens, which are predicted one by one.
 
     A sample is `(tokens, targets)`, both `(length,)` int64; a batch's loss counts every token. Each file is tokenised and cut into
     windows, the last of which are held out; `raafl.data.ByColumn("speaker")` makes the files the clients. Files are tokenised once
@@ -25,14 +25,14 @@ class TextFolder(Classes):
 
     Args:
         path: folder with the texts, UTF-8; `package:NAME/FOLDER` for a folder of an installed Python package.
-        glob: pattern of the files within it; `**` stands for any depth.
-        tokenizer: of transformers: name on the hub, folder, `package:NAME/FOLDER`, or `bytes`, which needs no files and has 261
-            tokens. The model's `vocab_size` must be at least its number of tokens.
-        length: tokens of a window.
-        batch_size: windows in a batch.
+        glob: pattern of the files within the folder; `**` stands for any depth.
+        tokenizer: tokenizer of transformers: name on the hub, folder, `package:NAME/FOLDER`, or `bytes`, which needs no
+            files and has 261 tokens. The model's `vocab_size` must be at least its number of tokens.
+        length: number of tokens in a window.
+        batch_size: number of windows in a batch.
         test_share: share of each file's windows that is held out, between 0 and 1.
-        num_train: train on so many windows, evenly spaced; null = all.
-        num_test: evaluate on so many windows, evenly spaced; null = all.
+        num_train: number of windows to train on, evenly spaced; null = all.
+        num_test: number of windows to evaluate on, evenly spaced; null = all.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class TextFolder(Classes):
 
     @property
     def tokenizer(self) -> Any:  # a transformers.PreTrainedTokenizerBase
-        """Return the tokenizer; it is saved with the model."""
+        """The tokenizer, which is saved with the model."""
         return load_tokenizer(self._tokenizer)
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenise the files, or memory-map the tokens that an earlier run wrote, and cut them.
+        """Tokenise the files, or memory-map the tokens that an earlier run wrote, and cut them into windows.
 
         Raises:
-            BadInput: there is no such folder, file or tokenizer, a file is not UTF-8, or all are too short.
+            BadInput: the folder, a file or the tokenizer is missing, a file is not UTF-8, or all are too short.
         """
         if hasattr(self, "train"):
             return

@@ -29,12 +29,12 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 
 
 class TensorTokens(GatherDataset):
-    """Labelled texts as tokens, padded to one length; attention masks are made when gathered.
+    """Labelled texts as tokens, padded to one length; attention masks are made when samples are gathered.
 
     Args:
-        tokens: `(n, length)` whole numbers, padding at the end; may lie in a memory-mapped file.
+        tokens: `(n, length)` whole numbers, padded at the end; may lie in a memory-mapped file.
         lengths: `(n,)` number of tokens of each text that are not padding.
-        labels: `(n,)` whole numbers.
+        labels: `(n,)` whole numbers, the class of each text.
 
     Raises:
         BadInput: shapes do not fit each other.
@@ -60,11 +60,11 @@ class TensorTokens(GatherDataset):
 
 
 class TensorWindows(GatherDataset):
-    """Windows of text for next-token prediction, each from one speaker.
+    """Windows of text for next-token prediction, each from one speaker or file.
 
     Args:
-        windows: `(n, length + 1)` whole numbers, the tokens of one window.
-        speaker: n names; the column of natural clients.
+        windows: `(n, length + 1)` whole numbers, the tokens of each window.
+        speaker: n names of speakers, as the column for natural clients.
 
     Raises:
         BadInput: shapes do not fit each other.
@@ -91,12 +91,12 @@ class TensorWindows(GatherDataset):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Choice of a tokenizer.
+    """Choice of a tokenizer by its name.
 
     Attributes:
-        name: `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER` for a folder of an
-            installed Python package.
-        vocab_size: for `words`: size of the vocabulary, padding (0) and unknown words (1) included.
+        name: `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER` for a folder of
+            an installed Python package.
+        vocab_size: size of the vocabulary of `words`, with padding (0) and unknown words (1).
     """
 
     name: str
@@ -107,7 +107,7 @@ class Tokenizer:
             raise BadInput(f"vocab_size is {self.vocab_size}: give 3 or more (0 is padding, 1 an unknown word)")
 
     def facts(self) -> list[Path | str]:
-        """List what the tokens depend on, for the cache key: the tokenizer's files or its name."""
+        """List everything that the tokens depend on, for the cache key: the tokenizer's files or its name."""
         if self.name == WORDS:
             return [f"{WORDS} {self.vocab_size}"]
         where = Path(located(self.name))
@@ -117,15 +117,15 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], max_length: int, training_texts: Callable[[], Sequence[str]]
     ) -> tuple[Ints, Ints]:
-        """Return tokens `(n, max_length)`, cut and padded at the end, and the number of tokens of each text `(n,)`.
+        """Return tokens `(n, max_length)`, truncated or padded at the end, and the number of tokens of each text `(n,)`.
 
         Args:
-            texts: n texts.
-            max_length: tokens of each text, special tokens included.
-            training_texts: source of the vocabulary of ``words``.
+            texts: the n texts to encode.
+            max_length: number of tokens of each text, special tokens included.
+            training_texts: function that returns the texts from which ``words`` takes its vocabulary.
 
         Raises:
-            BadInput: there is no such tokenizer.
+            BadInput: the tokenizer does not exist.
         """
         if self.name == WORDS:
             numbers = vocabulary(training_texts(), self.vocab_size)
@@ -180,10 +180,10 @@ def load_tokenizer(name: str) -> Any:  # a transformers.PreTrainedTokenizerBase
     """Load a tokenizer of transformers.
 
     Args:
-        name: name on the hub, folder, `package:NAME/FOLDER`, or `bytes` for the one that is made here.
+        name: name on the hub, folder, `package:NAME/FOLDER`, or `bytes` for raafl's own tokenizer of bytes.
 
     Raises:
-        BadInput: there is no such tokenizer, or transformers is not installed.
+        BadInput: the tokenizer does not exist, or transformers is not installed.
     """
     try:
         from transformers import AutoTokenizer

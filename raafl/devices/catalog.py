@@ -15,7 +15,7 @@ _FILE = Path(__file__).with_name("shipped.yaml")
 
 @lru_cache(maxsize=1)
 def catalogue() -> Mapping[str, Any]:
-    """Load the bundled data file: ``devices`` and ``generators`` by name, and the source of each ``shares`` figure."""
+    """Load the bundled data file: ``devices`` and ``generators`` by name, and the source of each figure in ``shares``."""
     import yaml
 
     data: Mapping[str, Any] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
@@ -23,7 +23,7 @@ def catalogue() -> Mapping[str, Any]:
 
 
 def figures(name: str) -> dict[str, float]:
-    """Return the fields of a bundled profile, or of a generator's median device; empty if there is no such name."""
+    """Return the fields of a bundled profile, or of a generator's median device; empty if the name is unknown."""
     found = catalogue()
     if name in found["devices"]:
         return {field: float(found["devices"][name][field]["value"]) for field in FIGURES}
@@ -35,7 +35,7 @@ def figures(name: str) -> dict[str, float]:
 
 
 def is_drawn(name: str) -> bool:
-    """Check whether this name is a generator, which draws another device for each client."""
+    """Check whether ``name`` is a generator, which draws another device for each client."""
     return name in catalogue()["generators"]
 
 

@@ -23,8 +23,8 @@ def read_rows(path: Path) -> list[Any]:
     """Return the unparsed entries of a device file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no YAML, JSON or CSV, or holds no list.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not YAML, JSON or CSV, or has no list.
     """
     if not path.is_file():
         raise FileNotFoundError(no_file(str(path)))
@@ -52,7 +52,7 @@ def _cells(text: str, path: Path) -> list[Any]:
 
 
 def no_file(text: str) -> str:
-    """Explain in words that a text names no file, and suggest what the user may have meant."""
+    """Explain that a text names no file, and suggest what the user may have meant."""
     if text == "auto" or text.isdecimal():
         return (
             f"devices is {text}: it says what the clients can do, by names, fields or a file, as in [{{name: a100}}]; leave it "
@@ -64,7 +64,7 @@ def no_file(text: str) -> str:
 
 
 def is_list(text: str) -> bool:
-    """Check whether ``text`` is a written-out list of devices rather than a path."""
+    """Check whether ``text`` is a list of devices written out, rather than a path."""
     return text.lstrip().startswith(("[", "{")) or "\n" in text
 
 
@@ -72,7 +72,7 @@ def read_list(text: str) -> list[Any]:
     """Parse a list of devices written out as YAML.
 
     Raises:
-        ValueError: it is no YAML, or no list.
+        ValueError: the text is not YAML, or not a list.
     """
     return _entries(text, f"devices, given as {' '.join(text.split())!r:.100},")
 
@@ -93,10 +93,10 @@ def _entries(text: str, where: str) -> list[Any]:
 
 
 def values(row: object, known: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of one entry; numbers may be text (YAML reads 2e9 as such), pairs ``start:stop;start:stop``.
+    """Return the fields of one entry; numbers may be text (YAML reads 2e9 so), and pairs are ``start:stop;start:stop``.
 
     Raises:
-        ValueError: it is no mapping, has an unknown field, or text where a number belongs.
+        ValueError: the entry is not a mapping, has an unknown field, or text in place of a number.
     """
     known = list(known)
     if not isinstance(row, Mapping):
@@ -124,9 +124,9 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], comment: str = "")
     """Write entries as a YAML device file, leaving out fields that are None.
 
     Args:
-        path: of the file.
-        rows: the entries.
-        comment: written above them.
+        path: path of the file.
+        rows: entries to write.
+        comment: text to write above them.
 
     Raises:
         OSError: the file cannot be written.

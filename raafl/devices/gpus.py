@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Number of a process among the run's processes on its machine, from which its GPU follows."""
+    """Position of a process among the run's processes on its machine, from which its GPU follows."""
 
     local_rank: int = 0
     num_ranks: int = 1
@@ -39,11 +39,11 @@ class Place:
 
     @property
     def gpu(self) -> int | None:
-        """Return the index of this process's GPU; None = it uses none."""
+        """Index of this process's GPU; None = it uses none."""
         return self.gpu_of(self.local_rank)
 
     def gpu_of(self, local_rank: int) -> int | None:
-        """Return the GPU index of another process of this machine; None = it uses none."""
+        """Return the index of the GPU of another process on this machine; None = it uses none."""
         if not self.num_gpus:
             return None
         kind, _, index = (self.server_device or "").partition(":")
@@ -57,7 +57,7 @@ class Place:
         return (first + number) % self.num_gpus if self.chosen is None else self.chosen
 
     def num_sharing(self, gpu: int | None) -> int:
-        """Count the processes that share a GPU's memory (None: the machine's), the coordinator included."""
+        """Count the processes that share the memory of ``gpu`` (None: of the machine), the coordinator included."""
         if gpu is None:
             return self.num_ranks
         return max(sum(self.gpu_of(rank) == gpu for rank in range(self.num_ranks)), 1)

@@ -43,7 +43,7 @@ class Answerer:
         self.port: int = self._listener.getsockname()[1]
 
     def serve(self, num_peers: int | None = None) -> None:
-        """Answer ``num_peers`` peers (None: for ever); drop a peer that disconnects or breaks the protocol."""
+        """Answer ``num_peers`` peers (None: without end); drop a peer that disconnects or breaks the protocol."""
         left = math.inf if num_peers is None else num_peers
         while left > 0:
             try:
@@ -73,25 +73,25 @@ class Answerer:
         return True
 
     def close(self) -> None:
-        """Stop listening; `serve` returns."""
+        """Stop listening, after which `serve` returns."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
         self._listener.close()
 
 
 def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEADLINE_S) -> Link:
-    """Measure the link to a machine where `raafl plan --answer` runs.
+    """Measure the link to a machine on which `raafl plan --answer` runs.
 
-    Latency is half the shortest of ten round trips. Each way, every transfer sends twice as many bytes as the one before, until
-    transfers take their share of the time; the last rate counts.
+    Latency is half the shortest of ten round trips. In each direction, every transfer sends twice as many bytes as the
+    one before, until a transfer takes its share of the time; the last rate counts.
 
     Args:
         address: ``HOST:PORT``.
         duration_s: approximate duration of the measurement.
-        deadline_s: after which it is given up.
+        deadline_s: seconds after which the measurement is given up.
 
     Raises:
-        BadInput: nobody answers there, or something else does.
+        BadInput: nothing answers at the address, or not raafl.
     """
     host, port = parse_address(address)
     try:

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) -> tuple[float, float, float]:
     """Measure FLOP/s, bytes/s and seconds per kernel launch such that their times add up to the time of a step.
 
-    It times a matrix product and a layer of elementwise operations (activation, normalisation, addition), forward and backward,
-    large and tiny; bytes are counted as in `Cost.moved_bytes_per_sample`. Since that is what training does, a profile with these
-    figures predicts a step of a small submodel too. The fastest of several rounds counts.
+    It times a matrix product and a layer of elementwise operations (activation, normalisation, addition), forward and
+    backward, large and tiny. Bytes are counted as in `Cost.moved_bytes_per_sample`. Since training does such
+    operations, a profile with these figures predicts a step of a small submodel, too. The fastest of several rounds
+    counts.
     """
     from raafl.devices.probes import Probes
 
@@ -34,16 +35,16 @@ def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) 
 def measure_machine(
     name: str = "measured", device: str | torch.device = "cpu", duration_s: float = 2.0, address: str | None = None
 ) -> Profile:
-    """Measure this machine: compute, memory traffic, kernel launches, memory, and the link to a server.
+    """Measure this machine's profile: compute, memory traffic, kernel launches, memory, and the link to a server.
 
     Args:
-        name: of the profile.
-        device: that computes.
+        name: name of the profile.
+        device: device that computes.
         duration_s: approximate duration of each measurement.
-        address: ``HOST:PORT`` where `raafl plan --answer` runs; None = the link is not measured and counts as free.
+        address: ``HOST:PORT`` at which `raafl plan --answer` runs; None = the link is not measured, and counts as free.
 
     Raises:
-        BadInput: nobody answers at the address.
+        BadInput: nothing answers at the address.
     """
     from raafl.devices.link import measure_link
 
@@ -57,12 +58,12 @@ def measure_machine(
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory that a process can still allocate.
+    """Memory that a process can still allocate, and the limit on it.
 
     Attributes:
-        num_bytes: until the limit is met, or until this process has more than its share of what all use.
-        limit: name of that limit, in words.
-        reserve_bytes: what libraries keep for themselves, beside a tenth for allocators.
+        num_bytes: bytes until the limit is reached, or until this process has more than its share.
+        limit: name of the limit, in words.
+        reserve_bytes: bytes reserved for libraries, in addition to a tenth for allocators.
     """
 
     num_bytes: float
@@ -71,7 +72,7 @@ class Room:
 
     @property
     def for_task_bytes(self) -> float:
-        """Return the bytes that a task's tensors may take."""
+        """Number of bytes that a task's tensors may take."""
         return max((1 - RESERVE_SHARE) * self.num_bytes - self.reserve_bytes, 1.0)
 
 
@@ -81,15 +82,15 @@ GPU_RESERVE_BYTES = 512 * 2**20
 
 
 def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Room:
-    """Measure how much more memory this process can allocate, by whichever limit is met first.
+    """Measure how much more memory this process can allocate before it reaches the first of several limits.
 
-    For the CPU the limits are its own (``RLIMIT_AS``, ``RLIMIT_DATA``), those of its control groups (v1 or v2, and of all above
-    them; reclaimable file cache counts as free), and the memory that the kernel calls available. For CUDA it is the device's free
-    memory. Infinite where nothing limits it.
+    For the CPU the limits are its own (``RLIMIT_AS``, ``RLIMIT_DATA``), those of its control groups (v1 or v2, with all
+    groups above; reclaimable file cache counts as free), and the memory that the kernel reports as available. For CUDA
+    the limit is the device's free memory. The result is infinite if nothing limits it.
 
     Args:
-        device: where the client will train.
-        num_sharing: processes that share the GPU, or this machine.
+        device: device on which the client will train.
+        num_sharing: number of processes that share the GPU, or this machine.
     """
     if str(device).startswith("cuda"):
         import torch

@@ -22,7 +22,7 @@ class Probes:
 
     Attributes:
         best_s: shortest time of each workload so far.
-        product: FLOPs, bytes and operations of the product; ``layer`` and ``tiny`` likewise.
+        product: number of FLOPs, bytes and operations of the product; ``layer`` and ``tiny`` likewise.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Probes:
         return passes
 
     def take(self) -> None:
-        """Time each workload once, and store a time that is shorter than before."""
+        """Time each workload once, and keep the time if it is the shortest so far."""
         for place, (work, num_calls) in enumerate(zip(self._work, self._calls, strict=True)):
             begin_s = self._clock()
             for _ in range(num_calls):
@@ -81,7 +81,7 @@ class Probes:
             self.best_s[place] = min(self.best_s[place], (self._clock() - begin_s) / num_calls)
 
     def speeds(self) -> tuple[float, float, float]:
-        """Return the FLOP/s, bytes/s and seconds per launch that together explain all three times."""
+        """Return the FLOP/s, bytes/s and seconds per launch that together explain the three times."""
         product_s, layer_s, tiny_s = self.best_s
         product, layer, tiny = (one.kernels.total() for one in (self.product, self.layer, self.tiny))
         many, few = self.layer.moved_bytes, self.tiny.moved_bytes

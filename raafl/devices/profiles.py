@@ -25,10 +25,10 @@ _AS_NAMED = math.nan  # what the shipped profile of that name says, or else the 
 
 @dataclass(frozen=True, slots=True)
 class TaskTime:
-    """Duration of one task: receive the submodel, train it, send it back (seconds).
+    """Duration of one task in seconds: receive the submodel, train it, send it back.
 
     Attributes:
-        latency_s: of ``down_s``, and of ``up_s``, what no rate of the link changes.
+        latency_s: seconds of ``down_s``, and likewise of ``up_s``, that do not depend on the link's rate.
     """
 
     down_s: float
@@ -38,40 +38,40 @@ class TaskTime:
 
     @property
     def total_s(self) -> float:
-        """Return the seconds from assignment to arrival."""
+        """Seconds from the assignment to the update's arrival."""
         return self.down_s + self.compute_s + self.up_s
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Speed, memory, links and hours of one client's device.
+    """Speed, memory, links and hours of availability of a client's device.
 
     Args:
-        name: what people call this kind of device.
-        flops_per_s: training FLOPs per second it sustains (not the data sheet's peak).
+        name: name of this kind of device.
+        flops_per_s: training FLOPs per second that the device sustains (not the data sheet's peak).
         down_bytes_per_s: link speed from the coordinator to the client; infinite means free.
         up_bytes_per_s: link speed from the client to the coordinator; infinite means free.
-        latency_s: seconds added to each transfer: once down and once up, and so again for each exchange in a task's middle.
-        memory_bytes: memory available to training; no submodel whose predicted peak is above it is ever assigned.
-        availability: windows `[start, stop)` in seconds during which the client may work; None is always.
-        period_s: when given, the windows repeat every so many seconds (a day is 86400).
-        bytes_per_s: memory traffic it sustains; its time then adds to that of the FLOPs, which small submodels need less of
-            than of traffic. None = not looked at: ``flops_per_s`` stands for both.
-        launch_s: seconds that each operation takes however small it is: to launch a kernel on a GPU, to dispatch it on a CPU. 0 =
-            not looked at.
-        speed_changes: ``[seconds, factor]`` pairs: from that time on the device computes at that factor of its speed, until
-            the next; None = always at its speed. No prediction includes this, nor what follows: the time that a task really
-            takes is computed by `raafl.devices.variation.real_time`.
-        link_changes: the same for both directions of its link.
-        repeat_s: both series start again after so many seconds; None = never.
-        speed_jitter: standard deviation of the logarithm of a factor of the speed that is drawn for each task; 0 = none.
-        link_jitter: the same of the link, drawn for each transfer.
-        speed_drift: standard deviation of the logarithm of a factor of the speed that wanders in time; 0 = none.
-        link_drift: the same of the link.
-        drift_s: seconds after which a drift has wandered to a value that does not depend on the one before; None = no drift.
+        latency_s: seconds added to each transfer: once down and once up, and likewise for each exchange in mid-task.
+        memory_bytes: memory available to training; a submodel whose predicted peak is above it is never assigned.
+        availability: windows `[start, stop)` in seconds during which the client may work; None = always.
+        period_s: number of seconds after which the windows repeat (a day is 86400); None = they do not repeat.
+        bytes_per_s: memory traffic per second that the device sustains; its time is added to that of the FLOPs. Small
+            submodels need relatively more traffic than FLOPs. None = ``flops_per_s`` covers both.
+        launch_s: seconds that each operation takes however small it is: to launch a kernel on a GPU, to dispatch it on
+            a CPU. 0 = not counted.
+        speed_changes: ``[seconds, factor]`` pairs: from that time on the device computes at that factor of its speed,
+            until the next pair; None = always at its speed. Predictions do not include this, nor the fields below:
+            `raafl.devices.variation.real_time` computes the time that a task really takes.
+        link_changes: ``[seconds, factor]`` pairs for both directions of the link.
+        repeat_s: number of seconds after which both series start again; None = never.
+        speed_jitter: standard deviation of the logarithm of a factor of the speed, drawn for each task; 0 = none.
+        link_jitter: standard deviation of the logarithm of a factor of the link, drawn for each transfer; 0 = none.
+        speed_drift: standard deviation of the logarithm of a factor of the speed that changes slowly; 0 = none.
+        link_drift: standard deviation of the logarithm of a factor of the link that changes slowly; 0 = none.
+        drift_s: seconds after which a drifting factor no longer depends on its earlier value; None = no drift.
 
     Raises:
-        ValueError: a field is out of range; every bad field is named, with its value and what to write instead.
+        ValueError: fields are out of range; the message names each, with its value and what to write instead.
     """
 
     name: str = "default"
@@ -111,15 +111,15 @@ class Profile:
         """Predict the duration of a task in seconds, from its training FLOPs and the bytes each way.
 
         Args:
-            flops: of training.
-            down_bytes: sent to the client.
-            up_bytes: sent to the server.
-            moved_bytes: read and written by the operations; they count where `bytes_per_s` is known.
-            padding_flops: FLOPs on padding; they count where `bytes_per_s` is known.
-            num_exchanges: round trips in the middle of the task, whose bytes are among the others; each adds the
-                latency of a transfer each way.
-            num_kernels: kernels launched, each of `launch_s`: at most twice too much on a GPU, which works on one
-                kernel while the next is launched.
+            flops: training FLOPs of the task.
+            down_bytes: number of bytes sent to the client.
+            up_bytes: number of bytes sent to the server.
+            moved_bytes: number of bytes read and written by the operations; counted if `bytes_per_s` is known.
+            padding_flops: FLOPs on padding; counted if `bytes_per_s` is known.
+            num_exchanges: number of round trips in mid-task; their bytes are included above, and each adds the latency
+                of a transfer each way.
+            num_kernels: number of kernels launched, each of which takes `launch_s`: at most twice too much on a GPU,
+                which works on one kernel while the next is launched.
         """
         latency_s = (1 + num_exchanges) * self.latency_s
         more_s = 0.0 if self.bytes_per_s is None else moved_bytes / self.bytes_per_s + padding_flops / self.flops_per_s
@@ -131,7 +131,7 @@ class Profile:
         )
 
     def available(self, at_s: float) -> bool:
-        """Check whether the client may work at this time."""
+        """Check whether the client may work at the time ``at_s``."""
         if self.availability is None:
             return True
         return any(start <= at_s < stop for start, stop in self._windows_near(at_s))
@@ -139,7 +139,7 @@ class Profile:
     def next_change_s(self, at_s: float) -> float:
         """Return the first time after `at_s` at which `available` changes; infinite if it never does.
 
-        Uses the same arithmetic as `available`, so that the change happens at exactly the time returned.
+        It uses the same arithmetic as `available`, so that the change happens at exactly the time returned.
         """
         if self.availability is None or self.availability == ((0.0, self.period_s),):
             return _INF
@@ -166,23 +166,26 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Device(Profile):
-    """A profile and how many clients have it: one entry of `devices:` in a config or a device file.
+    """A profile and the number of clients that have it: one entry of `devices:` in a config or a device file.
 
-    What is left out, or NaN, is as in the shipped profile of that name (`raafl plan --profiles` lists them), or else the default of
-    `Profile`. Of a kind that is drawn, such as flash-phones, every client is another device.
+    A field that is left out, or NaN, has the value of the bundled profile of that name (`raafl plan --profiles` lists
+    them), or else the default of `Profile`. For a kind that is drawn, such as flash-phones, every client gets another
+    device.
 
     Args:
         count: number of consecutive clients with this profile.
-        presence: always; diurnal, markov or leaves: hours of availability that are drawn for each client, see
+        presence: always; or diurnal, markov or leaves: hours of availability that are drawn for each client, see
             `raafl.devices.sampling.presence`.
-        on_s: seconds there, of presence.
-        off_s: seconds away, of presence.
-        seed: of what is drawn.
-        recorded: a CSV file of times and factors, which gives `speed_changes`, `link_changes` and availability, see
-            `raafl.devices.recordings`; None = none. Of a file of several devices, each client takes the next one.
+        on_s: seconds for which a client is present, if presence is drawn.
+        off_s: seconds for which a client is away, if presence is drawn.
+        seed: seed of everything that is drawn.
+        recorded: a CSV file of times and factors, from which `speed_changes`, `link_changes` and availability are
+            taken, see `raafl.devices.recordings`; None = no file. From a file of several devices, each client takes the
+            next one.
 
     Raises:
-        ValueError: a field is out of range, or nothing says what it can do: the name is no shipped profile, and stands alone.
+        ValueError: a field is out of range, or the speed is unknown: no bundled profile has the name, and no fields are
+            given.
     """
 
     flops_per_s: float = _AS_NAMED
@@ -226,7 +229,7 @@ class Device(Profile):
 
     @property
     def profile(self) -> Profile:
-        """Return this device's profile; for a generator, that of its first client."""
+        """The profile of this device; for a generator, that of its first client."""
         return self._drawn(0)
 
     def profiles(self) -> list[Profile]:
@@ -261,12 +264,12 @@ def _not_said(device: Device) -> list[str]:
 def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
     """Give each client a profile; entry `i - 1` belongs to client `i`.
 
-    The devices, each repeated `count` times, form a pattern. It is dealt in order and starts again when it is used up;
-    of a pattern longer than the number of clients the first ones are taken.
+    The devices, each repeated `count` times, form a pattern. Clients get its profiles in order, and the pattern starts
+    again when it is used up. If it is longer than the number of clients, only the first ones are used.
 
     Raises:
-        ValueError: no devices or no clients; or counts above 1 that add up to more clients than there are, where taking the first
-            ones would quietly drop whole kinds of device.
+        ValueError: there are no devices or no clients; or counts above 1 add up to more than the number of clients, so
+            that whole kinds of device would be dropped without notice.
     """
     if num_clients < 1:
         raise ValueError(f"clients is {num_clients}; there must be at least 1 client")
@@ -287,14 +290,14 @@ def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
 def load_devices(path: str | Path) -> list[Device]:
     """Read a device file: YAML or JSON (a list of mappings, alone or under `devices:`) or CSV (one device per row).
 
-    A text such as ``[{name: a100}]`` is no path but the list itself.
+    A text such as ``[{name: a100}]`` is not taken as a path but as the list itself.
 
-    Keys and CSV column names are the fields of `Device`; an empty CSV cell leaves the default. In CSV, availability is written
-    `start:stop`, speed_changes and link_changes `seconds:factor`, with `;` between pairs.
+    Keys and CSV column names are the fields of `Device`; an empty CSV cell leaves the default. In CSV, availability is
+    written `start:stop`, and speed_changes and link_changes are written `seconds:factor`, with `;` between pairs.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the file cannot be read as devices; every bad entry is named.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file cannot be read as devices; the message names every bad entry.
     """
     known = [f.name for f in fields(Device) if f.init]
     devices, problems = [], []

@@ -29,9 +29,9 @@ class Recording:
     """Recorded factors and states of one device.
 
     Attributes:
-        last_s: time of its last row.
+        last_s: time of the last row, in seconds.
         series: `[seconds, factor]` pairs by field of a profile.
-        states: `[seconds, is available]` pairs.
+        states: `[seconds, is available]` pairs of the device.
     """
 
     last_s: float = -1.0
@@ -39,13 +39,13 @@ class Recording:
     states: list[tuple[float, bool]] = field(default_factory=list)
 
     def fields(self, repeat_s: float | None) -> dict[str, Any]:
-        """Return the fields of a profile that the recording gives.
+        """Return the fields of a profile that this recording sets.
 
         Args:
-            repeat_s: after how long it starts again; None = its last values stay.
+            repeat_s: seconds after which the recording starts again; None = its last values stay.
 
         Raises:
-            ValueError: it is longer than ``repeat_s``, or the device is never available.
+            ValueError: the recording is longer than ``repeat_s``, or the device is never available.
         """
         if repeat_s is not None and self.last_s >= repeat_s:
             raise ValueError(
@@ -94,10 +94,10 @@ def problems(device: Any) -> list[str]:
 
 
 def load(path: str) -> tuple[Recording, ...]:
-    """Return the recording of each device of a file, in the order of their first rows.
+    """Return the recording of each device in a file, in the order of their first rows.
 
     Raises:
-        ValueError: it is no such file; says what it is and what to write instead, to follow "PATH, which".
+        ValueError: the file is no recording; the message continues "PATH, which", and says what to write instead.
     """
     file = Path(path)
     if not file.is_file():

@@ -29,15 +29,15 @@ def median(law: Mapping[str, Any]) -> dict[str, float]:
 
 
 def draw(law: Mapping[str, Any], seed: int, number: int) -> dict[str, float]:
-    """Return the fields of one random device; the same for the same seed and number.
+    """Draw the fields of a random device; the same seed and number give the same device.
 
-    The device's benchmark score is lognormal, truncated to the measured range; speed and memory follow from it. The link's
-    speeds are lognormal and correlated with it.
+    The device's benchmark score is lognormal, truncated to the measured range; speed and memory follow from it. The
+    link's speeds are lognormal and correlated with the score.
 
     Args:
-        law: fields of the distribution.
-        seed: of the run.
-        number: of the device.
+        law: fields of the distributions, from the catalogue.
+        seed: seed of the run.
+        number: number of the device.
     """
     rng, score = _generator(seed, number), law["score"]
     least, most = math.log(score["least"]), math.log(score["most"])
@@ -67,13 +67,13 @@ def presence(
     """Return the windows in which a device is available and the period after which they repeat; both None = always.
 
     Args:
-        kind: diurnal: available ``on_s`` of every ``on_s + off_s`` seconds, from a random time of day. markov: alternates after
-            exponential times with means ``on_s`` and ``off_s``, starting in its stationary state. leaves: stays for an exponential
-            time with mean ``on_s`` and never comes back.
-        on_s: seconds available.
-        off_s: seconds away; None for diurnal = the rest of a day.
-        seed: of the draw.
-        number: of the device, so that each has its own pattern.
+        kind: diurnal: available ``on_s`` of every ``on_s + off_s`` seconds, from a random time of day. markov: changes
+            its state after exponential times with means ``on_s`` and ``off_s``, starting in the stationary state.
+            leaves: stays for an exponential time with mean ``on_s`` and never comes back.
+        on_s: seconds for which the device is available.
+        off_s: seconds for which it is away; None for diurnal = the rest of a day.
+        seed: seed of the draw.
+        number: number of the device, so that each has its own pattern.
     """
     if kind == "always" or on_s is None:
         return None, None
@@ -95,13 +95,13 @@ def presence(
 
 
 def presence_problems(kind: str, on_s: float | None, off_s: float | None, has_windows: bool) -> list[str]:
-    """List the faults of a presence, one line each.
+    """List the faults in the settings of a presence, one line each.
 
     Args:
-        kind: of presence.
+        kind: kind of presence.
         on_s: mean seconds present; None = not given.
         off_s: mean seconds absent; None = not given.
-        has_windows: whether hours of presence are given.
+        has_windows: whether windows of availability are given, too.
     """
     if kind not in PRESENCES:
         return [f"presence is {kind!r}; write {', '.join(PRESENCES[:-1])} or {PRESENCES[-1]}"]

@@ -20,7 +20,7 @@ Known = Mapping[str, Any]
 
 
 def digest(pairs: Iterable[Sequence[float | None]]) -> str:
-    """Return the digest of a series of number pairs, independent of how the numbers are typed."""
+    """Return the digest of a series of number pairs; it does not depend on the numbers' types."""
     text = json.dumps([[None if one is None else float(one) for one in pair] for pair in pairs])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -35,8 +35,8 @@ def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None =
     """Replace each long series in a profile's plain data by ``{"digest": HEX}``.
 
     Args:
-        profile: plain data.
-        but: series already written out; a new one stays written out and is added here. None = replace all.
+        profile: plain data of the profile.
+        but: series already written out, by digest; a new one stays written out and is added here. None = replace all.
     """
     short = dict(profile)
     for name in FIELDS:
@@ -60,10 +60,10 @@ def as_sent(profile: Mapping[str, Any]) -> dict[str, Any]:
 def as_known(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Replace the digests in a client's profile by the series of the server's ``own`` profile of that client.
 
-    A client that names no changes has those of the server, whose emulation they are for.
+    A client that names no changes gets those of the server, which emulates them.
 
     Raises:
-        ValueError: it names a series by a digest that is none of the server's for that client.
+        ValueError: the profile names a digest that no series of the server has for that client.
     """
     whole = restored(profile, long_series(own, longer_than=0))
     if all(whole.get(name) is None for name in CHANGES):
@@ -72,14 +72,14 @@ def as_known(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
 
 def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
-    """Undo `shortened`.
+    """Undo `shortened`: replace the digests in a profile by their series.
 
     Args:
-        profile: plain data with digests.
-        known: series by digest.
+        profile: plain data of the profile, with digests.
+        known: series, by digest.
 
     Raises:
-        ValueError: a digest is not known.
+        ValueError: a digest is unknown.
     """
     whole = dict(profile)
     for name in FIELDS:
@@ -92,7 +92,7 @@ def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
 
 
 def problem_of_sent(profile: Mapping[str, Any]) -> str | None:
-    """Return in words what is wrong with a series in a client's profile, or None."""
+    """Describe the fault of a series in a client's profile; None = no fault."""
     for name in FIELDS:
         value = profile.get(name)
         if isinstance(value, Mapping):

@@ -7,15 +7,15 @@ from raafl.submodel.cost import Cost
 
 
 def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -> TaskTime:
-    """Predict the time of a task that trains and then evaluates.
+    """Predict the time of a task in which a device trains and then evaluates.
 
     A forward pass costs a third of a training step; each of the cost's ``num_exchanges`` adds the link's latency twice.
 
     Args:
-        profile: of the device.
-        cost: per sample and per task.
-        samples: to train on.
-        tested: samples to evaluate on.
+        profile: profile of the device.
+        cost: cost per sample and per task.
+        samples: number of samples to train on.
+        tested: number of samples to evaluate on.
     """
     passes = samples + tested / 3
     return profile.task_time(

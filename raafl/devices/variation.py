@@ -30,14 +30,14 @@ _NORMAL = NormalDist()
 def real_time(profile: Profile, predicted: TaskTime, start_s: float, task: int, draw: Draw) -> TaskTime:
     """Return the actual duration of a task: its prediction, changed by the device's variation at that time.
 
-    The factor of the links acts on the bytes each way, at the time of each transfer, not on the latency.
+    The link's factor, at the time of each transfer, changes the time of the bytes, but not the latency.
 
     Args:
-        profile: of the device.
+        profile: profile of the device.
         predicted: the task's duration at the rates that the profile states.
-        start_s: when it is assigned, in seconds of the run's clock.
-        task: the client's number of the task, for the jitter.
-        draw: makes seeds; the same for all tasks of a client.
+        start_s: time of the assignment, in seconds of the run's clock.
+        task: number of the client's task, for the jitter.
+        draw: function that makes seeds; the same for all tasks of a client.
     """
     speed, links = _rate(profile, "speed", task, draw), _rate(profile, "link", task, draw)
     if links is not None:
@@ -96,12 +96,12 @@ class _Rate:
     task: int
 
     def seconds(self, phase: str, start_s: float, work_s: float) -> float:
-        """Return the duration from ``start_s`` on of work that takes ``work_s`` seconds at a factor of 1.
+        """Return the duration, from ``start_s`` on, of work that takes ``work_s`` seconds at a factor of 1.
 
         Args:
-            phase: of the task, which has a jitter of its own.
-            start_s: when it begins.
-            work_s: what it would take at a factor of 1.
+            phase: name of the task's phase, which has a jitter of its own.
+            start_s: time at which the work begins, in seconds.
+            work_s: seconds that the work takes at a factor of 1.
         """
         if self.jitter:
             work_s /= math.exp(self.jitter * _normal(self.draw, "jitter", self.task, phase))

@@ -35,7 +35,7 @@ MAX_QUEUED = 1000
 
 
 class Loggers(RunHooks):
-    """Loggers of a run; only `finish` waits for them."""
+    """Loggers of a run, which work in threads of their own; only `finish` waits for them."""
 
     def __init__(
         self, logger: Any, folder: Path, record: RunRecord, warn: Callable[[str], None], note: Callable[[str], None], *,
@@ -61,7 +61,7 @@ class Loggers(RunHooks):
             self._workers.append(_Worker(spec, name, make, warn, ids))
 
     def start(self, config_yaml: str) -> None:
-        """Build the loggers and log the run's config."""
+        """Build the loggers and make them log the run's config."""
         for worker in self._workers:
             worker.start()
             worker.put(prepare)
@@ -73,7 +73,7 @@ class Loggers(RunHooks):
             self._since.settled(settled)
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Log an evaluation with the run's counters when it became known; see `RunHooks.on_evaluate`."""
+        """Log an evaluation with the run's counters at that time; see `RunHooks.on_evaluate`."""
         if not self._workers:
             return
         record = self._record
@@ -92,11 +92,11 @@ class Loggers(RunHooks):
             worker.put(lambda logger: log(logger, measured), counted=True)
 
     def finish(self, status: str, summary: Summary | None = None) -> dict[str, dict[str, Any]]:
-        """Flush the queues within the deadlines; return the outcome of each logger.
+        """Flush the loggers' queues within their deadlines; return the outcome of each logger.
 
         Args:
-            status: "success", "interrupted" or "failed".
-            summary: of the run, logged with its tables and final model; None = not logged.
+            status: how the run ended: "success", "interrupted" or "failed".
+            summary: summary of the run, to log with its tables and final model; None = log none of these.
         """
         tables = Tables(self._folder)
         for worker in self._workers:
@@ -111,7 +111,7 @@ class Loggers(RunHooks):
         return {worker.name: worker.give_up() for worker in self._workers}
 
     def close(self) -> None:
-        """Tell the threads to end, without waiting for them."""
+        """Tell the loggers' threads to end, without waiting for them."""
         for worker in self._workers:
             worker.give_up()
 
@@ -132,11 +132,11 @@ class _Worker(threading.Thread):
 
     @property
     def at_work(self) -> bool:
-        """Check whether it is running and not stuck in a call."""
+        """Whether the logger's thread is running and not stuck in a call."""
         return self.is_alive() and not self._look()
 
     def put(self, call: Callable[[Any], None], *, counted: bool = False) -> None:
-        """Queue a call and return at once; ``counted`` if it logs metrics."""
+        """Queue a call of the logger and return at once; ``counted`` marks a call that logs metrics."""
         self._look()
         try:
             self._queue.put_nowait((call, counted))
@@ -144,13 +144,13 @@ class _Worker(threading.Thread):
             self._fail(f"{self._queue.maxsize} calls wait for it, and what comes is dropped")
 
     def end(self, call: Callable[[Any], None]) -> None:
-        """Queue the last call."""
+        """Queue the last call of the logger."""
         self.put(call)
         with suppress(queue.Full):
             self._queue.put_nowait(None)
 
     def give_up(self) -> dict[str, Any]:
-        """Stop calling; return the rows logged, the failed calls, and the first error."""
+        """Stop calling the logger; return the rows logged, the failed calls, and the first error."""
         self._look()
         left = 0
         with suppress(queue.Empty):

@@ -40,14 +40,14 @@ _COLOURS = dict(zip(KINDS, ("#4269d0", "#b9b9c2", "#ff725c", "#efb118"), strict=
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """One evaluation as loggers receive it.
+    """One evaluation, as loggers receive it.
 
     Attributes:
-        version: of the evaluated model.
-        metrics: of the model, and averages over clients.
-        figures: of the run at that time, with ``time_s``, ``bytes_up`` and ``bytes_down``.
-        staleness: of each update merged since the last evaluation.
-        coverage: share of the model trained by each version since, 0 to 1.
+        version: version of the evaluated model.
+        metrics: metrics of the model, and averages over clients.
+        figures: figures of the run at that time, with ``time_s``, ``bytes_up`` and ``bytes_down``.
+        staleness: staleness of each update merged since the last evaluation.
+        coverage: share of the model trained by each version since the last evaluation, 0 to 1.
     """
 
     version: int
@@ -57,7 +57,7 @@ class Measurements:
     coverage: Sequence[float] = ()
 
     def scalars(self) -> dict[str, float]:
-        """Return all numbers, one for each name."""
+        """Return all numbers of the evaluation, by name."""
         found = {**self.metrics, **self.figures}
         if self.staleness:
             found["recent_staleness"] = sum(self.staleness) / len(self.staleness)
@@ -77,13 +77,13 @@ class Since:
         self._specs: dict[int, set[Spec]] = {}
 
     def settled(self, settled: Settled) -> None:
-        """Count the end of a task."""
+        """Count the end of a task, with the update's staleness if it was merged."""
         if settled.outcome == MERGED and settled.assignment is not None:
             self._staleness.append(settled.staleness)
             self._specs.setdefault(settled.version, set()).add(settled.assignment.spec)
 
     def take(self) -> tuple[list[int], list[float]]:
-        """Return each update's staleness and each version's coverage, and reset."""
+        """Return each update's staleness and each version's coverage, and reset both."""
         shares = [self._share(specs) for specs in self._specs.values()] if self._share is not None else []
         staleness, self._staleness = self._staleness, []
         self._specs = {}
@@ -94,7 +94,7 @@ class Since:
 
 
 def is_a(logger: object, name: str) -> bool:
-    """Check whether a logger is of the Lightning class of this name."""
+    """Check whether a logger is an instance of the Lightning class ``name``."""
     return any(cls.__name__ == name for cls in type(logger).__mro__)
 
 
@@ -134,7 +134,7 @@ def log(logger: Any, measured: Measurements) -> None:
 
 
 def binned(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return a histogram: counts and edges, a bin for each ``whole`` number or `BINS` bins from 0 to 1."""
+    """Return a histogram as counts and edges, with a bin for each ``whole`` number or `BINS` bins from 0 to 1."""
     import numpy as np
 
     most = int(max(values)) + 1 if whole else 1
@@ -145,11 +145,11 @@ def finish(logger: Any, folder: Path, summary: Summary, tables: Tables, *, with_
     """Log the tables, the summary and the final model at the end of a run.
 
     Args:
-        logger: Lightning's.
-        folder: of the run.
-        summary: of the run.
-        tables: to log.
-        with_model: log the model's files, too.
+        logger: a Lightning logger.
+        folder: folder of the run.
+        summary: summary of the run.
+        tables: tables to log.
+        with_model: whether to log the model's files, too.
     """
     model = folder / summary["model"] if summary.get("model") and with_model else None
     if is_a(logger, "WandbLogger"):
@@ -202,7 +202,7 @@ Table = tuple[list[str], list[list[Any]]]
 
 
 class Tables:
-    """Tables of a run, read from its folder once by whichever thread asks first."""
+    """Tables of a run, read from its folder once, by the thread that asks first."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, threading.Lock()
@@ -213,7 +213,7 @@ class Tables:
         return self._read()[0]
 
     def figure(self) -> object:
-        """Return the timeline as a plotly figure; None without plotly or with too many tasks."""
+        """Return the timeline as a plotly figure; None without plotly, or if there are too many tasks."""
         return self._read()[1]
 
     def _read(self) -> tuple[dict[str, Table], Any]:
@@ -228,7 +228,7 @@ class Tables:
 
 
 def clients_table(run: RecordedRun) -> Table:
-    """Return a row for each client: device, outcomes of its tasks, working time, bytes."""
+    """Return a table with a row for each client: device, outcomes of its tasks, working time, bytes."""
     import numpy as np
 
     tasks = run.tasks
@@ -254,7 +254,7 @@ def clients_table(run: RecordedRun) -> Table:
 
 
 def timeline_table(run: RecordedRun) -> Table:
-    """Return a row for each task in the order of their ends; the last `MAX_TASKS`."""
+    """Return a table with a row for each task in the order of their ends; only the last `MAX_TASKS`."""
     tasks = run.tasks
     numbers = ("assigned_s", "arrived_s", "version", "merged_version", "staleness", "bytes_down", "bytes_up")
     rows = []
@@ -265,7 +265,7 @@ def timeline_table(run: RecordedRun) -> Table:
 
 
 def regions_table(run: RecordedRun) -> Table:
-    """Count the merged updates of each region of the model."""
+    """Return a table of the number of merged updates of each region of the model."""
     counts: dict[int, int] = {}
     for region in run.tasks["region"][run.tasks.are(MERGED)]:
         if math.isfinite(region):
@@ -348,11 +348,11 @@ class RunIds:
             self._found = {str(name): _names_in(ids) for name, ids in found.items()}
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return the arguments with which a logger continues an earlier run; none for a new run."""
+        """Return the arguments with which the logger ``name`` continues an earlier run; none for a new run."""
         return dict(self._found.get(name, {}))
 
     def keep(self, name: str, logger: Any) -> None:
-        """Store the identifier of a logger; does nothing where it cannot write."""
+        """Store the identifier that a logger gave the run; do nothing if it cannot be written."""
         ids: dict[str, Any] = {}
         if is_a(logger, "WandbLogger"):
             ids = {"id": logger.experiment.id}

@@ -37,20 +37,21 @@ class Prediction:
     """Predicted figures of a run with one algorithm; figures are None if no update would be merged.
 
     Attributes:
-        name: of the algorithm.
-        updates: merged in the dry run.
-        time_s: virtual seconds until then.
+        name: name of the algorithm.
+        updates: number of updates merged in the dry run.
+        time_s: virtual seconds of the dry run.
         version_s: seconds per version.
         update_s: seconds per merged update, all clients together.
         utilisation: share of the clients' time spent on tasks.
-        staleness: mean over the merged updates.
-        bytes_per_update: down and up.
-        run_s: seconds until ``max_updates`` of the config.
-        least, most: merged updates of the client with the fewest, and with the most.
-        problem: why it cannot be run; the figures are then None or 0.
-        note: why it will not learn at this staleness.
-        bases: precision of the frozen base that each client, by id, held in its last task, where there are several.
-        here_s: seconds in which one process of the given machine trains the tasks of these updates; None = none given.
+        staleness: mean staleness of the merged updates.
+        bytes_per_update: bytes of an update, down and up.
+        run_s: virtual seconds until the config's ``max_updates`` are merged.
+        least, most: number of merged updates of the client with the fewest, and of the one with the most.
+        problem: reason why the algorithm cannot be run; the figures are then None or 0.
+        note: reason why it will not learn at this staleness.
+        bases: precision of the frozen base that each client had in its last task, by client id, if there are several.
+        here_s: seconds in which one process of the given machine trains the tasks of these updates; None = no machine
+            was given.
     """
 
     name: str
@@ -102,20 +103,20 @@ class World:
         return self.submodels(replace(own, select=RateSelect()) if type(own.select) is Full else own)
 
     def fleet(self, algorithm: Algorithm) -> SelectContext:
-        """Return the context of the select part with all clients, even if the algorithm does not suit them."""
+        """Return a select part's context with all clients, even if the algorithm does not suit them."""
         fleet = self._coordinator(algorithm, None, real=False).fleet
         return fleet.of(self.clients)
 
     def coordinator(self, algorithm: Algorithm, max_updates: int | None, *, real: bool = False) -> Coordinator:
-        """Return the coordinator of a run.
+        """Return the coordinator of a run with this world's model and clients.
 
         Args:
-            algorithm: of the run.
-            max_updates: after which it ends; None = never.
-            real: give the model values; else it is on the meta device.
+            algorithm: algorithm of the run.
+            max_updates: number of merged updates after which it ends; None = never.
+            real: whether the model has values; else it is on the meta device.
 
         Raises:
-            BadInput: clients and submodels do not go together.
+            BadInput: the clients and the submodels do not fit each other.
         """
         coordinator = self._coordinator(algorithm, max_updates, real=real)
         problems = algorithm.merge.check(coordinator.state)
@@ -141,7 +142,7 @@ class World:
 
 
 class Unmerged(Merge):
-    """Merge that discards updates: the model stays unchanged, versions count."""
+    """Merge that discards updates: the model stays unchanged, but versions are counted."""
 
     def __init__(self, inner: Merge) -> None:
         """Stand in for the merge ``inner``."""
@@ -151,7 +152,7 @@ class Unmerged(Merge):
         """Discard the update; see `Merge.receive`."""
 
     def apply(self, state: GlobalState) -> None:
-        """Change nothing."""
+        """Leave the model unchanged; see `Merge.apply`."""
 
 
 class Untrained(Executor):
@@ -171,22 +172,22 @@ class Untrained(Executor):
             self.bases[assignment.client] = assignment.spec.base
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Return an update of the expected layout."""
+        """Return an update with the expected layout and uninitialised values."""
         task, device = self._tasks.pop(assignment_id)
         self.here_s += self._seconds_of(task)
         tensors = FlatTensors.zeros(self._payload.layout(task.spec, "trained"), device)
         return Update(task.id, task.client, task.incarnation, tensors, self._sizes[task.client])
 
     def cancel(self, assignment_id: int) -> None:
-        """Drop the task."""
+        """Remove the task; see `Executor.cancel`."""
         self._tasks.pop(assignment_id, None)
 
 
 class DryRun(Simulation):
-    """Simulation for dry runs, without checkpoints."""
+    """Simulation for dry runs, which writes no checkpoints."""
 
     def save(self) -> dict[str, Any]:
-        """Save nothing."""
+        """Return an empty state, since dry runs are not saved."""
         return {}
 
     def _take_raised(self, error: Exception, client: int | None) -> None:
@@ -200,10 +201,10 @@ def predict(
 
     Args:
         world: shared data, clients and costs.
-        algorithm: to predict.
-        name: of the algorithm, for the result.
-        max_updates: end of the run; None = the config's end, at most `MOST_UPDATES` or 20 updates per client.
-        machine: on which `Prediction.here_s` says how long training takes.
+        algorithm: algorithm to predict.
+        name: name of the algorithm, for the result.
+        max_updates: number of updates that ends the run; None = the config's, at most `MOST_UPDATES` or 20 per client.
+        machine: machine for which `Prediction.here_s` tells how long training takes; None = none.
     """
     name, wanted = name or algorithm.name, world.experiment.max_updates
     if max_updates is None:

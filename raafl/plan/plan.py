@@ -28,10 +28,10 @@ class Plan:
     """Predicted time, memory and bytes of a run.
 
     Attributes:
-        algorithms: predictions, the config's own first.
-        axes: what `raafl.parts.select.axis_report.facts` returns.
-        by_the_loop: why clients cannot be trained as one batch; None where nothing known prevents it.
-        guessed: which part of the whole model's cost is a guess, and why (`raafl.submodel.Cost`); "" where nothing is.
+        algorithms: predictions for each algorithm, the config's own first.
+        axes: axes of the model, from `raafl.parts.select.axis_report.facts`.
+        by_the_loop: reason why clients cannot be trained as one batch; None = no known reason.
+        guessed: part of the whole model's cost that is guessed, with the reason (`raafl.submodel.Cost`); "" = none.
     """
 
     name: str
@@ -67,10 +67,10 @@ def make_plan(
     """Plan an experiment: predict time, memory and bytes without training; its data is loaded and partitioned.
 
     Args:
-        experiment: the run; is checked.
+        experiment: settings of the run, which are checked.
         algorithms: names of further algorithms to predict; ["all"] = all. None = all, or none for a model of more
             than `MOST_VALUES` parameters.
-        max_updates: of each dry run; see `raafl.plan.dry.predict`.
+        max_updates: number of updates of each dry run; see `raafl.plan.dry.predict`.
         more: further devices to show in the table, such as this machine.
 
     Raises:

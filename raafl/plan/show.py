@@ -26,12 +26,12 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 def text(plan: Plan, width: int, *, terminal: bool) -> str:
-    """Return the plan as text.
+    """Return the plan as text to print.
 
     Args:
-        plan: to show.
+        plan: plan to show.
         width: columns of the terminal.
-        terminal: wrap lines to ``width``; else each line is whole.
+        terminal: whether to wrap lines to ``width``; else each line stays whole.
     """
     shown = [table(*one, width, terminal=terminal) for one in (_submodels(plan), _devices(plan), _algorithms(plan))]
     shown.insert(2, "\n".join(_advice(plan)))
@@ -47,13 +47,13 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
 
 
 def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int | None = None) -> str:
-    """Write the findings of `raafl.parts.select.axis_report.facts` as text.
+    """Format the findings of `raafl.parts.select.axis_report.facts` as text.
 
     Args:
-        facts: the findings.
+        facts: findings on the axes.
         width: columns of the terminal.
-        terminal: wrap lines to ``width``; else each line is whole.
-        most: rows of a long table to show; None = all.
+        terminal: whether to wrap lines to ``width``; else each line stays whole.
+        most: number of rows of a long table to show; None = all.
     """
     axes = [[one["name"], str(one["size"]), ", ".join(one["parameters"])] for one in facts["axes"]]
     rates = [[rate, share(one["parameters"]), share(one["flops"])] for rate, one in facts["rates"].items()]
@@ -83,15 +83,15 @@ def _first(names: Sequence[str], most: int | None) -> list[str]:
 def table(
     title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, terminal: bool, widest: int = _NO_END
 ) -> str:  # fmt: skip
-    """Return a table with its title; numbers aligned to the right.
+    """Return a table as text, with its title, and with numbers aligned to the right.
 
     Args:
-        title: above the table.
-        names: of the columns.
-        rows: cells as text.
-        width: columns of the terminal; files and pipes use as many as needed.
-        terminal: whether to draw with rich.
-        widest: most columns anywhere.
+        title: text above the table.
+        names: names of the columns.
+        rows: cells of each row, as text.
+        width: columns of the terminal; tables for files and pipes are as wide as needed.
+        terminal: whether to draw the table with rich.
+        widest: largest width in any case, in columns.
     """
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -212,7 +212,7 @@ def _short(problem: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format seconds with three digits."""
+    """Format a number of seconds with three digits."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 

@@ -24,7 +24,8 @@ STRAGGLER = 2.0
 class SubmodelRow:
     """Cost of a task with one submodel: compressed bytes, FLOPs per sample.
 
-    ``peaks`` has the memory peak for each precision of the frozen base, ``peak_bytes`` first; empty if there is only one.
+    ``peaks`` has the memory peak for each precision of the frozen base, with ``peak_bytes`` first; it is empty for one
+    precision.
     """
 
     name: str
@@ -42,15 +43,15 @@ class DeviceRow:
     """Clients with one kind of device, and the task times of their median client.
 
     Attributes:
-        name: of the kind.
-        clients: their ids.
-        num_samples: of the median client.
-        flops_per_s, memory_bytes: of the median client.
-        seconds: of a task of each submodel, in their order; None where it does not fit the memory.
-        seconds_range: least and most over the clients for the whole model, memory aside.
-        stragglers: ids of the stragglers among them.
-        varies: how the median client's rates vary, in words; predicted times do not include it. Empty if they do not
-            vary.
+        name: name of the kind of device.
+        clients: ids of the clients with such a device.
+        num_samples: number of samples of the median client.
+        flops_per_s, memory_bytes: speed and memory of the median client.
+        seconds: seconds of a task with each submodel, in their order; None = it does not fit the memory.
+        seconds_range: smallest and largest seconds over the clients for the whole model, whether it fits or not.
+        stragglers: ids of those clients that are stragglers.
+        varies: description of how the median client's rates vary, which predicted times do not include; empty if they
+            do not vary.
     """
 
     name: str
@@ -70,14 +71,15 @@ class Advice:
 
     Attributes:
         stragglers: ids of clients that take the whole model more than `STRAGGLER` times the median, or cannot hold it.
-        median_s: median over the clients of a task with the whole model.
-        slowest_s: of the slowest client.
-        fragments: least M of Fed-RAA's Table 4 for which the smallest fragment fits every client, and takes the
-            slowest client no longer than the whole model takes the median client; else the M with the least time.
-        fragment_s: seconds that the slowest client then takes.
-        buffer_size: K, the number of clients that are no stragglers: so many are back without waiting for one.
-        deadline_s: what the slowest of those takes.
-        participation: K as a share of the clients, for TimelyFL.
+        median_s: median over the clients of the seconds of a task with the whole model.
+        slowest_s: seconds of that task on the slowest client.
+        fragments: smallest M of Fed-RAA's Table 4 for which the smallest fragment fits every client, and takes the
+            slowest client no longer than the whole model takes the median client; else the M with the shortest time.
+        fragment_s: seconds that the slowest client takes for its fragment with this M.
+        buffer_size: number K of clients that are not stragglers; so many updates arrive without waiting for a
+            straggler.
+        deadline_s: seconds that the slowest client takes that is not a straggler.
+        participation: number K as a share of the clients, for TimelyFL.
     """
 
     stragglers: list[int]
@@ -120,7 +122,7 @@ def device_rows(
 
     Args:
         fleet: context in which costs are predicted.
-        clients: in order.
+        clients: clients, in the order of the rows.
         submodels: rows of the submodels.
     """
     kinds: dict[str, list[ClientInfo]] = {}

@@ -31,7 +31,7 @@ Classes = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One client of a run; ``task_s`` is its median task time, ``share`` the share of versions it took part in."""
+    """One client of a run; ``task_s`` is its median task time, ``share`` the share of versions that it took part in."""
 
     name: str
     tasks: int
@@ -144,7 +144,7 @@ def _table(group: Group, points: Mapping[int, Sequence[Point]]) -> Table:
 def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData]) -> Classes | str:
     """Return the number of samples of each class by client, or the reason why it is unknown.
 
-    Run folders do not store classes: ``deal_out`` loads and partitions the data that the run's config names.
+    Run folders do not store classes; ``deal_out`` loads and partitions the data that the run's config names.
     """
     if not run.config:
         return "there is no config to deal the data out by"
@@ -177,9 +177,9 @@ def partition(
     """Return the chart of each client's number of samples, by class where known.
 
     Args:
-        runs: named runs.
-        classes: by id() of the run: samples of each class by client, or the reason why they are unknown.
-        left_out: number of runs that are not shown.
+        runs: runs, each with its name.
+        classes: samples of each class by client, or the reason why they are unknown, for each run by its id().
+        left_out: number of further runs that are not shown.
     """
     views: dict[tuple[str, ...], View] = {}
     tables, reasons, grouped = [], [], False

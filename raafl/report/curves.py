@@ -77,7 +77,7 @@ def metric_names(groups: Sequence[Group]) -> list[str]:
 
 
 def along(run: RecordedRun, against: str) -> Numbers:
-    """Return the x position of each row of a run's metrics.csv; NaN where unknown."""
+    """Return the x position of each row of a run's metrics.csv; NaN if it is unknown."""
     metrics = run.metrics
     missing = np.full(len(metrics.get("version", ())), np.nan)
     if against == TIME:
@@ -97,9 +97,9 @@ def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers
     """Return a run's curve as x (ascending) and values; incomplete rows are left out.
 
     Args:
-        run: as recorded.
-        metric: name of the y axis.
-        against: name of the x axis.
+        run: run, as recorded.
+        metric: name of the metric on the y axis.
+        against: name of the quantity on the x axis.
     """
     if metric not in run.metrics:
         return np.empty(0), np.empty(0)

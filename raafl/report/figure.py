@@ -21,7 +21,7 @@ _MOST_ACROSS = 10
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table of a page; ``caption`` says what was left out."""
+    """Table on a page; ``caption`` says which rows were left out."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -30,7 +30,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One selectable state of a chart: plotly traces and layout. Texts are plain and are escaped when the page is written."""
+    """One selectable state of a chart: plotly traces and layout. Texts are plain; they are escaped when the page is written."""
 
     data: Sequence[Mapping[str, Any]]
     layout: Mapping[str, Any]
@@ -38,14 +38,14 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart.
+    """A chart on a page, with a view for each choice of its selectors.
 
     Attributes:
-        name: its anchor in the page, `[a-z-]+`.
-        note: how to read it, and what is left out.
+        name: anchor of the chart in the page, `[a-z-]+`.
+        note: text on how to read the chart, and what it leaves out.
         choices: options of each selector above the chart, by the selector's name; may be empty.
-        views: by one option of each selector; empty if there is nothing to show, as the note explains.
-        height: pixels.
+        views: views by one option of each selector; empty if there is nothing to show, as the note explains.
+        height: height of the chart in pixels.
     """
 
     name: str
@@ -66,14 +66,14 @@ def rounded(values: Sequence[float] | Numbers | npt.NDArray[Any], digits: int = 
 
 
 def thinned(length: int, most: int) -> npt.NDArray[np.int64]:
-    """Return at most ``most`` evenly spaced indices out of ``length``, including first and last."""
+    """Return at most ``most`` evenly spaced indices below ``length``, with the first and the last."""
     if length <= most:
         return np.arange(length)
     return np.unique(np.linspace(0, length - 1, max(most, 2)).round().astype(np.int64))
 
 
 def thin_rows(rows: Sequence[Sequence[Cell]], most: int = MAX_ROWS) -> tuple[list[Sequence[Cell]], str]:
-    """Return at most ``most`` evenly spaced rows, and a caption if rows are left out."""
+    """Return at most ``most`` evenly spaced rows of ``rows``, and a caption if rows are left out."""
     places = thinned(len(rows), most)
     said = f"{len(places)} of {len(rows):,} rows, evenly picked." if len(places) < len(rows) else ""
     return [rows[place] for place in places], said
@@ -88,7 +88,7 @@ def fitting(table: Table) -> Table:
 
 
 def gap(num_bars: int) -> float:
-    """Return the share of a bar chart to leave free, so that few bars are not as wide as the page."""
+    """Return the share of a bar chart's width to leave free, so that few bars do not become too wide."""
     return max(0.2, 1 - num_bars / 10)
 
 
@@ -99,12 +99,12 @@ def briefly(value: float) -> str:
 
 
 def banded(items: Sequence[int], most: int) -> list[list[int]]:
-    """Split items in order into at most ``most`` bands of nearly equal size."""
+    """Split items, in their order, into at most ``most`` groups of nearly equal size."""
     return [
         band.tolist() for band in np.array_split(np.array(items, np.int64), min(most, len(items)) or 1) if len(band)
     ]
 
 
 def axis(title: str, **more: object) -> dict[str, Any]:
-    """Return a plotly axis with a title."""
+    """Return the settings of a plotly axis with a title."""
     return {"title": {"text": title}, **more}

@@ -28,9 +28,9 @@ class Group:
     """Runs that differ only by seed and ended by the same limit; an interrupted run is a group of its own.
 
     Attributes:
-        label: how the group differs from the others, in a few words.
-        colour: of its lines.
-        differs: the config fields in which the groups differ, with its values.
+        label: description in a few words of how the group differs from the others.
+        colour: colour of its lines.
+        differs: config fields in which the groups differ, with this group's values.
     """
 
     label: str
@@ -61,7 +61,7 @@ def grouped(runs: Sequence[RecordedRun]) -> list[Group]:
 
 
 def algorithm_of(run: RecordedRun) -> str:
-    """Return the name of a run's algorithm."""
+    """Return the name of the algorithm of a run."""
     named = (run.summary or {}).get("algorithm")
     if not named:
         section = run.config.get("algorithm")
@@ -70,7 +70,7 @@ def algorithm_of(run: RecordedRun) -> str:
 
 
 def flat(value: object, prefix: str = "") -> dict[str, str]:
-    """Flatten nested mappings and lists to dotted names with their values as text."""
+    """Flatten nested mappings and lists to a mapping of dotted names to values as text."""
     items: Any = ()
     if isinstance(value, Mapping):
         items = [(str(name), item) for name, item in value.items()]

@@ -20,7 +20,7 @@ _MAX_METRICS = 8
 
 
 def figures(run: RecordedRun) -> dict[str, Cell]:
-    """Return a run's figures by name, from its summary, or without one from the other files."""
+    """Return a run's figures by name, from its summary; without a summary, from the other files."""
     summary, tasks = run.summary or {}, run.tasks
     merged = tasks.are(MERGED)
     stale = tasks["staleness"][merged & np.isfinite(tasks["staleness"])]
@@ -53,25 +53,25 @@ def figures(run: RecordedRun) -> dict[str, Cell]:
 
 
 def ended(run: RecordedRun) -> str:
-    """Return in words why a run ended."""
+    """Describe in words why a run ended."""
     reason = (run.summary or {}).get("finished")
     return "not ended" if reason is None else REASONS.get(str(reason), str(reason))
 
 
 def final(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
-    """Return the model's metrics at the end of a run, or at its last evaluation; NaN without one."""
+    """Return the model's metrics at the end of a run, or at its last evaluation; NaN if there is none."""
     known = (run.summary or {}).get("final")
     known = known if isinstance(known, Mapping) else {}
     return [_either(known.get(name), _last(run, name)) for name in metrics]
 
 
 def model_metrics(groups: Sequence[Group]) -> list[str]:
-    """Return the metrics of the model, without the run's own figures."""
+    """Return the names of the metrics of the model, without the run's own figures."""
     return [name for name in metric_names(groups) if is_metric(name)][:_MAX_METRICS]
 
 
 def runs_table(groups: Sequence[Group]) -> Table:
-    """Return a row for each run."""
+    """Return a table of the runs, a row for each."""
     metrics = model_metrics(groups)
     rows: list[list[Cell]] = []
     columns: list[str] = []
@@ -84,7 +84,7 @@ def runs_table(groups: Sequence[Group]) -> Table:
 
 
 def groups_table(groups: Sequence[Group]) -> Table | None:
-    """Return mean and range of each group's results; None if no group has several runs."""
+    """Return a table of the mean and range of each group's results; None if no group has several runs."""
     if all(len(group.runs) == 1 for group in groups):
         return None
     metrics = model_metrics(groups)
@@ -112,7 +112,7 @@ def outcomes_table(groups: Sequence[Group]) -> Table:
 
 
 def differences_table(groups: Sequence[Group]) -> Table | None:
-    """Return the fields in which the groups' configs differ; None where there is one group."""
+    """Return a table of the fields in which the groups' configs differ; None if there is only one group."""
     fields = list(groups[0].differs)
     if len(groups) < 2 or not fields:
         return None
@@ -121,7 +121,7 @@ def differences_table(groups: Sequence[Group]) -> Table | None:
 
 
 def notes_of(run: RecordedRun) -> list[str]:
-    """Return the problems of a run that a reader must know: missing, unwritten, warnings."""
+    """List problems of a run that a reader must know: missing files, rows that could not be written, warnings."""
     summary = run.summary or {}
     notes = list(run.notes)
     unwritten = summary.get("unwritten")

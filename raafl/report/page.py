@@ -24,14 +24,14 @@ _ESCAPED_IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": 
 
 
 def escaped(text: str) -> str:
-    """Escape text for HTML; control and bidirectional characters become spaces."""
+    """Escape a text for HTML; control and bidirectional characters become spaces."""
     if not text.isprintable():
         text = "".join(one if one.isprintable() or one in "\n\t" else " " for one in text)
     return html.escape(text)
 
 
 def shown(value: Cell) -> str:
-    """Format a cell: numbers with five digits, a dash for nothing."""
+    """Format a cell of a table: numbers with five digits, a dash for None."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "–"
     if isinstance(value, float):
@@ -40,7 +40,7 @@ def shown(value: Cell) -> str:
 
 
 def table_html(table: Table, colours: Mapping[str, str] | None = None) -> str:
-    """Return a table; names in ``colours`` get a swatch, in the first column or in the head."""
+    """Return a table as HTML; names in ``colours`` get a swatch of their colour, in the first column or in the head."""
     words = [any(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
     head = "".join(
         f"<th{_words(text)}>{_swatch(str(name), colours)}{escaped(str(name))}</th>"
@@ -68,12 +68,12 @@ def _words(is_text: bool) -> str:
 
 
 def folded(title: str, inner: str) -> str:
-    """Return a block that unfolds when its title is clicked."""
+    """Return an HTML block that unfolds when its title is clicked."""
     return f'<details><summary>{escaped(title)}</summary><div class="inner">{inner}</div></details>'
 
 
 def chart_html(chart: Chart) -> str:
-    """Return a chart's section: title, note, choices, placeholder, tables."""
+    """Return the HTML section of a chart: title, note, choices, placeholder, tables."""
     parts = [f'<section id="{chart.name}"><h2>{escaped(chart.title)}</h2><p class="soft">{escaped(chart.note)}</p>']
     if chart.views:
         selects = []
@@ -123,7 +123,7 @@ def _plain(value: object) -> object:
 
 
 def plotly_js() -> str:
-    """Return plotly.js, compressed, in base64.
+    """Return plotly.js as compressed text, in base64.
 
     Raises:
         BadInput: plotly is not installed.
@@ -139,12 +139,12 @@ def page(title: str, subtitle: str, top: str, charts: Sequence[Chart], bottom: s
     """Return the whole page.
 
     Args:
-        title: plain text.
-        subtitle: plain text.
-        top: HTML before the charts.
-        charts: in order.
-        bottom: HTML after the charts.
-        links: names of further sections by id.
+        title: title of the page, as plain text.
+        subtitle: subtitle of the page, as plain text.
+        top: HTML to put before the charts.
+        charts: charts, in the order of the page.
+        bottom: HTML to put after the charts.
+        links: names of further sections, by the id of the section.
     """
     files = resources.files("raafl.report")
     style, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))

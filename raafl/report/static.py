@@ -21,7 +21,7 @@ _PANEL_INCHES = (4.2, 3.0)
 
 
 def check_figure(path: Path) -> None:
-    """Raise `BadInput` unless ``path`` names a format that can be drawn, with what is installed."""
+    """Raise `BadInput` unless ``path`` names a format that the installed packages can draw."""
     if path.suffix.lower() not in FORMATS:
         raise BadInput(f"figure is '{path}': name a file that ends in {' or '.join(FORMATS)}")
     try:
@@ -31,13 +31,13 @@ def check_figure(path: Path) -> None:
 
 
 def draw(groups: Sequence[Group], suffix: str) -> bytes:
-    """Return the figure: the first two metrics of the model against the run's clock, a line a group.
+    """Return the figure as bytes: the first two metrics of the model against the run's clock, one line for each group.
 
-    Runs that differ by their seed alone are one line, their mean, in a band from the least to the most.
+    Runs that differ only by their seed are one line, their mean, in a band from the smallest to the largest value.
 
     Args:
-        groups: runs by experiment.
-        suffix: of `FORMATS`.
+        groups: runs, grouped by experiment.
+        suffix: suffix of the file format, one of `FORMATS`.
 
     Raises:
         BadInput: no run has an evaluation.

@@ -23,7 +23,7 @@ _LONGEST_SPEC = 60
 
 
 def staleness(groups: Sequence[Group]) -> Chart:
-    """Return the chart of the merged updates' staleness."""
+    """Return the chart of the staleness of merged updates."""
     values = {group.label: _of_merged(group, "staleness") for group in groups}
     known = [some for some in values.values() if len(some)]
     if not known:
@@ -56,7 +56,7 @@ def staleness(groups: Sequence[Group]) -> Chart:
 
 
 def regions(groups: Sequence[Group]) -> Chart:
-    """Return the chart of merges of each region of the model: number, staleness, time since the last."""
+    """Return the chart of the merges of each region of the model: their number, staleness, and time since the last one."""
     figures = {group.label: _regions(group) for group in groups}
     numbers = sorted({region for some in figures.values() for region in some})
     if not numbers:

@@ -21,7 +21,7 @@ _WAITING = "rgba(140,140,150,0.35)"
 
 
 def in_order(run: RecordedRun) -> list[int]:
-    """Return the clients, fastest devices first, unknown speeds last."""
+    """Return the clients of a run, fastest device first, unknown speeds last."""
 
     def speed(client: int) -> tuple[float, int]:
         known = run.clients.get(client)
@@ -39,12 +39,12 @@ def lane(run: RecordedRun, client: int) -> str:
 
 
 def lanes_height(lanes: int) -> int:
-    """Return the height in pixels of a chart with so many horizontal bars."""
+    """Return the height in pixels of a chart with ``lanes`` horizontal bars."""
     return 130 + 26 * lanes
 
 
 def bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
-    """Return clients by label: each its own lane, or bands of similar speed if there are too many."""
+    """Group clients for a chart, by label: each in a lane of its own, or in bands of similar speed if there are too many."""
     if len(order) <= _MAX_LANES:
         return {lane(run, client): [client] for client in order}
     named: dict[str, list[int]] = {}
@@ -166,7 +166,7 @@ def _tasks_table(name: str, run: RecordedRun, found: Stretches) -> Table:
 
 
 def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
-    """Return the chart of how each client, and all together, divided their time."""
+    """Return the chart of how each client, and all together, spent their time."""
     views: dict[tuple[str, ...], View] = {}
     tables: list[Table] = []
     totals: dict[str, dict[str, float]] = {}

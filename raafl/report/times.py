@@ -28,8 +28,8 @@ class Stretches:
     """Time intervals of a run's tasks, one entry per task.
 
     Attributes:
-        row: index into the run's tasks; -1 for a task without a row.
-        kind: index into `KIND_NAMES`.
+        row: index of the task in the run's tasks; -1 for a task without a row.
+        kind: index of the task's kind in `KIND_NAMES`.
     """
 
     client: npt.NDArray[np.int64]
@@ -40,9 +40,9 @@ class Stretches:
 
 
 def stretches(run: RecordedRun) -> Stretches:
-    """Return the start and end of each task.
+    """Return the time interval of each task of a run.
 
-    An answered task ends with its arrival. A lost task ends when its client was lost or, if the journal does not say,
+    An answered task ends with its arrival. A lost task ends when its client was lost; if the journal does not tell,
     when the client starts its next task. Any other task ends with the run.
     """
     tasks, end_s = run.tasks, run.end_s
@@ -77,9 +77,10 @@ def _first(times: Sequence[float], since: float, otherwise: float) -> float:
 
 
 def uses(run: RecordedRun, stretches: Stretches) -> dict[int, dict[str, float]]:
-    """Divide each client's seconds, from 0 to the run's end, among `USES`.
+    """Divide each client's seconds, from 0 to the run's end, among the uses in `USES`.
 
-    A task's transfers take what its device's links need for its bytes; where the links are unknown or vary, a task is not divided.
+    A task's transfers take the time that its device's links need for its bytes. If the links are unknown or vary, a
+    task is not divided.
     """
     end_s = run.end_s
     times = {client: dict.fromkeys(USES, 0.0) for client in run.client_ids()}
@@ -112,7 +113,7 @@ def _present_s(run: RecordedRun, client: int, end_s: float) -> float:
 
 
 def transfer_s(run: RecordedRun) -> Numbers:
-    """Return the seconds that each task's bytes need on its device's links, `(tasks,)`; NaN where unknown."""
+    """Return the seconds that each task's bytes need on its device's links, `(tasks,)`; NaN if the links are unknown."""
     tasks = run.tasks
     assignments = tasks["assignment"].tolist()
     down_s, up_s, latency_s = (np.full(len(tasks), math.nan) for _ in range(3))
@@ -144,9 +145,9 @@ def at_work(stretches: Stretches, clients: Sequence[Sequence[int]], edges: Numbe
     """Return the share of time that each band of clients spent in tasks, `(bands, len(edges) - 1)`, 0 to 1.
 
     Args:
-        stretches: of the tasks.
-        clients: ids of each band.
-        edges: of the intervals, in seconds, ascending.
+        stretches: time intervals of the tasks.
+        clients: ids of the clients in each band.
+        edges: edges of the intervals in seconds, ascending.
     """
     band_of = {client: band for band, members in enumerate(clients) for client in members}
     bands = np.array([band_of.get(client, -1) for client in stretches.client.tolist()], np.int64)

@@ -53,14 +53,14 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def drop_unfinished() -> None:
-    """Remove the files that `atomic_file` is writing, before this process ends at once; callable from any thread."""
+    """Remove the files that `atomic_file` is writing, in a process that is about to end at once; callable from any thread."""
     for temporary in list(_unfinished):
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files in `folder` of a process that was killed within `atomic_file`."""
+    """Remove the temporary files in `folder` that a process left when it was killed within `atomic_file`."""
     for temporary in folder.glob(".*.tmp"):
         with suppress(OSError):
             temporary.unlink()
@@ -70,8 +70,8 @@ class AppendFile(Generic[Item]):
     """File to which one writer appends whole rows, such as a CSV or JSON-lines file.
 
     Attributes:
-        num_rows: rows that this writer has written.
-        num_dropped: rows that were given up.
+        num_rows: number of rows that this writer has written.
+        num_dropped: number of rows that were given up.
     """
 
     def __init__(
@@ -103,16 +103,16 @@ class AppendFile(Generic[Item]):
 
     @property
     def num_unwritten(self) -> int:
-        """Return the number of rows missing in the file, pending or dropped."""
+        """Number of rows that the file lacks, pending or dropped."""
         return len(self._kept) + self.num_dropped
 
     @property
     def failing(self) -> bool:
-        """Check whether the last row could not be written."""
+        """Whether the last row could not be written."""
         return bool(self._kept) or self._num_new_dropped > 0
 
     def add(self, item: Item) -> None:
-        """Write a row, or keep it pending.
+        """Write a row, or keep it pending if it cannot be written.
 
         Raises:
             ValueError: the file is closed.
@@ -136,7 +136,7 @@ class AppendFile(Generic[Item]):
             self.flush()
 
     def flush(self) -> None:
-        """Try to write the pending rows."""
+        """Try again to write the pending rows."""
         if self._file.closed:
             return
         self._tried_s = time.monotonic()
@@ -243,13 +243,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_table(path: Path) -> Iterator[list[str]]:
-    """Yield the header of a CSV file, then its rows; nothing for an empty one."""
+    """Yield the header of a CSV file, then its rows; nothing if the file is empty."""
     with path.open(encoding="utf-8", newline="") as file:
         yield from csv.reader(file)
 
 
 def write_table(path: Path, rows: Iterable[Sequence[str]]) -> None:
-    """Write a CSV file, whole or not at all; the rows may come from the one that is there."""
+    """Write a CSV file atomically; the rows may be read from the file that it replaces."""
     with atomic_file(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         csv.writer(text, lineterminator="\n").writerows(rows)

@@ -21,17 +21,17 @@ SIGNED: Final = "signed"
 
 @dataclass
 class Books:
-    """Result of a check of a run's books.
+    """Result of checking a run's books.
 
     Attributes:
-        findings: what was altered, removed or added, a line each; empty where nothing was.
-        notes: what the books do not cover, a line each.
-        num_rows: rows of the journal.
-        num_signed: of them, those that the last signed seal stands for.
-        head: of the journal.
-        heads: every head that the journal had, if asked for.
-        key: the public key of the seals; None where no seal is signed.
-        num_seals: of the run.
+        findings: descriptions of what was altered, removed or added, a line each; empty = nothing.
+        notes: descriptions of what the books do not cover, a line each.
+        num_rows: number of rows in the journal.
+        num_signed: number of rows that the last signed seal covers.
+        head: head of the journal's hash chain.
+        heads: every head that the journal has had, if asked for.
+        key: public key of the seals; None = no seal is signed.
+        num_seals: number of seals of the run.
         final: whether the run's end is sealed.
     """
 
@@ -47,11 +47,11 @@ class Books:
 
     @property
     def state(self) -> str:
-        """Return `ALTERED`, `UNSIGNED` or `SIGNED`."""
+        """State of the books: `ALTERED`, `UNSIGNED` or `SIGNED`."""
         return ALTERED if self.findings else SIGNED if self.key is not None else UNSIGNED
 
     def line(self) -> str:
-        """Return one line about the books."""
+        """Return one line that describes the state of the books."""
         if self.findings:
             more = f", and {len(self.findings) - 1} more: raafl audit names them" if len(self.findings) > 1 else ""
             return f"books: {ALTERED}: {self.findings[0]}{more}"
@@ -61,9 +61,9 @@ class Books:
 
 
 def doubt(folder: Path) -> str | None:
-    """Return the line of `Books.line` for a run that is unsigned or altered; None where it is signed, or there is nothing yet.
+    """Return the line of `Books.line` for a run that is unsigned or altered; None if it is signed, or has no rows yet.
 
-    Checkpoints, model, config and summary, which may be large, are not read.
+    Checkpoints, model, config and summary are not read, since they may be large.
     """
     try:
         if not (folder / JOURNAL).is_file():
@@ -75,13 +75,13 @@ def doubt(folder: Path) -> str | None:
 
 
 def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool = True, heads: bool = False) -> Books:
-    """Check the books of a run, also of one that goes on.
+    """Check the books of a run, which may still be in progress.
 
     Args:
-        folder: of the run.
-        keys: public keys that may have signed them; empty = any one key.
-        whole_files: digest checkpoints, model, config and summary too, which reads all of them.
-        heads: collect every head of the journal.
+        folder: folder of the run.
+        keys: public keys of which one must have signed the books; empty = any one key.
+        whole_files: whether to digest checkpoints, model, config and summary, too, which reads all of them.
+        heads: whether to collect every head of the journal.
 
     Raises:
         OSError: a file cannot be read.

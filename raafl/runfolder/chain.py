@@ -25,11 +25,11 @@ _LENGTH: Final = len(_FIELD) + 64 + len(_END)
 
 
 def link(head: str, row: bytes) -> tuple[bytes, str]:
-    """Return a row with its ``chain``, and the new head.
+    """Add a row to the hash chain: return it with its ``chain`` field, and the new head.
 
     Args:
-        head: the ``chain`` of the row before.
-        row: a JSON object with a field or more and a line end, without spaces.
+        head: value of ``chain`` in the row before.
+        row: a JSON object with at least one field, and a line end, without spaces.
     """
     new = hashlib.sha256(head.encode() + row).hexdigest()
     return b"".join((row[:-2], _FIELD, new.encode(), _END)), new
@@ -45,16 +45,16 @@ def unlink(line: bytes) -> tuple[bytes, str] | None:
 
 @dataclass
 class ChainCheck:
-    """Check of a journal, line by line.
+    """Check of a journal's hash chain, line by line.
 
-    After a row that does not fit the check goes on from what that row says, so that each such row is named.
+    After a row that does not fit, the check goes on from that row's own ``chain``, so that every wrong row is found.
 
     Attributes:
-        num_rows: complete lines so far.
-        num_unlinked: rows at the beginning without a chain, written by an earlier version of raafl.
-        head: the ``chain`` of the last row; `START` before the first.
-        broken: rows that do not fit, from 1, `MAX_NAMED` at most.
-        num_broken: how many there are.
+        num_rows: number of complete lines so far.
+        num_unlinked: number of rows at the beginning without a chain, written by an earlier version of raafl.
+        head: value of ``chain`` in the last row; `START` before the first.
+        broken: numbers of the rows that do not fit, from 1; at most `MAX_NAMED` of them.
+        num_broken: number of rows that do not fit.
     """
 
     num_rows: int = 0
@@ -68,7 +68,7 @@ class ChainCheck:
         self._before = hashlib.sha256()
 
     def add(self, line: bytes) -> None:
-        """Check the next line, which has a line end."""
+        """Check the next line, which must have a line end."""
         self.num_rows += 1
         found = unlink(line)
         if found is None and self.num_unlinked == self.num_rows - 1:
@@ -84,17 +84,17 @@ class ChainCheck:
 
     @property
     def has_chain(self) -> bool:
-        """Check that a row has a chain, or that there is no row yet."""
+        """Whether a row has a chain, or there is no row yet."""
         return self.num_unlinked < self.num_rows or self.num_rows == 0
 
     @property
     def next_head(self) -> str:
-        """Return the head that the next row is linked to."""
+        """The head to which the next row is linked."""
         return self._before.hexdigest() if 0 < self.num_unlinked == self.num_rows else self.head
 
 
 def check_lines(lines: Iterable[bytes]) -> ChainCheck:
-    """Check complete lines of a journal; a last line without an end, which a crash leaves, is not looked at."""
+    """Check the complete lines of a journal; a last line without an end, as a crash leaves, is ignored."""
     found = ChainCheck()
     for line in lines:
         if line.endswith(b"\n"):
@@ -103,7 +103,7 @@ def check_lines(lines: Iterable[bytes]) -> ChainCheck:
 
 
 def read_head(path: Path) -> tuple[str, int]:
-    """Return the head that the next row of a journal is linked to, and how many rows it has."""
+    """Return the head to which the next row of a journal is linked, and the journal's number of rows."""
     with path.open("rb") as file:
         found = check_lines(file)
     return found.next_head, found.num_rows

@@ -35,8 +35,8 @@ _PLAIN: Final = (str, int, float, bool, type(None), torch.Tensor, nn.Parameter)
 class SavedCheckpoint:
     """Content of a checkpoint file.
 
-    ``state_dict`` is on the CPU; ``hyper_parameters`` is what the module was made with, ``raafl`` what the run needs to
-    resume.
+    ``state_dict`` is on the CPU; ``hyper_parameters`` has the module's arguments, ``raafl`` everything that the run
+    needs to resume.
     """
 
     path: Path
@@ -59,17 +59,17 @@ def save(
     """Write `RUN_FOLDER/checkpoints/version-000123.ckpt` and return its path.
 
     Args:
-        run_folder: The run's folder; `checkpoints/` is made if it is not there.
-        version: The version of the global model; a checkpoint of the same version is replaced.
-        state_dict: The global tensors by name; read, not kept.
-        module: The LightningModule, for its `hparams`. One that is not plain data is left out with a warning.
-        raafl: Plain data (strings, numbers, None, tensors, and dicts, lists and tuples of them) for resuming.
-        keep_last: How many checkpoints to keep, this one included, from 1; None keeps all.
-        name: The file's name instead, such as best.ckpt, which no run is resumed from.
+        run_folder: folder of the run; `checkpoints/` is created in it if missing.
+        version: version of the global model; a checkpoint of the same version is replaced.
+        state_dict: global tensors by name; they are read only during the call.
+        module: LightningModule whose `hparams` are stored. A value that is not plain data is left out with a warning.
+        raafl: plain data (strings, numbers, None, tensors, and dicts, lists and tuples of them) for resuming.
+        keep_last: number of checkpoints to keep, this one included, at least 1; None = all.
+        name: file name to use instead, such as best.ckpt; no run is resumed from such a file.
 
     Raises:
-        OSError, RuntimeError: It cannot be written; what was there stays as it was.
-        TypeError: `raafl` holds something that is not plain data; the message names where.
+        OSError, RuntimeError: the checkpoint cannot be written; existing files stay as they were.
+        TypeError: `raafl` has a value that is not plain data; the message names its place.
     """
     section = dict(raafl or {})
     for where, value in _not_plain(section, "raafl"):
@@ -96,10 +96,10 @@ def save(
 
 
 def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
-    """Read a checkpoint; `path` is the file, or a run folder, of which the newest checkpoint is taken.
+    """Read a checkpoint; `path` is its file, or a run folder, whose newest checkpoint is read.
 
     Raises:
-        BadInput: There is no checkpoint at `path`, the file cannot be read, or it is not one of raafl's.
+        BadInput: there is no checkpoint at `path`, or the file cannot be read or is not one of raafl's.
     """
     found = newest(path) if Path(path).is_dir() else Path(path)
     if found is None or not found.is_file():
@@ -128,7 +128,7 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
 
 def newest(run_folder: str | os.PathLike[str]) -> Path | None:
-    """Return the checkpoint of the highest version in a run folder, or None."""
+    """Return the checkpoint of the highest version in a run folder, or None if it has none."""
     files = _versions(Path(run_folder) / CHECKPOINTS)
     return files[-1] if files else None
 

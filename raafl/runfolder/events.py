@@ -21,7 +21,7 @@ def read_summary(folder: Path) -> Summary | None:
     Fields of the wrong type are dropped, and texts are sanitised for display, whoever wrote them.
 
     Raises:
-        OSError: it exists but cannot be read.
+        OSError: the file exists but cannot be read.
     """
     if not (folder / SUMMARY).is_file():
         return None
@@ -36,7 +36,7 @@ def read_summary(folder: Path) -> Summary | None:
 
 
 class Undone:
-    """Numbers of the journal lines, from 0, that a resumed run has rolled back; computed line by line."""
+    """Numbers of the journal lines, from 0, that a resumed run has rolled back; they are computed line by line."""
 
     def __init__(self) -> None:
         self.num_lines = 0
@@ -44,7 +44,7 @@ class Undone:
         self._ranges: list[range] = []
 
     def add(self, kind: str | None, kept: int | None = None) -> None:
-        """Process the next line: its ``event``, and for a resume how many events it ``kept``."""
+        """Process the next line, given its ``event`` and, for a resume, the number ``kept`` of events that still count."""
         number, self.num_lines = self.num_lines, self.num_lines + 1
         if kind in EVENTS:
             self._events.append(number)
@@ -55,7 +55,7 @@ class Undone:
 
     @property
     def num_events(self) -> int:
-        """Return the number of events that were not rolled back."""
+        """Number of events that were not rolled back."""
         return len(self._events)
 
     def __contains__(self, number: int) -> bool:
@@ -63,10 +63,10 @@ class Undone:
 
 
 class JournalReader:
-    """Rows of a journal; each iteration reads the file again, without the rows that a resumed run rolled back.
+    """Reader of a journal's rows. Each iteration reads the file again, without the rows that a resumed run rolled back.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -75,13 +75,13 @@ class JournalReader:
         self.path = path / JOURNAL if path.is_dir() else path
 
     def written(self) -> Iterator[JournalRow]:
-        """Yield all rows in order, as they were written.
+        """Yield all rows in order, as they were written, with those that were rolled back.
 
-        A torn last line (without a line end, after a crash) is skipped.
+        A last line without a line end, as a crash leaves, is skipped.
 
         Raises:
             ValueError: a complete line is not a JSON object; the message names file and line.
-            FileNotFoundError: there is no journal.
+            FileNotFoundError: the journal does not exist.
         """
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -104,11 +104,11 @@ class JournalReader:
 
     @property
     def num_events(self) -> int:
-        """Return the number of events that count.
+        """Number of events that count, without those that were rolled back.
 
         Raises:
-            ValueError: a row is damaged, or has fields of another type than raafl's rows.
-            FileNotFoundError: there is no journal.
+            ValueError: a row is damaged, or has a field of the wrong type.
+            FileNotFoundError: the journal does not exist.
         """
         return self._undone.num_events
 
@@ -126,7 +126,7 @@ def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Sum
     """Read what a replay needs: the rows of the journal that count, and the summary (None if the run never finished).
 
     Raises:
-        BadInput: the folder is not a run's, or rows are missing among those that a replay ``until`` an event would need.
+        BadInput: the folder is not a run's, or rows are missing that a replay, up to event ``until``, would need.
     """
     for name in (CONFIG, JOURNAL):
         if not (folder / name).is_file():

@@ -16,11 +16,11 @@ from raafl.runfolder.seals import TableDigest, TableSeal
 
 
 class JournalFile(AppendFile[bytes]):
-    """Journal file: one JSON object a line, with a `gap` row where rows are missing.
+    """Journal file with one JSON object a line, and a `gap` row where rows are missing.
 
     Attributes:
-        head: the ``chain`` of the last row in the file; pending rows are linked when they are written.
-        length: rows in the file, those of earlier writers included.
+        head: value of ``chain`` in the last row of the file; pending rows are linked when they are written.
+        length: number of rows in the file, with those of earlier writers.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class JournalFile(AppendFile[bytes]):
         self.length = 0  # the head stays: the gap that comes first is linked to the rows that were lost
 
     def event(self, event: JournalRow) -> None:
-        """Append an event."""
+        """Append an event to the journal."""
         self._time_s = event.get("time_s", self._time_s)
         if event.get("event") == "assigned":
             self._last_id = event["id"]
         self.add(_line(event))
 
     def gap(self, num_rows: int) -> None:
-        """Append a row that says that ``num_rows`` rows are missing here."""
+        """Append a row that states that ``num_rows`` rows are missing here."""
         self.add(self._gap(num_rows))
 
     def _gap(self, num_rows: int) -> bytes:
@@ -57,7 +57,7 @@ class JournalFile(AppendFile[bytes]):
 
 
 class TableFile(AppendFile[list[Any]]):
-    """CSV file with a header. None becomes an empty cell, mappings become JSON."""
+    """CSV file with a header. None is written as an empty cell, a mapping as JSON."""
 
     def __init__(
         self, path: Path, columns: Sequence[str], warn: Callable[[str], None], remake: Callable[[], None], *,
@@ -76,16 +76,16 @@ class TableFile(AppendFile[list[Any]]):
             raise
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row by column; columns that it lacks stay empty."""
+        """Append a row, given by column; columns that it lacks stay empty."""
         get = row.get
         self.add([value if type(value := get(name)) in _AS_THEY_ARE else _cell(value) for name in self.columns])
 
     def widen(self, new: Sequence[str]) -> None:
-        """Add columns at the end; the existing rows are rewritten with the next row."""
+        """Add columns at the end; existing rows are rewritten with the next row."""
         self.columns = (*self.columns, *new)
 
     def sealed(self) -> TableSeal:
-        """Return the digest of the rows in the file."""
+        """Return a digest of the rows in the file."""
         return self._digest.seal(self._header)
 
     def _write(self, data: bytes) -> None:

@@ -59,17 +59,17 @@ class RunFolder:
     """The files of one run, opened for writing.
 
     Attributes:
-        reader: receives each row as it is written, such as the progress view; None = none.
-        signer: signs the seals; None = they are unsigned.
+        reader: object that receives each row as it is written, such as the progress view; None = none.
+        signer: signer of the seals; None = seals are unsigned.
 
     Args:
-        path: The folder; made if it is not there.
-        config_yaml: The text of `config.yaml`.
-        warn: Told what cannot be written, once for each file; the logger unless given.
+        path: path of the folder, which is created if missing.
+        config_yaml: text of `config.yaml`.
+        warn: function called with a warning, once for each file that cannot be written; by default a logger's.
 
     Raises:
-        BadInput: The folder holds something already, or `path` is not a folder.
-        OSError: It cannot be made; nothing of it is left.
+        BadInput: the folder is not empty, or `path` is not a folder.
+        OSError: the folder cannot be created; nothing of it is left.
     """
 
     reader: Reader | None = None
@@ -99,7 +99,7 @@ class RunFolder:
 
         Raises:
             BadInput: the folder is not a run's.
-            OSError: nothing may be written in it.
+            OSError: the folder cannot be written.
         """
         folder = cls.__new__(cls)
         folder.path = Path(path)
@@ -146,25 +146,25 @@ class RunFolder:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """Return the rows missing in each file, pending or dropped; complete files are left out."""
+        """Number of rows that each file lacks, pending or dropped; complete files are left out."""
         files: tuple[AppendFile[Any], ...] = (self._events, self._metrics, self._clients)
         return {file.path.name: file.num_unwritten for file in files if file.num_unwritten}
 
     @property
     def num_clients_dropped(self) -> int:
-        """Return the number of rows of clients.csv that could never be written."""
+        """Number of rows of clients.csv that could never be written."""
         return self._clients.num_dropped
 
     def event(self, event: JournalRow) -> None:
-        """Append one object to the journal; NaN and infinities become null, TypeError for what JSON cannot hold."""
+        """Append a row to the journal; NaN and infinities become null, and data that JSON cannot hold raises a TypeError."""
         self._events.event(event)
         if self.reader is not None:
             self.reader.event(event)
 
     def metrics(self, row: Mapping[str, Any]) -> None:
-        """Append one evaluation: `version`, `time_s`, `wall_s` and any metrics.
+        """Append a row to metrics.csv, for one evaluation: `version`, `time_s`, `wall_s` and any metrics.
 
-        The first row fixes the columns. A metric that first appears later gets a column at the end: the table is then
+        The first row fixes the columns. A metric that first appears later gets a column at the end; the file is then
         rewritten once, with that column empty in the earlier rows. A metric that a row lacks is left empty.
         """
         table, row = self._metrics, {name: _rounded(name, value) for name, value in row.items()}
@@ -176,10 +176,10 @@ class RunFolder:
             self.reader.metrics(row)
 
     def client(self, row: Mapping[str, Any]) -> None:
-        """Append one finished task: a `ClientRow`, whose missing cells are left empty; `spec` may be a mapping.
+        """Append a row to clients.csv, for one finished task: a `ClientRow`; missing cells stay empty, `spec` may be a mapping.
 
-        Columns for memory, for what `training_step` logs, and for what clients measure themselves, come at the end once a row
-        has them.
+        Columns for memory, for values that `training_step` logs, and for what clients measure themselves are added at
+        the end once a row has them.
 
         Raises:
             ValueError: `row` has a column that clients.csv does not know.
@@ -198,19 +198,19 @@ class RunFolder:
             self.reader.client(row)
 
     def gap(self, num_rows: int) -> None:
-        """Mark in the journal that rows are missing here."""
+        """Record in the journal that ``num_rows`` rows are missing here."""
         self._events.gap(num_rows)
 
     def flush(self) -> None:
-        """Try again to write pending rows."""
+        """Try again to write the pending rows of all files."""
         for file in (self._events, self._metrics, self._clients):
             file.flush()
 
     def summary(self, summary: Summary) -> None:
-        """Write `summary.json`, whole or not at all.
+        """Write `summary.json` atomically.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         text = to_json(summary, indent=2) + "\n"
         self._remake()
@@ -221,9 +221,10 @@ class RunFolder:
         """Write the summary, after adding to it, in place, the numbers of rows that could not be written.
 
         Args:
-            summary: gets ``unwritten``: rows missing in each file, checkpoints, and the summary itself; and ``warnings``.
-            num_checkpoints: how many could not be written.
-            warnings: what was said during the run; one is added if the summary cannot be written.
+            summary: summary, which gets ``unwritten`` (number of rows missing in each file, of checkpoints, of
+                summaries) and ``warnings``.
+            num_checkpoints: number of checkpoints that could not be written.
+            warnings: warnings of the run; one is added if the summary cannot be written.
         """
         self.flush()
         summary["unwritten"] = self.unwritten | ({"checkpoints": num_checkpoints} if num_checkpoints else {})
@@ -238,25 +239,25 @@ class RunFolder:
 
     @property
     def head(self) -> str:
-        """Return the head of the journal's hash chain."""
+        """The head of the journal's hash chain."""
         return self._events.head
 
     def sealed(self) -> Sealed:
-        """Return the present state of the growing files, for `seal`."""
+        """Return the present state of the growing files, to be sealed by `seal`."""
         tables = {METRICS: self._metrics.sealed(), CLIENTS: self._clients.sealed()}
         return Sealed(self._events.length, self._events.head, tables)
 
     def seal(
         self, sealed: Sealed, version: int, names: Iterable[str], *, final: bool = False, altered: Iterable[str] = ()
     ) -> None:
-        """Write a seal; from any thread, one at a time. What cannot be written is reported, not raised.
+        """Write a seal, from any thread, one at a time. A failure to write is reported, not raised.
 
         Args:
-            sealed: the growing files, as `sealed` returned them then.
-            version: of the global model.
-            names: further files to digest, by their paths in the folder.
-            final: the run has ended: seal all files.
-            altered: what was found altered before a run was resumed.
+            sealed: state of the growing files, from `sealed`.
+            version: version of the global model.
+            names: paths, within the folder, of further files to digest.
+            final: whether the run has ended, so that all files are sealed.
+            altered: descriptions of what was altered before a run was resumed.
         """
         if final:
             names = [SUMMARY, CONFIG, MODEL, *self._checkpoints()]
@@ -290,7 +291,7 @@ class RunFolder:
 
 
 def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path:
-    """Return `runs/NAME-YYYYMMDD-HHMMSS`, with a number behind it if that is taken. The folder is not made."""
+    """Return `runs/NAME-YYYYMMDD-HHMMSS`, with a number appended if that exists; the folder is not created."""
     first = Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = first, 2
     while path.exists():

@@ -19,7 +19,7 @@ def to_json(value: object, indent: int | None = None) -> str:
 
 
 def plain(value: object) -> object:
-    """Return a JSON-compatible stand-in for an object."""
+    """Convert an object to data that JSON can hold."""
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -34,7 +34,7 @@ def plain(value: object) -> object:
 
 
 def finite(value: object) -> Any:
-    """Return plain data with None for numbers that JSON cannot hold."""
+    """Return plain data in which numbers that JSON cannot hold are replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

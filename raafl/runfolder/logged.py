@@ -26,7 +26,7 @@ Sums = dict[str, list[float]]
 
 
 def logged_values(update: Update) -> dict[str, float]:
-    """Return the values logged in a task, by name, in alphabetical order."""
+    """Return the values that `training_step` logged in a task, by name, in alphabetical order."""
     found = (
         (sanitize_text(name, MAX_NAME), value) for name, value in update.metrics.items()
         if name not in (LOSS, PEAK) and not name.startswith(TEST) and abs(value) <= MAX_VALUE
@@ -35,15 +35,15 @@ def logged_values(update: Update) -> dict[str, float]:
 
 
 def column_of(name: str) -> str:
-    """Return the metrics.csv column of a logged metric's mean; `validation_step` may own the plain name."""
+    """Return the metrics.csv column for the mean of a logged metric; the plain name may belong to `validation_step`."""
     return name if name.startswith(TRAIN.rstrip("/")) else TRAIN + name
 
 
 class LoggedMeans:
-    """Sample-weighted means of values logged in the tasks merged between two evaluations.
+    """Sample-weighted means of the values logged in tasks that are merged between two evaluations.
 
-    A window closes when an evaluation becomes due. If its result never comes because a later one overtakes it, the window counts
-    for the next.
+    A window of tasks closes when an evaluation becomes due. If a later evaluation overtakes it, so that its result
+    never comes, the window's tasks count for the next.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class LoggedMeans:
         self._closed: list[tuple[int, Sums]] = []
 
     def expect(self, names: Iterable[str]) -> None:
-        """Reserve places for the names that `training_step` logs; clients cannot crowd them out."""
+        """Reserve columns for the names that `training_step` logs, so that clients cannot use them up."""
         self._names |= {sanitize_text(name, MAX_NAME): True for name in names}
 
     def add(self, values: Mapping[str, float], num_samples: int) -> None:
@@ -71,7 +71,7 @@ class LoggedMeans:
         return name in self._names
 
     def close(self, version: int) -> None:
-        """End the window: ``version`` is queued for evaluation."""
+        """Close the present window: ``version`` is queued for evaluation."""
         self._closed.append((version, self._open))
         self._open = {}
 
@@ -88,12 +88,12 @@ class LoggedMeans:
         return means
 
     def save(self) -> dict[str, Any]:
-        """Return the state as plain data."""
+        """Return the state of the means as plain data."""
         closed = [[version, _copied(sums)] for version, sums in self._closed]
         return {"names": dict(self._names), "open": _copied(self._open), "closed": closed}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Restore the state that `save` returned."""
+        """Restore the state from the result of `save`."""
         self._names |= data["names"]
         self._open = _copied(data["open"])
         self._closed = [(version, _copied(sums)) for version, sums in data["closed"]]

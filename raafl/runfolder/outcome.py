@@ -17,7 +17,7 @@ REASONS = {
 
 
 def summary_lines(summary: Summary, folder: Path) -> list[str]:
-    """Format the lines printed at the end of a run, from its summary."""
+    """Format a run's summary as the lines that are printed at its end."""
     final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
     clock = "virtual" if summary["runtime"] == "simulated" else "wall-clock"
     real = f" ({duration(summary['wall_s'])} real)" if summary["runtime"] == "simulated" else ""

@@ -44,11 +44,11 @@ _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if nam
 
 @dataclass(slots=True)
 class ClientRecord:
-    """One client according to the journal.
+    """One client, according to the journal.
 
     Attributes:
-        profile: its device's fields; infinite rates are None.
-        spells: `(from, to)` seconds in which it was connected; `to` is infinite while it has not left.
+        profile: fields of its device's profile; infinite rates are None.
+        spells: `(from, to)` seconds during which it was connected; `to` is infinite while it has not left.
     """
 
     id: int
@@ -59,13 +59,13 @@ class ClientRecord:
 
     @property
     def device(self) -> str:
-        """Return its device's name; empty where unknown."""
+        """Name of the client's device; empty if it is unknown."""
         name = str(self.profile.get("name", ""))
         return "" if name == "default" else name
 
     @property
     def flops_per_s(self) -> float:
-        """Return its device's speed; NaN where unknown."""
+        """Speed of the client's device in FLOP/s; NaN if it is unknown."""
         return number(self.profile.get("flops_per_s"))
 
 
@@ -100,23 +100,23 @@ class Tasks:
         return dict(zip(clients.tolist(), np.split(order, starts[1:]), strict=True)) if len(clients) else {}
 
     def are(self, kind: str) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tasks with this outcome, `(len,)`."""
+        """Return a mask of the tasks whose outcome is of this kind, `(len,)`."""
         found: npt.NDArray[np.bool_] = self.kind == KINDS.index(kind)
         return found
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """Content of one run folder.
+    """Content of one run folder, as far as it can be read.
 
     Attributes:
-        metrics: columns of metrics.csv; cells that are no number are NaN.
-        summary: None if the run has not ended.
-        open_tasks: client and start of tasks without a row: under way when the run stopped being written.
-        num_exchanges: round trips in mid-task, by assignment.
+        metrics: columns of metrics.csv; cells that are not numbers are NaN.
+        summary: content of summary.json; None = the run has not ended.
+        open_tasks: client and start of each task without a row, in progress when the run's files end.
+        num_exchanges: number of round trips in mid-task, by assignment.
         lost_at: times at which each client was lost.
-        goals: limits given when it was resumed, which its config does not have; empty if it was not.
-        notes: what is missing or damaged, for the reader.
+        goals: limits given when the run was resumed, which its config does not have; empty if there are none.
+        notes: descriptions, for the reader, of what is missing or damaged.
     """
 
     path: Path
@@ -138,17 +138,17 @@ class RecordedRun:
 
     @property
     def is_simulated(self) -> bool:
-        """Check whether its seconds are virtual."""
+        """Whether the run's seconds are virtual."""
         return self.runtime == "simulated"
 
     @property
     def seed(self) -> object:
-        """Return the run's seed, or None."""
+        """Seed of the run; None if it is unknown."""
         return self.config.get("seed", (self.summary or {}).get("seed"))
 
     @property
     def end_s(self) -> float:
-        """Return the time on the run's clock at which it ended, or at which its files end."""
+        """Time on the run's clock at which it ended, or at which its files end."""
         ended = number((self.summary or {}).get("time_s"))
         if math.isfinite(ended) and ended > 0:
             return ended
@@ -159,12 +159,12 @@ class RecordedRun:
         return max(seen)
 
     def client_ids(self) -> list[int]:
-        """Return every client that joined or worked, ascending."""
+        """Return the ids of all clients that joined or worked, ascending."""
         return sorted({*self.clients, *self.tasks.client.tolist(), *(client for client, _ in self.open_tasks)})
 
 
 def number(value: object) -> float:
-    """Return a finite number, or NaN for anything else."""
+    """Convert a value to a finite number; NaN for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return math.nan
     try:
@@ -175,7 +175,7 @@ def number(value: object) -> float:
 
 
 def read(path: Path) -> RecordedRun:
-    """Read a run folder.
+    """Read a run folder as far as it can be read.
 
     Raises:
         BadInput: there is no run folder at ``path``.

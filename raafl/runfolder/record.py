@@ -32,9 +32,9 @@ from raafl.submodel import FlatTensors
 
 
 class RunRecord:
-    """Counters of a run, and the writer of its folder. Single writer, no lock.
+    """Counters of a run, and the writer of its folder; used by one thread, without a lock.
 
-    Without a folder it only counts (benchmarks, the Python API without an output).
+    Without a folder it only counts, as for benchmarks, or for the Python API without an output.
     """
 
     def __init__(
@@ -64,22 +64,22 @@ class RunRecord:
 
     @property
     def wall_s(self) -> float:
-        """Return wall-clock seconds since the run began."""
+        """Wall-clock seconds since the run began."""
         return time.perf_counter() - self.started
 
     @property
     def reached(self) -> bool:
-        """Check whether there are targets and all have been met."""
+        """Whether there are targets and all of them have been reached."""
         return bool(self.time_to) and all(at_s is not None for at_s in self.time_to.values())
 
     def restart_clock(self) -> None:
-        """Set the wall clock to 0."""
+        """Set the run's wall clock back to 0."""
         self.started = time.perf_counter()
 
     # ---- as it happens ----
 
     def event(self, event: Event, now: float) -> None:
-        """Journal one event, in the order the coordinator sees them."""
+        """Write an event to the journal, in the order in which the coordinator handles events."""
         self.num_events += 1
         if isinstance(event, Joined):
             self.participation.setdefault(event.client.id, 0)
@@ -92,14 +92,14 @@ class RunRecord:
             self.folder.event(cast(JournalRow, row))
 
     def assigned(self, assignment: Assignment) -> None:
-        """Journal an assignment."""
+        """Write an assignment to the journal."""
         self.figures.assigned(assignment)
         if self.folder is not None:
             row = {"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)}
             self.folder.event(cast(JournalRow, row))
 
     def moved(self, down: int = 0, up: int = 0) -> None:
-        """Count bytes over a link; from any thread."""
+        """Count bytes sent over a link, down and up; callable from any thread."""
         with self._lock:
             self.bytes_down += down
             self.bytes_up += up
@@ -147,12 +147,12 @@ class RunRecord:
         return row
 
     def due(self, version: int, now: float, more: Mapping[str, float | None] | None = None) -> None:
-        """Freeze the run's counters when `version` is queued for evaluation; the result may come later.
+        """Freeze the run's counters when `version` is queued for evaluation; its metrics may come later.
 
         Args:
-            version: of the global model to be evaluated.
-            now: time on the run's clock.
-            more: further figures to record with it.
+            version: version of the global model to be evaluated.
+            now: time in seconds on the run's clock.
+            more: further figures to record with the version.
         """
         self._due[version] = {**self._figures(version, now), **(more or {})}
         self.figures.logged.close(version)
@@ -181,16 +181,16 @@ class RunRecord:
 
     @property
     def client_metrics(self) -> dict[str, float]:
-        """Return the clients' metrics, averaged over clients, as of the version evaluated last."""
+        """The clients' metrics, averaged over clients, as of the version evaluated last."""
         return {name: value for name, value in self.row.items() if name.startswith(CLIENT) and value is not None}
 
     def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:
         """Record the global model's metrics; return whether there are targets and all are now met.
 
         Args:
-            version: that was measured.
-            now: seconds on the run's clock.
-            metrics: by name.
+            version: version that was measured.
+            now: time in seconds on the run's clock.
+            metrics: metrics by name.
         """
         self.metrics, self.evaluated_version = metrics, version
         if version not in self._due:
@@ -211,7 +211,7 @@ class RunRecord:
     # ---- interrupted and resumed ----
 
     def save(self) -> dict[str, Any]:
-        """Return all counters as plain data."""
+        """Return all counters of the run as plain data."""
         return {
             "wall_s": self.wall_s,
             "outcomes": dict(self.outcomes),
@@ -231,7 +231,7 @@ class RunRecord:
         }
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Restore the counters that `save` returned."""
+        """Restore the counters from the result of `save`."""
         self.started = time.perf_counter() - data["wall_s"]
         self.outcomes.update(data["outcomes"])
         self.participation.update(data["participation"])
@@ -256,16 +256,16 @@ class RunRecord:
     def summary(
         self, *, algorithm: str, runtime: str, seed: int, version: int, values: FlatTensors, time_s: float, reason: str
     ) -> Summary:
-        """Return the summary, a contract that scripts rely on.
+        """Return the summary of the run, whose fields are a contract with scripts.
 
         Args:
-            algorithm: its name.
-            runtime: "simulated" or "distributed".
-            seed: of the run.
-            version: of the final model.
-            values: of the final model.
-            time_s: seconds on the run's clock.
-            reason: why the run ended.
+            algorithm: name of the algorithm.
+            runtime: kind of the run, "simulated" or "distributed".
+            seed: seed of the run.
+            version: version of the final model.
+            values: values of the final model.
+            time_s: seconds of the run on its clock.
+            reason: reason for which the run ended.
         """
         merged = self.outcomes[MERGED]
 

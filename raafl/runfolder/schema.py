@@ -139,7 +139,7 @@ LOST_AT_RESTART: Final = "lost:restart"
 
 
 def kind_of(outcome: str) -> str:
-    """Return the kind of an outcome, without its reason."""
+    """Return the kind of an outcome, such as "refused" of "refused:REASON"."""
     return outcome.partition(":")[0]
 
 
@@ -147,7 +147,7 @@ def kind_of(outcome: str) -> str:
 
 
 class Measurement(TypedDict):
-    """First columns of metrics.csv; metrics, averages over clients, `RunFigures` and times to targets follow."""
+    """First columns of metrics.csv, before metrics, averages over clients, `RunFigures` and times to targets."""
 
     version: int
     time_s: float
@@ -180,7 +180,7 @@ TIME_TO: Final = "time_to/"
 
 
 def is_metric(column: str) -> bool:
-    """Check whether a column of metrics.csv is a metric of the model or of clients."""
+    """Check whether a column of metrics.csv is a metric of the model or of clients, not a figure of the run."""
     return column not in METRIC_COLUMNS and column not in RUN_COLUMNS and not column.startswith(TIME_TO)
 
 
@@ -190,9 +190,10 @@ def is_metric(column: str) -> bool:
 class Summary(TypedDict, total=False):
     """Content of summary.json, also returned by the Python API; a merge may report further entries.
 
-    `finished` is why the run ended; `updates_lost_by_reason` splits `updates_lost`; `batched` says how clients were
-    trained as one batch; `model` and `traceback` are files in the folder; `model_copy` is where a model is that could not be
-    saved there; `best` is version, metric and value of `checkpoints/best.ckpt`; `unwritten` counts rows that each file lacks.
+    `finished` is the reason why the run ended; `updates_lost_by_reason` splits `updates_lost`; `batched` describes
+    which clients were trained as one batch. `model` and `traceback` are files in the folder; `model_copy` is the place
+    of a model that could not be saved there. `best` has version, metric and value of `checkpoints/best.ckpt`;
+    `unwritten` counts the rows that each file lacks.
     """
 
     algorithm: str
@@ -236,7 +237,10 @@ class Summary(TypedDict, total=False):
 
 
 def misfits(row: Mapping[str, Any], kind: type) -> list[str]:
-    """Return the fields of a row whose values do not match ``kind``, one of the records above; unknown fields are ignored."""
+    """Return the fields of a row whose values do not match ``kind``, one of the records in this module.
+
+    Unknown fields are ignored.
+    """
     hints = _hints(kind)
     return [name for name, value in row.items() if name in hints and not _fits(value, hints[name])]
 

@@ -35,12 +35,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TableSeal:
-    """Digest of the rows of a table.
+    """Digest of the rows of a table, with the number of lines and the columns.
 
     Attributes:
-        lines: behind the header.
-        columns: of the header; later rows may bring more.
-        sha256: of the lines without the empty cells at their ends, which new columns add to old rows.
+        lines: number of lines after the header.
+        columns: columns of the header; later rows may add more.
+        sha256: digest of the lines without empty cells at their ends, which new columns add to old rows.
     """
 
     lines: int
@@ -49,7 +49,7 @@ class TableSeal:
 
 
 class TableDigest:
-    """Running digest of the rows of a table, without its header."""
+    """Running digest of the rows of a table, without the table's header."""
 
     def __init__(self) -> None:
         self.lines = 0
@@ -57,7 +57,7 @@ class TableDigest:
 
     @classmethod
     def of_file(cls, path: Path, lines: int | None = None) -> Self:
-        """Digest the first ``lines`` lines behind the header of a file; None = all."""
+        """Return the digest of the first ``lines`` lines after a file's header; None = all lines."""
         found = cls()
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as text:
             header = csv.reader(text)
@@ -73,23 +73,23 @@ class TableDigest:
         return found
 
     def add(self, data: bytes) -> None:
-        """Add whole lines."""
+        """Add whole lines to the digest."""
         for line in data.splitlines() if data.count(b"\n") > 1 else (data[:-1],):
             self._hash.update(line.rstrip(b",\r") + b"\n")
             self.lines += 1
 
     def seal(self, columns: Sequence[str]) -> TableSeal:
-        """Return the digest of the rows so far."""
+        """Return the digest of the rows added so far."""
         return TableSeal(self.lines, tuple(columns), self._hash.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """The state of the growing files at one moment, to be sealed then or later.
+    """State of the growing files at one moment, to be sealed then or later.
 
     Attributes:
-        rows: of the journal.
-        head: of the journal.
+        rows: number of rows in the journal.
+        head: head of the journal's hash chain.
         tables: digest of each table, by file name.
     """
 
@@ -100,12 +100,12 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """A seal, read back.
+    """A seal, as read from the file of seals.
 
     Attributes:
-        data: its fields.
-        text: what is signed.
-        signature: of the text; None = unsigned.
+        data: fields of the seal.
+        text: text that is signed.
+        signature: signature of the text; None = unsigned.
     """
 
     data: Mapping[str, Any]
@@ -116,7 +116,7 @@ class Seal:
 class SealFile:
     """Writer of a run's seals; one thread at a time.
 
-    Seals that cannot be written stay pending, as rows of `AppendFile` do.
+    Seals that cannot be written stay pending, as the rows of `AppendFile` do.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class SealFile:
         final: bool = False,
         altered: Iterable[str] = (),
     ) -> None:
-        """Write a seal, once what it stands for is on the disk.
+        """Write a seal once everything that it covers is on the disk.
 
         Args:
-            sealed: the growing files.
-            version: of the global model.
-            files: SHA-256 of further files, by path in the folder.
-            final: the run has ended, and ``files`` has every file that is digested whole.
-            altered: what was found altered before a run was resumed.
+            sealed: state of the growing files.
+            version: version of the global model.
+            files: SHA-256 digests of further files, by path in the folder.
+            final: whether the run has ended; ``files`` then has every file that is digested whole.
+            altered: descriptions of what was altered before a run was resumed.
         """
         if version:
             self._sync()
@@ -183,7 +183,7 @@ class SealFile:
                     os.close(descriptor)
 
     def flush(self) -> None:
-        """Try once more to write pending seals."""
+        """Try again to write the pending seals."""
         self._file.flush()
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class SealFile:
 
 
 def read_seals(path: Path) -> list[Seal | None]:
-    """Read the seals of a file, in order; None for a line that is none. A last line without an end is left out.
+    """Read the seals of a file, in order, with None for each invalid line. A last line without an end is left out.
 
     Raises:
         OSError: the file cannot be read.
@@ -215,7 +215,7 @@ def _seal(line: bytes) -> Seal | None:
 
 
 def seal_digest(line: bytes) -> str:
-    """Return the digest of a line of `seals.jsonl`, which the next one has as ``before``."""
+    """Return the digest of a line of `seals.jsonl`, which the next line stores as ``before``."""
     return hashlib.sha256(line).hexdigest()
 
 
@@ -227,19 +227,19 @@ def _last_digest(path: Path) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the hex SHA-256 of a file.
+    """Return the SHA-256 digest of a file, as hexadecimal digits.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of files in a folder by their paths in it; folders stand for all files in them.
+    """Return the SHA-256 digests of files in a folder by their paths in it; a folder's name stands for all files in it.
 
-    Links, and what cannot be read, are left out.
+    Links and unreadable files are left out.
     """
     found: dict[str, str] = {}
     for name in names:

@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Signer:
-    """A private key that signs.
+    """A private key that signs the books of runs.
 
     Attributes:
-        public: the public key: base64 of its SubjectPublicKeyInfo (DER).
+        public: public key, as base64 of its SubjectPublicKeyInfo (DER).
     """
 
     key: Ed25519PrivateKey | EllipticCurvePrivateKey
@@ -44,7 +44,7 @@ class Signer:
         """Read a private key, Ed25519 or ECDSA (TLS), from a PEM file.
 
         Raises:
-            BadInput: the file cannot be read, or holds no such key.
+            BadInput: the file cannot be read, or has no key of these kinds.
         """
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -61,7 +61,7 @@ class Signer:
 
     @classmethod
     def own(cls) -> Signer | None:
-        """Return this user's signer, with a new key if there is none; None where no file can be written for the user."""
+        """Return this user's own signer, with a new key if there is none; None if no file can be written for the user."""
         try:
             path = state_folder() / KEY_FILE
             if not path.is_file():
@@ -73,7 +73,7 @@ class Signer:
 
     @classmethod
     def choose(cls, path: Path | None) -> Signer | None:
-        """Return the signer of a TLS key; `own` without one, or where that is of a kind that does not sign here (RSA)."""
+        """Return the signer of a TLS key; without a key, or with one of a kind that does not sign here (RSA), return `own`."""
         if path is None:
             return cls.own()
         try:
@@ -92,10 +92,10 @@ class Signer:
 
 
 def read_public_key(text: str) -> str:
-    """Return a public key, given in base64 as a seal has it, or a PEM file with a public key or a certificate.
+    """Read a public key from base64 text, as in a seal, or from a PEM file with a public key or a certificate.
 
     Raises:
-        BadInput: it is neither.
+        BadInput: ``text`` is neither.
     """
     from cryptography.hazmat.primitives.serialization import (
         Encoding,
@@ -117,12 +117,12 @@ def read_public_key(text: str) -> str:
 
 
 def is_signed(text: str, signature: object, public: object) -> bool:
-    """Check a signature of a text; False for whatever is none.
+    """Check the signature of a text; return False for anything that is not a valid signature.
 
     Args:
-        text: what was signed.
-        signature: in base64, as `Signer.sign` returns it.
-        public: the public key, as `Signer.public`.
+        text: text that was signed.
+        signature: signature in base64, as `Signer.sign` returns it.
+        public: public key, as `Signer.public`.
     """
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey

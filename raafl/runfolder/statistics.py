@@ -22,7 +22,7 @@ _MAX_CACHED = 256
 
 
 class Coverage:
-    """Share of the model that is trained between versions."""
+    """Share of the model that is trained from one version to the next."""
 
     def __init__(self, submodels: Submodels) -> None:
         """Measure submodels of this model."""
@@ -33,9 +33,10 @@ class Coverage:
         self._total = sum(entry.numel for entry in self._entries)
 
     def share(self, specs: Iterable[Spec]) -> float | None:
-        """Return the share of the parameters that train which at least one of ``specs`` trains, 0 to 1.
+        """Return the share, 0 to 1, of the trainable parameters that at least one of ``specs`` trains.
 
-        None where several submodels of a model above `MAX_ELEMENTS` would have to be laid over each other.
+        The result is None for a model above `MAX_ELEMENTS` with several submodels, whose union would take too long to
+        count.
         """
         key = frozenset(map(self._submodels.normal, specs))
         if key not in self._shares:
@@ -60,7 +61,7 @@ class Coverage:
 
 
 class RunStatistics:
-    """Running figures of a run, told of each assignment and of its end."""
+    """Running figures of a run, computed from the start and end of each assignment."""
 
     def __init__(self, coverage: Coverage | None = None, peak_bytes: Callable[[Assignment], int] | None = None) -> None:
         """Start at zero.
@@ -141,11 +142,11 @@ class RunStatistics:
     # ---- as it stands ----
 
     def working_s(self, now: float) -> float:
-        """Return the seconds that unfinished tasks have taken so far, in total."""
+        """Return the total seconds that unfinished tasks have taken until ``now``."""
         return sum(now - since for since in self._since.values())
 
     def clients(self) -> dict[str, float]:
-        """Return each metric of the clients' own test parts, averaged over clients by test size, from each client's latest task."""
+        """Return metrics on the clients' own test parts, averaged over clients by test size; each client's latest task counts."""
         means: dict[str, float] = {}
         for name in dict.fromkeys(name for _, metrics in self._tested.values() for name in metrics):
             having = [(size, metrics[name]) for size, metrics in self._tested.values() if name in metrics]
@@ -153,29 +154,29 @@ class RunStatistics:
         return means
 
     def coverage(self) -> dict[str, float | None]:
-        """Return mean and minimum of the share of the model trained per version."""
+        """Return mean and minimum, over versions, of the share of the model that was trained."""
         self._close()
         number, total, least = self._shares
         return {"mean": total / number if number else None, "min": least if number else None}
 
     def participation(self, version: int, num_clients: int) -> dict[str, float]:
-        """Return mean and minimum over clients of the share of versions that a client took part in."""
+        """Return mean and minimum, over clients, of the share of versions that a client took part in."""
         least = min((num for _, num in self._rounds.values()), default=0) if len(self._rounds) >= num_clients else 0
         return {"mean": self.mean_participation(version, num_clients), "min": least / max(version, 1)}
 
     def mean_participation(self, version: int, num_clients: int) -> float:
-        """Return the mean share, in time independent of the number of clients."""
+        """Return the mean, over clients, of the share of versions that a client took part in, in constant time."""
         return self._num_rounds / (max(num_clients, 1) * max(version, 1))
 
     def memory(self) -> dict[str, int | None]:
-        """Return the highest memory of a task, predicted and measured."""
+        """Return the highest memory of any task, predicted and measured."""
         predicted, measured = (int(value) or None for value in self._memory)
         return {"predicted_bytes": predicted, "measured_bytes": measured}
 
     # ---- interrupted and resumed ----
 
     def save(self) -> dict[str, Any]:
-        """Return the state as plain data."""
+        """Return the state of the figures as plain data."""
         self._close()
         return {
             "open": self._open[0],
@@ -189,7 +190,7 @@ class RunStatistics:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Restore the state that `save` returned."""
+        """Restore the state from the result of `save`."""
         self._open = (data["open"], set())
         self._shares, self._memory = list(data["shares"]), list(data["memory"])
         self._since.update(data["since"])

@@ -26,16 +26,16 @@ class _WrittenAnew(Exception):
 
 
 class NewLines:
-    """Reader of the complete lines that were appended to a growing file since the last call."""
+    """Reader of complete lines that were appended to a growing file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._inode, self._read = 0, 0
 
     def lines(self) -> list[str] | None:
-        """Return new complete lines without their ends; None if the file was replaced.
+        """Return the new complete lines without their ends; None if the file was replaced.
 
-        Of a long file it returns the first part; call again for the next.
+        For a long file it returns the first lines only; call again for the next.
         """
         if not self.path.is_file():  # nor a device or a pipe, which may never end
             return None if self._read else []
@@ -57,10 +57,13 @@ class NewLines:
 
 
 class Reader(Protocol):
-    """Receiver of each row of a run; raises TypeError, ValueError, AttributeError or KeyError for an invalid row."""
+    """Interface for receivers of a run's rows.
+
+    Methods raise TypeError, ValueError, AttributeError or KeyError for an invalid row.
+    """
 
     def event(self, row: JournalRow, at: float | None = None) -> None:
-        """Process a journal row, written at clock time ``at`` or before."""
+        """Process a row of the journal, written at the clock time ``at`` or before."""
 
     def client(self, row: Mapping[str, str]) -> None:
         """Process a row of clients.csv."""
@@ -79,9 +82,10 @@ class RunTail(Generic[R]):
     """Follower of a run folder that passes each new row to a reader; the folder need not exist yet.
 
     Attributes:
-        state: the reader, up to the last `look`. If a file is replaced, or the run rolls back, a new reader gets all rows again.
-        begun: whether there are rows of a run, or its summary.
-        num_damaged: lines that are not valid rows.
+        state: reader that has received all rows up to the last `look`. If a file is replaced, or the run rolls back, a
+            new reader gets all rows again.
+        begun: whether the folder has rows of a run, or its summary.
+        num_damaged: number of lines that are not valid rows.
     """
 
     def __init__(self, path: Path, make: Callable[[], R], clock: Callable[[], float] = time.time) -> None:
@@ -98,7 +102,7 @@ class RunTail(Generic[R]):
 
     @property
     def silent_s(self) -> float:
-        """Return the seconds since anything was written; 0 if nothing ever was."""
+        """Seconds since anything was written; 0 if nothing ever was."""
         times = []
         for name in (*GROWING, SUMMARY):
             with suppress(OSError):
@@ -106,7 +110,7 @@ class RunTail(Generic[R]):
         return max(self._clock() - max(times), 0.0) if times else 0.0
 
     def look(self) -> bool:
-        """Read new rows; return whether there were any."""
+        """Pass new rows to the reader; return whether there were any."""
         undone = Undone()
         while True:
             try:

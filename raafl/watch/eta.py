@@ -33,7 +33,7 @@ class Goals:
 
     @classmethod
     def from_json(cls, data: Any) -> Goals:
-        """Read goals that `to_json` wrote; no goals from anything else."""
+        """Restore goals from the result of `to_json`; anything else gives no goals."""
         try:
             targets = [Target(str(one["metric"]), float(one["value"])) for one in data["targets"]]
             updates, time_s = data["max_updates"], data["max_time_s"]
@@ -53,12 +53,15 @@ class Mark:
 
 @dataclass(slots=True)
 class Marks:
-    """Recent merges of a run, for its rates."""
+    """Recent merges of a run, from which its rates are computed."""
 
     marks: deque[Mark] = field(default_factory=lambda: deque([Mark()], MERGES + 1))
 
     def merged(self, mark: Mark, *, replaces: bool) -> None:
-        """Record progress after a merge; ``replaces`` replaces the last mark when one more update of that merge becomes known."""
+        """Record a run's progress after a merge.
+
+        ``replaces`` replaces the last mark, if one more update of that merge becomes known.
+        """
         if replaces and len(self.marks) > 1:
             last = self.marks.pop()
             mark = Mark(max(mark.time_s, last.time_s), mark.updates, mark.num_bytes)
@@ -74,7 +77,7 @@ class Marks:
 
 
 class Trainings:
-    """Recent training results of a simulation by wall time, for its throughput."""
+    """Recent training results of a simulation by wall time, from which its throughput is computed."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -82,7 +85,7 @@ class Trainings:
         self._marks: deque[tuple[float, int]] = deque(maxlen=_SECONDS)
 
     def arrived(self, at: float) -> None:
-        """Count a training result at clock time ``at``."""
+        """Count a training result at the clock time ``at``."""
         self._num += 1
         if self._marks and at == self._marks[-1][0]:
             self._marks[-1] = at, self._num
@@ -90,7 +93,7 @@ class Trainings:
             self._marks.append((at, self._num))
 
     def per_s(self, now: float) -> float | None:
-        """Return trainings per second; None if unknown."""
+        """Return the number of trainings per second; None if unknown."""
         if not self._marks or now <= self._marks[0][0] or self._num == self._marks[0][1]:
             return None
         then, num = self._marks[0]
@@ -109,15 +112,15 @@ def etas(
     goals: Goals, now_s: float, updates: int, updates_per_s: float, evaluations: Sequence[Mapping[str, float]],
     reached: Container[Target] = (),
 ) -> tuple[Eta, ...]:  # fmt: skip
-    """Estimate when each goal is met.
+    """Estimate the seconds until each goal of a run is met.
 
     Args:
-        goals: of the run.
-        now_s: time on the run's clock.
-        updates: merged so far.
-        updates_per_s: present rate.
-        evaluations: oldest first, each with ``time_s`` and metrics; a target is met when the least-squares line through the last
-            `EVALUATIONS` of them meets it.
+        goals: goals of the run.
+        now_s: time in seconds on the run's clock.
+        updates: number of updates merged so far.
+        updates_per_s: present rate of merged updates.
+        evaluations: evaluations, oldest first, each with ``time_s`` and metrics. A target counts as met when the
+            least-squares line through the last `EVALUATIONS` of them meets it.
         reached: targets that are already met.
     """
     found = []
@@ -156,7 +159,7 @@ def _reached_in_s(target: Target, now_s: float, evaluations: Sequence[Mapping[st
 
 
 def speed(evaluations: Sequence[Mapping[str, float]]) -> float | None:
-    """Return seconds of the run's clock per wall-clock second over the last `EVALUATIONS`; None if unknown."""
+    """Return the seconds of the run's clock per wall-clock second, over the last `EVALUATIONS`; None if unknown."""
     points = [(row["wall_s"], row["time_s"]) for row in evaluations if "wall_s" in row][-EVALUATIONS:]
     if len(points) < 2:
         return None

@@ -28,27 +28,28 @@ _log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Shows snapshots of a run, as often as the mode allows.
+    """View of a run's progress, which shows snapshots as often as its mode allows.
 
-    `live` redraws a table four times a second and at each evaluation; `plain` writes a line every two seconds, and one for
-    an evaluation when the last line is a second old; `quiet` writes nothing but warnings; `auto` is `live` on a terminal
-    and `plain` elsewhere, and `verbose` is `auto` with a line for each task that begins or ends. What the last evaluation found is
-    always shown, at the latest by `stop`. A file that can no longer be written (a closed pipe) makes the rest quiet: no
-    run fails because nobody watches it.
+    `live` redraws a table four times a second and at each evaluation. `plain` writes a line every two seconds, and one
+    for an evaluation if the last line is a second old. `quiet` writes only warnings. `auto` is `live` on a terminal and
+    `plain` elsewhere; `verbose` is `auto` with a line for each task that begins or ends. The last evaluation is always
+    shown, at the latest by `stop`. If the output can no longer be written (a closed pipe), nothing more is shown, and
+    the run goes on.
 
-    All of it goes through `logging`, but for the live table: whoever gives the logger "raafl" a handler gets the lines of `plain`
-    there, and nothing is printed.
+    All output but the live table goes through `logging`: a handler on the logger "raafl" gets the lines of `plain`, and
+    nothing is printed.
 
     Args:
-        mode: One of the five.
-        file: Where to; standard output when None. Give standard error where standard output carries something else.
-        clock: Seconds, monotonic.
+        mode: name of the mode, one of these five.
+        file: stream to write to; None = standard output. Give standard error if standard output is used for something
+            else.
+        clock: function that returns monotonic seconds.
 
     Attributes:
-        stamped: Whether each line of `plain` begins with the date and time: for a log that is kept.
-        warnings: What was logged by `warn`, in order.
-        verbose: Whether a line for each task is wanted: whoever knows of tasks gives them to `note`.
-        source: Where the snapshots of a run come from, unless `update` is given one.
+        stamped: whether each line of `plain` begins with date and time, for a log that is kept.
+        warnings: texts that `warn` has logged, in order.
+        verbose: whether a line for each task is wanted; code that follows tasks passes such lines to `note`.
+        source: function that returns a snapshot of the run, used if `update` is given none.
     """
 
     source: Callable[[], ProgressState] | None = None
@@ -74,7 +75,7 @@ class Progress:
         self.warnings: list[str] = []
 
     def start(self, title: str) -> None:
-        """Start showing; `title` names the run. Updates before this show nothing."""
+        """Start showing progress; `title` names the run. Updates before this show nothing."""
         self._title = title
         now = self._clock()
         self._due_at, self._status_at = now if self.mode == "live" else now + self._period_s, now
@@ -86,10 +87,10 @@ class Progress:
     def update(
         self, snapshot: ProgressState | Callable[[], ProgressState] | None = None, evaluated: bool = False
     ) -> None:
-        """Show `snapshot` if it is time to, or at once if `evaluated` says that an evaluation has just ended.
+        """Show a snapshot if one is due, or at once if `evaluated` says that an evaluation has just ended.
 
-        Without `snapshot` the constructor's `source` is asked. A function is called only if something is shown; otherwise a call
-        costs one look at the clock.
+        Without `snapshot` the constructor's `source` is called. A function is called only if something will be shown;
+        otherwise a call only reads the clock.
         """
         now, snapshot = self._clock(), snapshot or self.source
         if snapshot is None or self._due_at == float("inf"):
@@ -132,7 +133,7 @@ class Progress:
         return bool(begun) and (said != self._said or now - self._status_at >= _UNCHANGED_S)
 
     def note(self, text: str) -> None:
-        """Log a line; the console prints it once, above the table or by itself."""
+        """Log a line, which the console prints once, above the table or by itself."""
         self._say(text, partial(self._print, text))
 
     def _print(self, text: str) -> None:
@@ -144,7 +145,7 @@ class Progress:
     def warn(self, text: str) -> None:
         """Log a warning once, and store it in `warnings`; callable from any thread.
 
-        The console prints it in the view and on standard error. A terminal that shows both gets it once.
+        The console prints it in the view and on standard error, but only once on a terminal that shows both.
         """
         if text in self.warnings or len(self.warnings) >= _MAX_WARNINGS:
             return
@@ -165,7 +166,7 @@ class Progress:
         _log.log(level, text, extra={"show": show})
 
     def abandon(self) -> None:
-        """Restore the terminal's cursor without waiting; for a process that ends at once."""
+        """Restore the terminal's cursor without waiting, in a process that is about to end at once."""
         if self._live is not None:
             os.write(self._file.fileno(), b"\x1b[?25h\n")
 

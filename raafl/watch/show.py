@@ -19,7 +19,7 @@ WIDTH = 100
 
 
 def sentence(state: ProgressState, width: int = WIDTH) -> str:
-    """Return one line on the run's progress; the least important parts are left out if it would not fit."""
+    """Format a run's progress as one line; the least important parts are left out if they do not fit."""
     parts = [(0, _moment(state.time_s, state.version)), (0, _updates(state)), *_rates(state)]
     if state.clients or state.num_clients:
         working, there = _counts(state)
@@ -35,7 +35,7 @@ def sentence(state: ProgressState, width: int = WIDTH) -> str:
 
 
 def evaluation(state: ProgressState, width: int = WIDTH) -> str:
-    """Return one line with the last evaluation; as many metrics as fit."""
+    """Format the last evaluation as one line, with as many metrics as fit."""
     metrics, head = _metrics(state), f"{_moment(*(state.evaluated or (state.time_s, state.version)))}  eval:"
     shown = len(metrics)
     while len(line := "  ".join([head, *metrics[:shown], *_more(len(metrics) - shown)])) > width and shown > 1:
@@ -44,12 +44,12 @@ def evaluation(state: ProgressState, width: int = WIDTH) -> str:
 
 
 def wrapped(text: str, width: int = WIDTH) -> str:
-    """Wrap a text to ``width``, with continuation lines indented."""
+    """Wrap a text to ``width`` columns, with continuation lines indented."""
     return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def table(state: ProgressState, title: str = "") -> RenderableType:
-    """Return the terminal's table: title, a line per client, the run's figures, metrics and remaining time."""
+    """Return the table for a terminal: title, a line per client, the run's figures, metrics and remaining time."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -71,7 +71,7 @@ def table(state: ProgressState, title: str = "") -> RenderableType:
 
 
 def plain(state: ProgressState) -> dict[str, Any]:
-    """Return the snapshot as plain data, for JSON."""
+    """Return a snapshot as plain data, for JSON."""
     metrics = {name: value if math.isfinite(value) else None for name, value in state.metrics.items()}
     now = "running" if state.finished is None else "finished"
     return {**dataclasses.asdict(state), "metrics": metrics, "state": now}

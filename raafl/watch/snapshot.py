@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ClientProgress:
-    """Progress of one client.
+    """Progress of one client of a run.
 
     Attributes:
-        doing: what it trains now; empty when idle.
+        doing: submodel that it trains now; empty if it is idle.
         num_tasks: number of its merged tasks.
-        there: whether it is connected.
-        version: that it trains from; ``behind``: versions made since.
-        since_s: for how long it has been at it; ``due_in_s``: when it should be back, negative when late.
+        there: whether the client is connected.
+        version: global version that it trains from; ``behind``: number of versions made since.
+        since_s: seconds since its task began; ``due_in_s``: seconds until it should report, negative if it is late.
     """
 
     client: int
@@ -35,24 +35,29 @@ class ClientProgress:
 
 @dataclass(frozen=True, slots=True)
 class ProgressState:
-    """A snapshot of a run.
+    """A snapshot of a run's progress.
 
     Attributes:
-        version: Of the global model.
-        num_updates: Updates merged so far.
-        time_s: The run's own time: wall time, or the virtual clock of a simulation.
-        metrics: The newest evaluation, which was of the time and version of ``evaluated``.
-        clients: One entry a client that is to be shown.
-        num_clients: That have ever joined, if more than are shown; ``num_there`` in the fleet, ``num_working`` at work now.
-        num_updates_goal: How many updates the run is for, where that is what ends it.
-        finished: Why the run has ended, if it has.
-        updates_per_s: Of late, on the run's clock; ``bytes_per_s`` up and down together.
-        staleness_mean: Of the updates merged so far.
-        outcomes: How many tasks ended as merged, refused, lost, unused.
-        etas: When each goal is met, and ``ends_in_s`` the run; seconds of the run's clock from now.
-        speed: Seconds of the run's clock in a second here.
-        trainings_per_s: Of a simulation, by the clock on the wall; ``num_processes`` that train, where it is known.
-        share_batched: Of the trainings, those of clients trained as one batch, of ``mean_cohort`` clients on average.
+        version: version of the global model.
+        num_updates: number of updates merged so far.
+        time_s: seconds on the run's clock: wall time, or the virtual clock of a simulation.
+        metrics: metrics of the newest evaluation; ``evaluated`` has its time and version.
+        clients: clients to show, one entry each.
+        num_clients: number of clients that have ever joined, if more than are shown; ``num_there`` are connected,
+            ``num_working`` at work.
+        num_updates_goal: number of updates after which the run ends; None = another limit ends it.
+        finished: reason why the run has ended; None = it has not.
+        updates_per_s: recent rate of updates on the run's clock; ``bytes_per_s``: recent rate of bytes, up and down
+            together.
+        staleness_mean: mean staleness of the updates merged so far.
+        outcomes: number of tasks that ended as merged, refused, lost and unused.
+        etas: estimated time of each goal; ``ends_in_s``: that of the run's end. Both in seconds of the run's clock from
+            now.
+        speed: seconds of the run's clock per second of real time.
+        trainings_per_s: trainings of a simulation per second of real time; ``num_processes``: number of processes that
+            train, if known.
+        share_batched: share of the trainings in which clients trained as one batch, of ``mean_cohort`` clients on
+            average.
     """
 
     version: int

@@ -44,7 +44,7 @@ class _Client:
     lasted_s: dict[str, float] = field(default_factory=dict)  # spec -> seconds of the last task on it; the newest last
 
     def due_s(self) -> float | None:
-        """Return when its task should end, if it takes as long as its last task of that submodel, or else of any."""
+        """Return the time at which its task should end, by the duration of its last task with that submodel, else of any task."""
         if self.task is None:
             return None
         guess = self.lasted_s.get(spec_in_words(self.task.spec)) if len(self.lasted_s) > 1 else None
@@ -56,13 +56,14 @@ class _Client:
 
 
 class RunState:
-    """State of a run computed from its rows; `snapshot` returns what to show.
+    """State of a run, computed from its rows; `snapshot` returns the part to show.
 
     Attributes:
-        runtime: empty until known.
-        time_s: of the last row.
-        say: is called with a line for each event.
-        how: returns how many processes a simulation trains in, and which share of trainings runs in batches of how many clients.
+        runtime: kind of the run, "simulated" or "distributed"; empty until it is known.
+        time_s: time of the last row, in seconds on the run's clock.
+        say: function called with a line for each event.
+        how: function that returns the number of processes of a simulation, the share of its trainings that run in
+            batches, and the clients in a batch.
     """
 
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None
@@ -205,7 +206,7 @@ class RunState:
         return self.time_s + (idle_s if self.runtime == "distributed" else 0.0)
 
     def snapshot(self, most: int | None = MAX_CLIENTS) -> ProgressState:
-        """Return the present state with ``most`` of its clients, those longest at work first."""
+        """Return a snapshot of the present state with ``most`` clients, those longest at work first."""
         now_s, summary, is_simulated = self.now_s(), self.summary or {}, self.runtime == "simulated"
         updates = int(summary.get("updates_merged", self._updates))
         down, up = summary.get("bytes_down", self._bytes[0]), summary.get("bytes_up", self._bytes[1])
@@ -271,7 +272,7 @@ def follow(path: Path, clock: Callable[[], float] = time.time) -> RunTail[RunSta
 
 
 def spec_in_words(data: object, most: int | None = None) -> str:
-    """Return a submodel's text from its plain data, as `str(Spec)` would; at most ``most`` characters."""
+    """Format a submodel's plain data as text, as `str(Spec)` would, with at most ``most`` characters."""
     try:
         text = _in_words(data) if isinstance(data, dict) else str(data or "")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):

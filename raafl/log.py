@@ -5,15 +5,26 @@ tools of `logging`. Two attributes of a record, given as `extra`, say how the co
 
 - `show`: a function without arguments that prints the record itself, such as a line above a live table.
 - `prefix`: begins each line on standard error; "raafl: " where it is missing.
+
+With ``--log json``, or the environment variable `VARIABLE`, each record is a line of JSON on standard error instead.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from functools import lru_cache
+from typing import Final, Literal, get_args
+
+LogFormat = Literal["text", "json"]
+FORMATS: Final[tuple[LogFormat, ...]] = get_args(LogFormat)
+VARIABLE: Final = "RAAFL_LOG"
+"""Environment variable of the format, for the processes that a command starts."""
 
 
 class Console(logging.Handler):
@@ -31,9 +42,31 @@ class Console(logging.Handler):
             sys.stderr.flush()
 
 
+class JsonConsole(logging.Handler):
+    """Handler that prints each record on standard error as a line of JSON, of ASCII characters alone.
+
+    Its fields: time (ISO 8601, UTC), level, logger, message; rank under torchrun; client where the record is of one; exception.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record; do nothing where standard error is closed."""
+        row = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage(),
+        }  # fmt: skip
+        optional = {
+            "rank": os.environ.get("RANK"), "client": getattr(record, "client", None),
+            "exception": record.exc_info and logging.Formatter().formatException(record.exc_info),
+        }  # fmt: skip
+        row |= {name: str(value) for name, value in optional.items() if value}
+        with suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(json.dumps(row) + "\n")
+            sys.stderr.flush()
+
+
 @contextmanager
-def console() -> Iterator[None]:
-    """Install a `Console` on the logger "raafl" for the block, unless that logger has a handler.
+def console(kind: LogFormat = "text") -> Iterator[None]:
+    """Install a `Console` or a `JsonConsole` on the logger "raafl" for the block, unless that logger has a handler.
 
     Records of level INFO and above are printed, unless the logger has a level of its own. The root logger's handlers
     get them, too.
@@ -42,7 +75,7 @@ def console() -> Iterator[None]:
     if logger.handlers:
         yield
         return
-    handler, level = Console(), logger.level
+    handler, level = Console() if kind == "text" else JsonConsole(), logger.level
     logger.addHandler(handler)
     logger.setLevel(level or logging.INFO)
     try:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import os
 import sys
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -91,3 +94,45 @@ def test_a_warning_for_once(caplog):
     for text in ("a", "a", "b"):
         warn_once(LOG, f"{text} of test_log")
     assert [record.message for record in caplog.records] == ["a of test_log", "b of test_log"]
+
+
+def test_a_log_of_json_has_a_line_for_each_record_whatever_is_in_it(bare, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "3")
+    with console("json"):
+        LOG.warning("one\ntwo\x1b[31m \u2028 %s", "é", extra={"client": 7, "show": lambda: print("not so")})
+        try:
+            raise ValueError("wrong")
+        except ValueError:
+            LOG.exception("it failed")
+        assert not is_printed()  # no table over it
+    out, err = capsys.readouterr()
+    first, second = map(json.loads, err.splitlines())
+    assert out == "" and err.isascii() and err.count("\n") == 2
+    assert first["message"] == "one\ntwo\x1b[31m \u2028 é" and (first["client"], first["rank"]) == ("7", "3")
+    assert (first["level"], first["logger"]) == ("warning", "raafl.somewhere")
+    assert datetime.fromisoformat(first["time"]).utcoffset() == timedelta(0)
+    assert second["exception"].endswith("ValueError: wrong")
+
+
+def test_the_option_log_is_of_every_command_and_of_what_it_starts(bare, capsys, monkeypatch):
+    seen = []
+
+    def command(argv):
+        seen.append((argv, os.environ.get("RAAFL_LOG")))
+        LOG.info("x")
+        return 0
+
+    monkeypatch.setattr("raafl.commands.cli._main", command)
+    for argv in (["watch", "--log", "json", "RUN"], ["--log=text", "watch", "RUN"], ["watch", "RUN"]):
+        assert main(argv) == 0
+    assert seen == [(["watch", "RUN"], "json"), (["watch", "RUN"], "text"), (["watch", "RUN"], None)]
+    monkeypatch.setenv("RAAFL_LOG", "json")
+    assert main([]) == 0 and os.environ["RAAFL_LOG"] == "json"
+    assert main(["--log", "xml"]) == 2
+    assert [line[:7] for line in capsys.readouterr().err.splitlines()] == [
+        '{"time"',
+        "raafl: ",
+        "raafl: ",
+        '{"time"',
+        "raafl: ",
+    ]

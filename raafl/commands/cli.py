@@ -14,11 +14,11 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from raafl import log
 from raafl.config.argv import name_of, options_of, values, without
 from raafl.config.bundled import with_paths
 from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest, one_of, resolves
 from raafl.lean_import import quick_imports
-from raafl.log import console
 from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.schema import Summary
 from raafl.sanitize import sanitize_text
@@ -68,13 +68,36 @@ usage: raafl COMMAND [options]
 Every field of a config is an option too: raafl simulate --config C --algorithm fed_avg --seed 1
 raafl COMMAND --help lists them, --print_config prints a config whole, --json prints the summary alone.
 --config quickstart, and the like, names a config that comes with raafl; raafl --print_completion bash completes all this.
+--log json, of any command, writes the log as lines of JSON to standard error.
 Exit codes: 0 done, 1 the run failed, 2 bad input, 3 replaced by another client with the same id, 130 interrupted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 failed, 2 bad input, 3 replaced by the same client, 130 interrupted."""
-    with console():
-        return _main(list(sys.argv[1:] if argv is None else argv))
+    argv = list(sys.argv[1:] if argv is None else argv)
+    asked = values(argv, "--log")
+    given = asked[-1] if asked else os.environ.get(log.VARIABLE, "text")
+    kind: log.LogFormat = "json" if given == "json" else "text"
+    with log.console(kind), _in_environment(log.VARIABLE, kind if asked else None):  # of what it starts, too
+        if given not in log.FORMATS:
+            _complain(f"log is '{given}': give text or json", known_to_all=True)
+            return 2
+        return _main(without(argv, "--log"))
+
+
+@contextmanager
+def _in_environment(name: str, value: str | None) -> Iterator[None]:
+    """Set an environment variable for the block; None = leave it as it is."""
+    before = os.environ.get(name)
+    if value is None:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        os.environ.update({} if before is None else {name: before})
 
 
 def _main(argv: list[str]) -> int:

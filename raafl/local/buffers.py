@@ -19,7 +19,7 @@ class Buffers:
         ]
 
     def gather(self) -> None:
-        """Copy buffers that a step replaced into the flat storage, and make them views of it again."""
+        """Copy buffers that a step replaced back into the flat storage, and make them views of it again."""
         for part, name, view in self._views:
             buffer = part._buffers[name]
             if buffer is not view and buffer is not None:

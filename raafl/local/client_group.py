@@ -62,26 +62,32 @@ class ClientProcesses:
         """Begin a task in all processes; return this process's part of the client's data.
 
         Args:
-            assignment: of the task.
-            received: values from the server.
-            data: of the client.
+            assignment: assignment of the task.
+            received: values received from the server.
+            data: data of the client.
         """
         self._announce(assignment, received)
         self._share, self._stepped = Share(data, self.rank, self.size), True
         return self._share
 
     def seed(self, seed: int) -> int:
-        """Derive the seed of this process's draws, except the order of data, so that dropout differs between processes."""
+        """Derive the seed of this process's random draws, so that dropout differs between processes.
+
+        The order of data does not.
+        """
         return seed if self.rank == 0 else derive_seed(seed, f"process {self.rank}")
 
     def weighed(self, loss: Tensor) -> Tensor:
-        """Return the loss, weighted so that the mean over processes equals the batch's mean."""
+        """Return ``loss`` with a weight, so that the mean over processes equals the mean over the whole batch."""
         weight = 1.0 if self._share is None else self._share.weight
         return loss if weight == 1.0 else loss * weight
 
     @contextmanager
     def summing(self, module: nn.Module) -> Iterator[None]:
-        """Return a context for the last backward pass before `average`: it sums gradients over the processes as they come."""
+        """Return a context for the last backward pass before `average`.
+
+        Inside, gradients are summed over processes as they come.
+        """
         self._buckets = buckets = Buckets((p for p in module.parameters() if p.requires_grad), self._begin_sum)
         register: Any = Tensor.register_post_accumulate_grad_hook
         handles = [register(p, buckets.arrived) for p in buckets.parameters]
@@ -116,7 +122,7 @@ class ClientProcesses:
         return False
 
     def stepped(self) -> None:
-        """Record that the module's optimiser made its step."""
+        """Record that the module's optimiser has made its step."""
         self._stepped = True
 
     def _total(self, tensor: Tensor) -> None:
@@ -127,9 +133,9 @@ class ClientProcesses:
         """Return the mean loss of all processes at the end of a task.
 
         Args:
-            module: that was trained.
-            loss: of this process.
-            recorder: receives what all processes logged.
+            module: module that was trained.
+            loss: mean loss of this process.
+            recorder: recorder that receives the values logged by all processes.
 
         Raises:
             BadInput: the processes have different parameters.
@@ -171,8 +177,8 @@ class ClientProcesses:
 class Buckets:
     """Gradients of one step, summed over processes in buckets.
 
-    A backward pass reaches parameters in about reverse order. A bucket is started when all of its gradients exist and earlier
-    buckets were started, so that all processes sum the same tensors at the same time.
+    A backward pass reaches parameters in about reverse order. A bucket's sum is started when all of its gradients exist
+    and earlier buckets were started, so that all processes sum the same tensors at the same time.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], begin_sum: BeginSum) -> None:
@@ -193,7 +199,7 @@ class Buckets:
         self.again = False  # whether a parameter was come to twice: its sum may lack the second
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """Record that a parameter's gradient exists, and start the buckets that are complete."""
+        """Record that a parameter's gradient exists, and start the sums of buckets that are complete."""
         missing = self._missing[self._of[parameter]]
         self.again = self.again or parameter not in missing
         missing.discard(parameter)
@@ -201,7 +207,7 @@ class Buckets:
             self._begin()
 
     def end(self) -> None:
-        """Start the remaining buckets; missing gradients count as 0."""
+        """Start the sums of the remaining buckets; missing gradients count as 0."""
         while len(self._begun) < len(self._buckets):
             self._begin()
 
@@ -214,7 +220,7 @@ class Buckets:
         self._begun.append((flat, self._begin_sum(flat)))
 
     def average(self, size: int, used: Iterable[float]) -> None:
-        """Wait for all sums of gradients and divide them by ``size``, for parameters of which any process has a gradient."""
+        """Wait for all sums of gradients; divide them by ``size`` for parameters of which any process has a gradient."""
         counts = dict(zip(self.parameters, used, strict=True))
         for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):
             wait()
@@ -231,7 +237,7 @@ class Share(ClientData):
     A process that has no row of a small batch gets one row with weight 0.
 
     Attributes:
-        weight: of the mean loss of the last rows in the mean over processes.
+        weight: weight of the last rows' mean loss in the mean over processes.
     """
 
     def __init__(self, whole: ClientData, rank: int, size: int) -> None:
@@ -243,7 +249,7 @@ class Share(ClientData):
         self.weight = 1.0
 
     def classes(self) -> frozenset[int] | None:
-        """Classes of the client's samples, those of the other processes included."""
+        """Return the classes of the client's samples, with those of the other processes' rows."""
         return self._whole.classes()
 
     def _fetched(self, batches: Iterable[Tensor]) -> Iterator[Sized]:

@@ -11,7 +11,7 @@ from raafl.local.client_group import ClientProcesses
 
 @dataclass(slots=True)
 class Progress:
-    """The current position of a task.
+    """Current position of a task in its data.
 
     Attributes:
         place: description of the current batch, for the message of a failure.
@@ -22,13 +22,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
-    """Surroundings of a task, beside what its result is a function of.
+    """Surroundings of a task that do not influence its result.
 
     Attributes:
-        stop: once set, the task ends before its next batch, with `Stopped`; None = it cannot be stopped.
-        link: connection to the server in the middle of the task; None = none.
+        stop: event that, once set, ends the task before its next batch with `Stopped`; None = it cannot be stopped.
+        link: connection to the server in mid-task; None = none.
         process_group: processes that train the client together; None = only this one.
-        progress: updated while the task trains.
+        progress: position in the task, updated while it trains.
     """
 
     stop: threading.Event | None = None

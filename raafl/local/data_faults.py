@@ -14,10 +14,10 @@ _AT_A_TIME = 32
 
 
 def fault_in(data: FederatedData, client: int | None) -> str | None:
-    """Name a non-finite sample in the data of ``client``; None = in the data that the run evaluates on.
+    """Describe a non-finite sample in the data of ``client``; None = in the data on which the run evaluates.
 
-    Returns None where there is none, or the data cannot be read: any client can start this search by sending a non-finite
-    update, and it must not end the run.
+    The result is None if there is no such sample, or the data cannot be read: any client can start this search by
+    sending a non-finite update, so it must not end the run.
     """
     try:
         return _fault_in(data, client)
@@ -35,7 +35,7 @@ def _fault_in(data: FederatedData, client: int | None) -> str | None:
 
 
 def first_not_finite(batches: Iterable[Sized]) -> int | None:
-    """Name the first sample with NaN or infinity by its index; its batch, if samples of a batch cannot be separated."""
+    """Describe the first sample with NaN or infinity by its index, or by its batch if samples of a batch cannot be separated."""
     before = 0
     for batch, num_samples in batches:
         places = [_row(x, num_samples) for x in batch_tensors(batch) if x.is_floating_point() or x.is_complex()]

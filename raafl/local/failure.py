@@ -25,20 +25,20 @@ _LONG: Final = 20_000
 def attempt(
     trainer: LocalTrainer, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
 ) -> Update:
-    """Train a task; where memory is too small, free it and return a refused update.
+    """Train a task; if memory is too small, free it and return a refused update.
 
     Args:
-        trainer: trains it.
-        assignment: the task.
+        trainer: trainer that runs the task.
+        assignment: assignment of the task.
         received: values in the layout ``payload.layout(spec, "sent")``; unchanged.
-        data: the client's.
-        context: stop, link and processes of the task.
+        data: data of the client.
+        context: the task's stop event, link to the server, and processes.
 
     Raises:
         TaskFailed: the user's code, or a library under it, raised an error.
-        GpuLost: an error from which the GPU does not recover.
-        BadInput: as `LocalTrainer.run`.
-        Stopped: as `LocalTrainer.run`.
+        GpuLost: the GPU had an error from which it does not recover.
+        BadInput: see `LocalTrainer.run`.
+        Stopped: see `LocalTrainer.run`.
     """
     try:
         return trainer.run(assignment, received, data, context)
@@ -54,13 +54,13 @@ def attempt(
 
 
 def unanswered(assignment: Assignment, refusal: str) -> Update:
-    """Return the update, of no tensors, that stands for a task that its client refuses as ``refusal``, one of `UNANSWERED`."""
+    """Return the empty update for a task that its client refuses for the reason ``refusal``, one of `UNANSWERED`."""
     nothing = FlatTensors.empty(Layout(()))
     return Update(assignment.id, assignment.client, assignment.incarnation, nothing, 0, refusal=refusal)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Check whether ``error`` means that memory, of the machine or of a GPU, was too small."""
+    """Check whether ``error`` means that the memory of the machine or of a GPU was too small."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
@@ -87,7 +87,7 @@ def _is_lost(device: torch.device) -> bool:
 
 @contextmanager
 def measuring(version: int) -> Iterator[None]:
-    """Return a context that turns errors of the user's code into `CodeFailed` of the evaluation of ``version``."""
+    """Return a context that turns errors of the user's code, in the evaluation of ``version``, into `CodeFailed`."""
     try:
         yield
     except Exception as error:
@@ -98,8 +98,8 @@ def of_server(error: Exception, client: int | None = None) -> CodeFailed:
     """Return the `CodeFailed` for an error that a part of the method raised on the server.
 
     Args:
-        error: that was raised.
-        client: whose data the part was working on; None = of all.
+        error: error that was raised.
+        client: client whose data the part was processing; None = all clients.
     """
     if isinstance(error, CodeFailed):
         return error
@@ -110,7 +110,7 @@ def of_server(error: Exception, client: int | None = None) -> CodeFailed:
 
 
 def in_full(error: BaseException) -> str:
-    """Return an error's traceback as text; of a long one, the end."""
+    """Return an error's traceback as text; only the end of a long one."""
     return error.traceback if isinstance(error, CodeFailed) else "".join(traceback.format_exception(error))[-_LONG:]
 
 
@@ -120,12 +120,12 @@ def _in_words(spec: Spec) -> str:
 
 
 def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | None:
-    """Append an error to the run folder's failure.txt and return the name of that file; None where it cannot be written.
+    """Append an error to the run folder's failure.txt and return that file's name; None if it cannot be written.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         reason: heading of the entry.
-        error: with its traceback.
+        error: error, with its traceback.
     """
     try:
         with (folder / _FILE).open("a", encoding="utf-8", errors="replace") as file:

@@ -39,9 +39,9 @@ def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[s
     """Return the hooks that a module overrides and that no task calls, one line each.
 
     Args:
-        module: the user's.
-        left_out: hooks that the method does not call, `Local.leaves_out`.
-        method: the method's name.
+        module: the user's module.
+        left_out: hooks that the method does not call (`Local.leaves_out`).
+        method: name of the method.
     """
     kind = type(module).__name__
     lines = [
@@ -56,10 +56,10 @@ def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[s
 
 
 class Transfer:
-    """Moves batches to the device, by the module's own hooks where it overrides any.
+    """Function object that moves batches to the device, by the module's own hooks if it overrides any.
 
     Attributes:
-        is_own: whether it does.
+        is_own: whether the module overrides such hooks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -75,11 +75,11 @@ class Transfer:
 
 
 class TaskHooks:
-    """Calls Lightning hooks around the steps of a task, those that a module overrides.
+    """Caller of those Lightning hooks around a task's steps that a module overrides.
 
     Attributes:
-        overridden: their names.
-        keeps_gradients: whether gradients stay after a step until Lightning's own place for `zero_grad`.
+        overridden: names of the hooks that the module overrides.
+        keeps_gradients: whether gradients are kept after a step until Lightning's own place for `zero_grad`.
     """
 
     def __init__(self, module: nn.Module, overridden: frozenset[str]) -> None:
@@ -91,21 +91,21 @@ class TaskHooks:
 
     @classmethod
     def of(cls, module: nn.Module, left_out: frozenset[str] = frozenset()) -> TaskHooks | None:
-        """Return the hooks that ``module`` overrides, except those ``left_out``; None where there are none."""
+        """Return a caller of the hooks that ``module`` overrides, except those ``left_out``; None if there are none."""
         found = frozenset(name for name in TASK_HOOKS if name not in left_out and overrides(module, name))
         return cls(module, found) if found else None
 
     def call(self, name: str, *args: object) -> Any:
-        """Call a hook if it is overridden; return its result."""
+        """Call the hook ``name`` if it is overridden; return its result."""
         return getattr(self._module, name)(*args) if name in self.overridden else None
 
     def zero_grad(self, optimizer: Optimizer, epoch: int, batch_idx: int) -> None:
-        """Clear gradients before a backward pass, if they are set.
+        """Clear gradients, if they are set, before a backward pass.
 
         Args:
-            optimizer: the module's.
-            epoch: from 0.
-            batch_idx: within the epoch, from 0.
+            optimizer: optimizer of the task.
+            epoch: index of the epoch, from 0.
+            batch_idx: index of the batch within the epoch, from 0.
         """
         if not self.keeps_gradients:
             return
@@ -121,14 +121,14 @@ class TaskHooks:
         """Let the module's own `optimizer_step` make an optimizer step.
 
         Args:
-            optimizer: of the task; the module gets it as a LightningOptimizer.
-            epoch: of the task, from 0.
-            batch_idx: of the epoch, from 0.
-            closure: computes loss and gradients, and returns the loss.
-            step: makes the step; called where the module steps the optimizer, after the closure.
+            optimizer: optimizer of the task; the module gets it as a LightningOptimizer.
+            epoch: index of the epoch in the task, from 0.
+            batch_idx: index of the batch within the epoch, from 0.
+            closure: function that computes loss and gradients, and returns the loss.
+            step: function that makes the step, called when the module steps the optimizer, after the closure.
 
         Raises:
-            BadInput: the module does not call its closure.
+            BadInput: the module's hook does not call its closure.
         """
         was_called = False
 
@@ -150,7 +150,7 @@ class TaskHooks:
             )
 
     def before_step(self, optimizer: Optimizer, clip_val: float | None) -> None:
-        """Call the hooks between gradients and optimizer step; they clip gradients to the norm ``clip_val``."""
+        """Call the hooks between gradients and optimizer step, which clip gradients to the norm ``clip_val``."""
         self.call("on_before_optimizer_step", optimizer)
         if "configure_gradient_clipping" in self.overridden:
             self._module.configure_gradient_clipping(

@@ -37,7 +37,7 @@ def free_at_once() -> bool:
 
 
 def give_back(worth_bytes: int = WORTH_BYTES) -> bool:
-    """Return kept memory to the system if it may be more than ``worth_bytes``; return whether any was returned."""
+    """Return kept memory to the system if it may exceed ``worth_bytes``; return whether any was given back."""
     global _slack_left
     trim = _glibc("malloc_trim")
     if trim is None:

@@ -15,13 +15,13 @@ from raafl.core.masked_loss import HasLogits, logits_of
 def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[list[int]]:
     """Return a context in which the logits of absent classes are 0 and have no gradient; it yields the list of kept classes.
 
-    The list is ascending, is filled by the first forward pass, and stays empty where nothing is masked. Acts on logits of shape
-    (batch, num_classes), as a tensor or as the attribute ``logits``; other outputs stay unchanged. With every class present nothing
-    changes, to the last bit.
+    The list is ascending, is filled by the first forward pass, and stays empty if nothing is masked. Logits have the
+    shape (batch, num_classes), as a tensor or as the attribute ``logits``; other outputs stay unchanged. With every
+    class present nothing changes, to the last bit.
 
     Args:
-        module: whose forward returns logits.
-        classes: of the client's samples; None = unknown, so that nothing is masked.
+        module: module whose forward pass returns logits.
+        classes: classes of the client's samples; None = unknown, so that nothing is masked.
     """
     left: list[int] = []
     if not classes:

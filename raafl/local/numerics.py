@@ -31,7 +31,7 @@ def set_numerics(threads: int, options: FabricOptions) -> None:
 
 
 def device_type(options: FabricOptions) -> str:
-    """Return the type of device that Fabric uses: the one asked for, or the one that `auto` finds."""
+    """Return the type of device that Fabric uses: the requested one, or the one that `auto` finds."""
     if options.accelerator != "auto":
         return options.accelerator
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -57,13 +57,13 @@ def device_problem(options: FabricOptions) -> str | None:
 
 
 def count_gpus() -> str:
-    """Return in words how many GPUs torch sees."""
+    """Describe in words how many GPUs torch sees."""
     num_gpus = torch.cuda.device_count()
     return f"{num_gpus} GPU{'s' * (num_gpus != 1)}" if num_gpus else "no GPU"
 
 
 def precision_of(options: FabricOptions) -> str:
-    """Return the precision in which a process computes; where `auto` finds only a CPU, Lightning uses bf16 for 16-mixed."""
+    """Return the precision in which a process computes; if `auto` finds only a CPU, Lightning uses bf16 for 16-mixed."""
     on_cpu = options.accelerator == "auto" and device_type(options) == "cpu"
     return "bf16-mixed" if on_cpu and options.precision == "16-mixed" else options.precision
 
@@ -81,7 +81,7 @@ def tf32() -> str:
 
 @contextmanager
 def numerics_left() -> Iterator[None]:
-    """Return a context that restores torch's numeric options on exit."""
+    """Return a context that restores torch's numeric options when it ends."""
     threads, mode, workspace = torch.get_num_threads(), torch.get_deterministic_debug_mode(), os.environ.get(_WORKSPACE)
     flags: list[tuple[Any, str, bool]] = []
     for owner, name in _FLAGS:

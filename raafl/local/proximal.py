@@ -9,7 +9,7 @@ from raafl.submodel import FlatTensors
 
 
 class ProximalTerm:
-    """Gradient of ``prox/2 * ||theta - theta_received||^2``, added to that of the loss."""
+    """Proximal term ``prox/2 * ||theta - theta_received||^2``, whose gradient is added to that of the loss."""
 
     def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
         """Pull ``parameters`` towards ``anchors``."""

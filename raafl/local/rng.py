@@ -15,7 +15,7 @@ from raafl.submodel.isolated_run import seeded
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which ``device`` is this thread's current GPU; does nothing for a CPU."""
+    """Return a context in which ``device`` is this thread's current GPU; nothing changes for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -76,7 +76,10 @@ class RngStream:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Return a context in which other streams may run, as while this thread waits; does nothing if this is not in use."""
+        """Return a context in which other streams may run, for example while this thread waits.
+
+        No effect if this one is not in use.
+        """
         if not self._inside:
             yield
             return

@@ -20,7 +20,7 @@ def takes_sparse(optimizer: Optimizer) -> bool:
 
 
 def dense_by(local: Local, clip: float | None) -> str | None:
-    """Name the part of a run that reads or changes gradients between backward pass and step, or None if nothing does."""
+    """Name the part of a run that reads or changes gradients between backward pass and step; None if nothing does."""
     if local.prox:
         return "the proximal term"
     if clip is not None:
@@ -29,13 +29,13 @@ def dense_by(local: Local, clip: float | None) -> str | None:
 
 
 def check_optimizer(optimizer: Optimizer, local: Local, clip: float | None, num_processes: int = 1) -> None:
-    """Raise `BadInput` where `SparseAdam`, which accepts only sparse gradients, would get dense ones.
+    """Raise `BadInput` if `SparseAdam`, which accepts only sparse gradients, would get dense ones.
 
     Args:
-        optimizer: the module's own.
-        local: the algorithm's local part.
+        optimizer: optimizer of the module.
+        local: local part of the algorithm.
         clip: largest gradient norm; None = no clipping.
-        num_processes: of one client.
+        num_processes: number of processes of one client.
     """
     reader = dense_by(local, clip) or ("a client of several processes" if num_processes > 1 else None)
     if isinstance(optimizer, SparseAdam) and reader is not None:
@@ -56,15 +56,15 @@ def backward_of(
     """Return the backward pass of a task's loss, which makes sparse gradients dense where anything but the step reads them.
 
     Args:
-        run: backward pass of Fabric's strategy, whose second argument is None.
-        module: that trains.
-        optimizer: the module's own.
-        local: the algorithm's local part.
+        run: function of Fabric's strategy that runs the backward pass; its second argument is None.
+        module: module that trains.
+        optimizer: optimizer of the module.
+        local: local part of the algorithm.
         clip: largest gradient norm; None = no clipping.
-        num_processes: of the client.
+        num_processes: number of processes of one client.
 
     Raises:
-        BadInput: see `check_optimizer`.
+        BadInput: the optimizer needs sparse gradients; see `check_optimizer`.
     """
     check_optimizer(optimizer, local, clip, num_processes)
     stays_sparse = dense_by(local, clip) is None and takes_sparse(optimizer)

@@ -40,12 +40,12 @@ class PreparedTask:
     """A task with the small module that trains it.
 
     Attributes:
-        assignment: the task.
+        assignment: assignment of the task.
         received: values of the submodel, without bundles; unchanged.
-        down: received bundles by name; unchanged.
-        data: the client's, or this process's part of it.
-        context: stop, link and processes of the task.
-        built: the small module, with its optimizer.
+        down: received bundles, by name; unchanged.
+        data: data of the client, or this process's part of it.
+        context: the task's stop event, link to the server, and processes.
+        built: small module of the task, with its optimizer.
     """
 
     assignment: Assignment
@@ -57,7 +57,7 @@ class PreparedTask:
 
 
 class TaskSteps:
-    """Runs the steps of tasks on Fabric's device with one method."""
+    """Runner of the steps of tasks, on Fabric's device and with one method."""
 
     submodels: Submodels
     local: Local
@@ -68,19 +68,19 @@ class TaskSteps:
     _generator: torch.Generator
 
     def length(self, assignment: Assignment) -> tuple[int | None, int | None]:
-        """Return a task's number of epochs and of steps, one of which is None."""
+        """Return the number of epochs and the number of steps of a task; one of them is None."""
         epochs, steps = assignment.num_epochs, assignment.num_steps
         if epochs is None and steps is None:
             epochs, steps = self.training.num_epochs, self.training.num_steps
         return (epochs, None) if steps is None else (None, steps)
 
     def announce(self, built: TrainableSubmodel, assignment: Assignment, data: ClientData) -> None:
-        """Tell a module's stand-in Trainer how long the task is, before `TrainableSubmodel.reset` rebuilds its optimizer.
+        """Set the task's length in a module's stand-in Trainer, before `TrainableSubmodel.reset` rebuilds its optimizer.
 
         Args:
-            built: the reused submodel.
-            assignment: of the task.
-            data: of the client.
+            built: small module that trains the task.
+            assignment: assignment of the task.
+            data: data of the client.
         """
         epochs, steps = self.length(assignment)
         per_epoch, accumulate = data.num_batches(self.training.batch_size), self.options.accumulate_grad_batches
@@ -211,12 +211,12 @@ class _Loop:
         return float(self._total) / self._num_losses if self._num_losses else None
 
     def begin(self) -> None:
-        """Call the hooks before the first batch."""
+        """Call the module's hooks before the first batch."""
         self._call("on_fit_start")
         self._call("on_train_start")
 
     def end(self) -> None:
-        """Call the hooks after the last batch."""
+        """Call the module's hooks after the last batch."""
         if self._epoch_began:  # steps have ended within an epoch
             self._end_epoch(is_whole=False)
         self._call("on_train_end")

@@ -32,10 +32,10 @@ __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
 
 class LocalTrainer(TaskSteps):
-    """Runs tasks for any client; reuses the modules it has built, never a result.
+    """Trainer of tasks for any client; it reuses the small modules that it has built, but no result.
 
     Attributes:
-        shards: processes over which each small module is sharded; None = this one holds all of it.
+        shards: processes over which each small module is sharded; None = this process holds all of it.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class LocalTrainer(TaskSteps):
     def run(
         self, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
     ) -> Update:
-        """Train and return the update; its tensors are this trainer's storage, valid until the next `run`.
+        """Train a task and return the update; its tensors are this trainer's storage, valid until the next `run`.
 
         Args:
-            assignment: the task.
+            assignment: assignment of the task.
             received: values in the layout ``payload.layout(spec, "sent")``; unchanged.
-            data: the client's.
-            context: stop, link and processes of the task.
+            data: data of the client.
+            context: the task's stop event, link to the server, and processes.
 
         Raises:
             BadInput: training writes to a frozen parameter, or changes state that cannot be restored.
@@ -123,14 +123,14 @@ class LocalTrainer(TaskSteps):
     def ended(
         self, task: PreparedTask, num_steps: int, loss: float | None, extra: dict[str, Any], classes: list[int]
     ) -> Update:
-        """Return the update of a task whose steps are done, from what its small module contains.
+        """Return the update of a task whose steps are done, from the values of its small module.
 
         Args:
-            task: that was trained.
-            num_steps: optimizer steps made.
-            loss: mean over the batches; None = every batch was skipped.
+            task: task that was trained.
+            num_steps: number of optimizer steps made.
+            loss: mean loss over the batches; None = every batch was skipped.
             extra: plain data for the server, from the hook.
-            classes: kept by a masked loss; empty = nothing was masked.
+            classes: classes kept by a masked loss; empty = nothing was masked.
         """
         built, assignment, data = task.built, task.assignment, task.data
         extra |= {CLASSES: classes} if classes else {}
@@ -191,14 +191,14 @@ class LocalTrainer(TaskSteps):
         return nullcontext() if self._pooling is None or not len(trained) else self._pooling.as_sent(trained)
 
     def release(self) -> None:
-        """Release every module that was built, and return free memory to the system."""
+        """Release all small modules, and return free memory to the system."""
         self._built.clear()
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back(0)
 
     def make_built(self, spec: Spec) -> TrainableSubmodel:
-        """Build a small module for exclusive use."""
+        """Build a small module that is used for nothing else."""
         if self.shards is not None:
             return ShardedSubmodel(self.shards, self.submodels, spec, self.local, self.payload, self.fabric)
         return TrainableSubmodel(self.submodels, spec, self.local, self.payload, self.fabric)

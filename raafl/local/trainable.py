@@ -29,8 +29,8 @@ class TrainableSubmodel:
     Attributes:
         trainer: stand-in for the module's Trainer.
         hooks: Lightning hooks that the module overrides; None = none.
-        transfer: moves batches to its device.
-        state: state of the module beside the values that it receives.
+        transfer: function object that moves batches to its device.
+        state: recorded state of the module beside the values that it receives.
     """
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Fabric) -> None:
@@ -70,7 +70,7 @@ class TrainableSubmodel:
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
 
     def reset(self, received: FlatTensors, lr_scale: float = 1.0) -> None:
-        """Load the values of a new task and discard the last one; learning rates are the module's times ``lr_scale``."""
+        """Load the values of a new task, and discard those of the last; learning rates are the module's times ``lr_scale``."""
         self.recorder.clear()  # of a task that was given up, maybe between two batches of a step
         self.load(received)
         for bundle in self.up.values():
@@ -115,12 +115,13 @@ _BOUNDS = ("base_lrs", "max_lrs", "min_lrs", "eta_min")
 def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
     """Multiply the learning rates of an optimizer, and the initial rates of its fresh schedulers, by a factor, in place.
 
-    A scheduler computes a rate from the previous one and from its own `_BOUNDS`; all are scaled, so every later rate is.
+    A scheduler computes a rate from the previous one and from its own `_BOUNDS`. All of these are scaled, so every
+    later rate is, too.
 
     Args:
-        optimizer: changed in place.
-        schedulers: fresh ones; changed in place.
-        factor: of the rates.
+        optimizer: optimizer to change in place.
+        schedulers: schedulers that have made no step; changed in place.
+        factor: factor of the learning rates.
     """
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in _RATES if name in group})

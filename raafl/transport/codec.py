@@ -58,7 +58,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Kind(IntEnum):
-    """Purpose of a message; `raafl.runtime.protocol` lists who sends which."""
+    """Purpose of a message; `raafl.runtime.protocol` lists which end sends which kind."""
 
     HELLO = 1
     WELCOME = 2
@@ -84,11 +84,12 @@ class Message:
     """One message, sent or received.
 
     Attributes:
-        kind: its purpose.
-        assignment: id of the assignment it belongs to; 0 = none.
-        incarnation: number of times that the client has joined, so that messages to an earlier connection are told apart.
+        kind: purpose of the message.
+        assignment: id of the assignment that the message belongs to; 0 = none.
+        incarnation: number of times that the client has joined, by which messages to an earlier connection are told
+            apart.
         meta: a JSON object with string keys and finite numbers.
-        tensors: its payload; of a received message, the object that `Expect` returned.
+        tensors: payload of the message; for a received message, the object that `Expect` returned.
     """
 
     kind: Kind
@@ -102,10 +103,10 @@ class Refused(Exception):
     """Raised for a received message that must not be used.
 
     Attributes:
-        reason: short kebab-case name that can be counted: bad-magic, bad-version, bad-kind, bad-length, bad-json, bad-checksum,
-            wrong-layout, non-finite, too-large, or one chosen by an `Expect`.
-        detail: what was found, for a log.
-        message: the message without its tensors, where header and JSON were valid.
+        reason: short kebab-case name, which can be counted: bad-magic, bad-version, bad-kind, bad-length, bad-json,
+            bad-checksum, wrong-layout, non-finite, too-large, or one chosen by an `Expect`.
+        detail: description of the fault, for a log.
+        message: the message without its tensors, if header and JSON were valid.
     """
 
     def __init__(self, reason: str, detail: str = "", message: Message | None = None) -> None:
@@ -117,7 +118,7 @@ class Refused(Exception):
 
 
 class Expect(Protocol):
-    """Callback that decides where a message's tensors go: called with its kind, assignment and meta, may raise `Refused`."""
+    """Callback that returns the storage for a message's tensors, given its kind, assignment and meta; it may raise `Refused`."""
 
     def __call__(self, kind: Kind, assignment: int, meta: dict[str, Any], /) -> FlatTensors | None:
         """Return a buffer whose dtypes and lengths are those declared, or None for a message without tensors."""
@@ -138,7 +139,7 @@ class Header:
 
     @property
     def frame_bytes(self) -> int:
-        """Length of the whole frame."""
+        """Number of bytes of the whole frame."""
         footer = FOOTER_BYTES if self.payload_bytes else 0
         return HEADER_BYTES + self.json_bytes + self.payload_bytes + footer
 
@@ -152,7 +153,7 @@ class Body:
 
 
 class Checksum:
-    """Running xxh3_64 over a payload."""
+    """Running xxh3_64 checksum over a payload."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
@@ -178,14 +179,14 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def declared(tensors: FlatTensors | None) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return (dtype, numel) of each buffer in wire order; empty buffers are not sent and not declared."""
+    """Return (dtype, numel) of each buffer in wire order, without empty buffers, which are not sent."""
     if tensors is None:
         return ()
     return tuple((d, tensors.buffers[d].numel()) for d in tensors.layout.dtypes if tensors.buffers[d].numel())
 
 
 def num_payload_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> int:
-    """Return the size on the wire of buffers of these (dtype, numel), in bytes."""
+    """Return the number of payload bytes of buffers with these (dtype, numel)."""
     return sum(numel * dtype.itemsize for dtype, numel in buffers)
 
 
@@ -220,7 +221,8 @@ def decode_header(data: bytes | memoryview) -> Header:
     """Decode the first 56 bytes of a frame.
 
     Raises:
-        Refused: bad-length, bad-magic, bad-version, bad-checksum, bad-kind or bad-flags; nothing was allocated.
+        Refused: the header is invalid: bad-length, bad-magic, bad-version, bad-checksum, bad-kind or bad-flags; nothing
+            was allocated.
     """
     if len(data) < HEADER_BYTES:
         raise Refused("bad-length", f"{len(data)} bytes are no header of {HEADER_BYTES}")
@@ -248,7 +250,7 @@ def decode_body(header: Header, data: bytes | memoryview) -> Body:
     """Decode the JSON section that ``header`` announces.
 
     Raises:
-        Refused: bad-length, bad-checksum, bad-json or bad-dtype.
+        Refused: the section is invalid: bad-length, bad-checksum, bad-json or bad-dtype.
     """
     text = bytes(data)
     if len(text) != header.json_bytes:
@@ -274,15 +276,15 @@ def decode_body(header: Header, data: bytes | memoryview) -> Body:
 
 
 def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
-    """Ask ``expect`` for the destination of the tensors, and check that they fit there.
+    """Ask ``expect`` for the storage of the tensors, and check that they fit into it.
 
     Args:
-        header: of the message.
-        body: its plain data and layout.
-        expect: returns the destination.
+        header: header of the message.
+        body: plain data and buffers of the message.
+        expect: callback that returns the storage.
 
     Raises:
-        Refused: with the message attached.
+        Refused: the tensors are refused or do not fit; the error has the message.
     """
     try:
         target = expect(header.kind, header.assignment, body.meta)
@@ -298,9 +300,9 @@ def finish(header: Header, meta: dict[str, Any], tensors: FlatTensors | None) ->
     """Assemble the message from its header, meta object and received tensors.
 
     Args:
-        header: of the message.
-        meta: its plain data.
-        tensors: its payload; None = none.
+        header: header of the message.
+        meta: plain data of the message.
+        tensors: payload of the message; None = none.
     """
     return Message(header.kind, header.assignment, header.incarnation, meta, tensors)
 
@@ -309,10 +311,10 @@ def read_payload(header: Header, body: Body, data: memoryview, target: FlatTenso
     """Verify payload and footer in ``data``, then copy the payload into ``target``, which may be on any device.
 
     Args:
-        header: of the message.
-        body: its plain data and layout.
+        header: header of the message.
+        body: plain data and buffers of the message.
         data: payload and footer as received.
-        target: for the payload, on any device.
+        target: storage for the payload, on any device.
     """
     end = header.payload_bytes
     if _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data[:end])) != data[end:]:

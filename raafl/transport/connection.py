@@ -12,10 +12,11 @@ DRAIN_BYTES = 1 << 30
 
 
 class PeerLost(ConnectionError):
-    """Raised if the peer is gone or this end was closed; the connection is closed.
+    """Raised if the peer is gone or this end was closed; the connection is closed then.
 
     Attributes:
-        reason: connection-closed, connection-reset, connection-broken, connection-refused, or closed-here.
+        reason: what happened: connection-closed, connection-reset, connection-broken, connection-refused, or
+            closed-here.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -24,11 +25,11 @@ class PeerLost(ConnectionError):
 
 
 class PeerTimeout(TimeoutError):
-    """Raised if the peer did nothing until the deadline; the connection is closed."""
+    """Raised if the peer did nothing until the deadline; the connection is closed then."""
 
 
 class Connection(ABC):
-    """One session with one peer.
+    """One session with one peer, over which messages are sent and received.
 
     Threads: at most one sends and at most one receives at a time; any thread may close.
 
@@ -47,7 +48,7 @@ class Connection(ABC):
         A long message returns only once the peer has received it.
 
         Args:
-            message: to send.
+            message: message to send.
             timeout_s: seconds in which the peer must accept each piece; None = the connection's own.
 
         Raises:
@@ -64,22 +65,22 @@ class Connection(ABC):
             expect: called on this thread after header and JSON were checked and before a long payload is received; returns the
                 storage for the payload (None = no payload), or raises `Refused`. The storage must not be used until this returns.
             timeout_s: seconds until the message begins; each further piece has the connection's own timeout.
-            finite: refuse NaN and infinity among the tensors as non-finite.
+            finite: whether to refuse tensors with NaN or infinity, as non-finite.
 
         Raises:
-            Refused: the message must not be used; the storage's content is undefined. The next message can be received, unless the
-                end of this one is unknown or too far away: then the connection is `closed`.
+            Refused: the message must not be used; the storage's content is undefined. The next message can be received,
+                unless the end of this one is unknown or too far away; then the connection is `closed`.
             PeerLost: the peer is gone; raised at once.
-            PeerTimeout: the deadline passed.
+            PeerTimeout: the deadline has passed.
         """
 
     def check(self) -> None:
-        """Raise `PeerLost` if the peer is known to be gone, without sending anything; for an end that is idle."""
+        """Raise `PeerLost` if the peer is known to be gone, without sending anything; used while this end is idle."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """End the session and release threads and sockets; a waiting thread gets `PeerLost`. Idempotent."""
+        """End the session and release threads and sockets; a waiting thread gets `PeerLost`. Further calls do nothing."""
 
     def __enter__(self) -> Self:
         """Return the pair, to be closed at the end of the block."""

@@ -21,7 +21,7 @@ _SCRATCH_BYTES = 64 << 10
 
 
 class Frames:
-    """Messages on a `Stream`; one is sent and one received at a time.
+    """Messages on a `Stream`, of which one is sent and one received at a time.
 
     Attributes:
         in_step: whether the read position is at the start of a message; if not, nothing more can be read.
@@ -35,7 +35,7 @@ class Frames:
         self.staging = StagingRings()
 
     def send(self, head: bytes, tensors: FlatTensors | None) -> int:
-        """Send a message whose head is encoded already (`codec.encode_head`); return its bytes on the wire."""
+        """Send a message whose head is already encoded (`codec.encode_head`); return its bytes on the wire."""
         before = self._stream.num_written
         has_payload = tensors is not None and codec.declared(tensors)
         self._stream.write(self._send_payload(head, tensors) if has_payload else [head])  # type: ignore[arg-type]
@@ -58,7 +58,7 @@ class Frames:
         return parts
 
     def receive(self, expect: Expect, finite: bool) -> Message:
-        """Receive a message; raises like `Connection.recv`. After `Refused`, `in_step` says whether another can follow."""
+        """Receive a message; raise as `Connection.recv` does. After `Refused`, `in_step` tells whether another can follow."""
         self.in_step = False
         self._stream.read_into(self._header)
         header = codec.decode_header(self._header)

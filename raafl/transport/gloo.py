@@ -67,17 +67,18 @@ class GlooConnection(Connection):
     def connect(
         cls, store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None
     ) -> GlooConnection:
-        """Meet the peer that calls this with the same ``prefix``, once per prefix, and the other value of ``server``.
+        """Connect to the peer that calls this with the same ``prefix``, once per prefix, and the other value of ``server``.
 
         Args:
-            store: shared with the peer; a store that can be cloned is, since a waiting store blocks its other users.
-            prefix: names the session in the store, e.g. ``pair/3/0`` for client 3's first life; never used twice.
+            store: store shared with the peer; a store that can be cloned is cloned, since a waiting store blocks its
+                other users.
+            prefix: name of the session in the store, e.g. ``pair/3/0`` for client 3's first life; never used twice.
             server: whether this end is rank 0.
-            timeout_s: for the peer to be there; afterwards for each piece of a long message.
-            hostname: the address to listen on; None = ``GLOO_SOCKET_IFNAME`` or Gloo's default interface.
+            timeout_s: seconds for the peer to appear; afterwards, for each piece of a long message.
+            hostname: address to listen on; None = ``GLOO_SOCKET_IFNAME`` or Gloo's default interface.
 
         Raises:
-            PeerTimeout: the peer did not come. PeerLost: it came and went.
+            PeerTimeout: the peer did not appear in time. PeerLost: it appeared and left.
         """
         store = cloned(store)
         options = dist.ProcessGroupGloo._Options()

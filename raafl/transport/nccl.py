@@ -48,7 +48,7 @@ WATCHDOG = {
 
 
 def identity(device: torch.device) -> str:
-    """Identify this device: a GPU by machine and bus id, any other device by its type.
+    """Return a text that identifies a device: a GPU by machine and bus id, any other device by its type.
 
     NCCL tells GPUs apart by the same ids. Parts of one GPU (MIG) and processes that share one (MPS) have equal ids, and NCCL
     refuses to join them.
@@ -75,17 +75,17 @@ def connect(
     store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None,
     *, device: torch.device | str = "cpu", nccl: bool = False,
 ) -> Connection:  # fmt: skip
-    """Connect to the peer, over NCCL where both ask for it and it joins their devices; otherwise over Gloo.
+    """Connect to the peer: over NCCL if both ends ask for it and it can join their devices, else over Gloo.
 
     Both ends must call this with the same ``nccl``.
 
     Args:
-        store: see `GlooConnection.connect`.
-        prefix: see there.
-        server: see there.
-        timeout_s: see there.
-        hostname: see there.
-        device: where this end's tensors lie.
+        store: store shared with the peer; see `GlooConnection.connect`.
+        prefix: name of the session in the store.
+        server: whether this end is rank 0.
+        timeout_s: seconds for the peer to appear; afterwards, for each piece of a long message.
+        hostname: address to listen on; None = the default.
+        device: device of this end's tensors.
         nccl: whether to try NCCL; a warning says why it is not used.
     """
     pair = GlooConnection.connect(store, prefix, server, timeout_s, hostname)
@@ -121,10 +121,10 @@ def _told(pair: GlooConnection, mine: str, timeout_s: float) -> str:
 
 
 def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
-    """Create an NCCL group; return (group, "") or (None, error), at the latest after ``timeout_s``.
+    """Create an NCCL group; return (group, "") or (None, error), after ``timeout_s`` at the latest.
 
-    NCCL may block in a call that cannot be interrupted, for example when the peer dies while joining. So it runs on a thread of its
-    own, which is abandoned if it blocks; its later result is discarded.
+    NCCL may block in a call that cannot be interrupted, for example if the peer dies while joining. So the call runs on
+    a thread of its own, which is abandoned if it blocks; its later result is discarded.
     """
     found: Future[Any] = Future()
 
@@ -153,10 +153,10 @@ def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
     """Create a ProcessGroupNCCL whose watchdog does not terminate the process (`WATCHDOG`).
 
     Args:
-        store: through which the ranks meet.
-        rank: of this process in the group.
-        size: ranks of the group.
-        timeout_s: of each operation, in seconds.
+        store: store through which the ranks meet.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
+        timeout_s: seconds that each operation may take.
     """
     for name, value in WATCHDOG.items():
         os.environ.setdefault(name, value)
@@ -166,14 +166,14 @@ def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: Callable[[Any], None]) -> Any:
-    """Create a group and let ``check`` use it once, which joins the ranks; if ``check`` raises, the group is aborted.
+    """Create a group and let ``check`` use it once, which joins the ranks; if ``check`` raises, abort the group.
 
     Args:
-        store: through which the ranks meet.
-        rank: of this process in the group.
-        size: ranks of the group.
-        timeout_s: of each operation, in seconds.
-        check: called with the group.
+        store: store through which the ranks meet.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
+        timeout_s: seconds that each operation may take.
+        check: function called with the group.
     """
     group = new_group(store, rank, size, timeout_s)
     try:

@@ -25,13 +25,13 @@ NUM_STAGED, NUM_AHEAD = 6, 2
 
 
 def chunks(tensors: FlatTensors) -> Iterator[Tensor]:
-    """Yield 1-D typed views of at most `CHUNK_BYTES`, in wire order."""
+    """Yield 1-D views of the tensors, in wire order, of at most `CHUNK_BYTES` each."""
     for dtype, _ in declared(tensors):
         yield from torch.split(tensors.buffers[dtype].detach(), CHUNK_BYTES // dtype.itemsize)
 
 
 def piece_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[int]:
-    """Yield the length of each piece that `chunks` makes of buffers declared as (dtype, numel)."""
+    """Yield the number of bytes of each piece that `chunks` makes of buffers declared as (dtype, numel)."""
     for dtype, numel in buffers:
         whole, rest = divmod(numel * dtype.itemsize, CHUNK_BYTES)
         yield from itertools.repeat(CHUNK_BYTES, whole)
@@ -40,16 +40,16 @@ def piece_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[int]:
 
 
 def is_sound(piece: Tensor) -> bool:
-    """Check whether bytes are values of the dtype: a bool must be 0 or 1."""
+    """Check whether received bytes are values of the piece's dtype: a bool must be 0 or 1."""
     return piece.dtype != torch.bool or piece.numel() == 0 or int(byte_view(piece).max()) <= 1
 
 
 def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
-    """Check received values; return (reason, detail) where they are refused, else None.
+    """Check received values; return (reason, detail) if they must be refused, else None.
 
     Args:
         piece: received values.
-        finite: refuse NaN and infinity.
+        finite: whether to refuse NaN and infinity.
     """
     if not is_sound(piece):
         return "bad-value", "a bool is neither 0 nor 1"
@@ -61,8 +61,8 @@ def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
 class Staging:
     """Ring of pinned host buffers through which pieces on another device pass; allocated once, then reused.
 
-    A GPU copies on a stream of the ring's own, beside its other work and other sessions' copies. An event per slot marks the end of
-    its copy, so that the next pieces are copied while one is hashed or sent.
+    A GPU copies on a stream of the ring's own, beside its other work and other sessions' copies. An event per slot
+    marks the end of its copy, so that the next pieces are copied while one is hashed or sent.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Staging:
 
     @contextmanager
     def in_use(self) -> Iterator[Staging]:
-        """Return a context for one payload: copies start after earlier work of the GPU, and all have ended when it exits."""
+        """Return a context for one payload: copies start after earlier work of the GPU, and end before the context does."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
@@ -86,14 +86,14 @@ class Staging:
                 self._wait(index)
 
     def take(self, like: Tensor) -> Tensor:
-        """Return the next slot as a 1-D tensor with length and dtype of ``like``, once its last copy has ended."""
+        """Return the next slot as a 1-D tensor with the length and dtype of ``like``, once the slot's last copy has ended."""
         index = self._next % NUM_STAGED
         self._next += 1
         self._wait(index)
         return self._slots[index][: like.numel() * like.dtype.itemsize].view(like.dtype)
 
     def outgoing(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield each piece in a slot while the next `NUM_AHEAD` are filled.
+        """Yield each piece in a host slot, while the next `NUM_AHEAD` are being filled.
 
         A yielded slot stays valid until `NUM_STAGED` - `NUM_AHEAD` further slots were taken.
         """
@@ -107,7 +107,7 @@ class Staging:
             yield self._filled(ahead.popleft())
 
     def land(self, slot: Tensor, piece: Tensor) -> None:
-        """Start copying a taken slot to its piece."""
+        """Start copying a slot to its piece on the device."""
         self._copy(piece, slot, slot)
 
     def _copy(self, target: Tensor, source: Tensor, slot: Tensor) -> None:
@@ -143,7 +143,7 @@ class StagingRings:
         self._rings: dict[tuple[str, torch.device], Staging] = {}
 
     def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> AbstractContextManager[Staging | None]:
-        """Return the context of a ring for one payload, or None where ``tensors`` are in host memory already."""
+        """Return the context of a ring for one payload, which yields None if ``tensors`` are in host memory already."""
         if not self.are_needed(tensors):
             return nullcontext()
         key = way, tensors.device

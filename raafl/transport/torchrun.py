@@ -61,7 +61,7 @@ class TorchrunTransport(Transport):
         """Connect to the store that torchrun's environment names.
 
         Raises:
-            BadInput: torchrun did not start this process, or the number of ranks does not fit the config.
+            BadInput: torchrun did not start this process, or the number of ranks does not match the config.
         """
         missing, clients = [name for name in _VARIABLES if name not in os.environ], meeting.num_clients
         if missing:
@@ -89,7 +89,7 @@ class TorchrunTransport(Transport):
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Expect every client at once; see `Transport.listen`. Each connection is made when its client has come."""
+        """Expect every client at once; see `Transport.listen`. Each connection is made when its client has arrived."""
         for client in range(1, self._num_clients + 1):
             admit(client, f"rank {client}", partial(self._meet, client, device))
         self.store.set(_READY, "1")
@@ -110,7 +110,7 @@ class TorchrunTransport(Transport):
                 self._prepared.wait(min(self._wait_s / 5, 1.0))
 
     def connect(self, device: torch.device | str = "cpu") -> Connection:
-        """Wait until rank 0 listens, then connect to it; raises `PeerTimeout` after ``wait_s``."""
+        """Wait until rank 0 listens, then connect to it; raise `PeerTimeout` after ``wait_s``."""
         self._await_server()
         return self._meet(self.client, device)
 
@@ -134,12 +134,12 @@ class TorchrunTransport(Transport):
             raise PeerLost("connection-closed", str(error).splitlines()[0]) from None
 
     def announce(self, client: int | None, reason: str) -> None:
-        """Leave a reason in the store; see `Transport.announce`."""
+        """Store a reason of dismissal for a client; see `Transport.announce`."""
         with suppress(RuntimeError):
             self.store.set(_LET_GO if client is None else f"{_LET_GO}/{client}", reason or "ended")
 
     def let_go(self) -> str | None:
-        """Look up the reason in the store; see `Transport.let_go`."""
+        """Return the stored reason of dismissal, or None; see `Transport.let_go`."""
         with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
             for key in (_LET_GO, f"{_LET_GO}/{self.client}"):
                 if self.store.check([key]):

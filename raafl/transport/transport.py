@@ -29,15 +29,16 @@ class ConnectOptions:
     """Options from which a transport is made; each transport uses those it needs.
 
     Attributes:
-        num_clients: N; clients are numbered 1 to N.
+        num_clients: number of clients N; they are numbered 1 to N.
         wait_s: seconds to wait for the other end.
         piece_s: seconds that each piece of a message may take.
-        address: ``HOST:PORT``, or a listening socket; empty = the environment says where.
-        credentials: files of mutual TLS, or a token of this machine; None = whoever reaches the address is trusted.
-        authorize: server: raises `Refused` for a peer that may not come in.
-        proxy: client: URL of an HTTP proxy; "none" = no proxy; None = the environment's.
+        address: ``HOST:PORT``, or a listening socket; empty = the environment has the address.
+        credentials: files of mutual TLS, or a token of this machine; None = every caller that reaches the address is
+            trusted.
+        authorize: on the server, a function that raises `Refused` for a peer that may not join.
+        proxy: on a client, URL of an HTTP proxy; "none" = no proxy; None = the environment's.
         client: id of the client that connects; 0 = the server, or the one that the environment names.
-        nccl: transfer between GPUs by NCCL where possible.
+        nccl: whether to transfer tensors between GPUs by NCCL where possible.
     """
 
     num_clients: int = 1
@@ -54,13 +55,15 @@ class ConnectOptions:
 class Transport(ABC):
     """One end of a run's connections, made from `ConnectOptions`.
 
-    Errors are the same on every transport: `BadInput` for a wrong address, secret or environment; `Refused` where the other end
-    exists and does not accept this one, so that a retry is of little use; `PeerLost` and `PeerTimeout` where it is gone or absent.
+    Errors are the same on every transport: `BadInput` for a wrong address, credential or environment; `Refused` if the
+    other end exists and does not accept this one, so that a retry is of little use; `PeerLost` and `PeerTimeout` if it
+    is gone or absent.
 
     Attributes:
-        client: id of the client whose end this is; 0 = the server's.
-        comes_and_goes: whether clients come at any time, go and come back; otherwise each is present once, from the start.
-        address: where clients find the server, for display; empty = they know.
+        client: id of the client whose end this is; 0 = the server's end.
+        comes_and_goes: whether clients may join, leave and come back at any time; else each is present once, from the
+            start.
+        address: address at which clients find the server, for display; empty = they know it.
     """
 
     client: int = 0
@@ -73,13 +76,13 @@ class Transport(ABC):
 
     @abstractmethod
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Server: admit clients from now on; returns soon.
+        """On the server, admit clients from now on; return soon.
 
         Args:
-            admit: called for each client on any thread, and should return soon. It gets a function that makes the connection,
-                which is called once, on a thread that may wait for the client.
-            refused: called with the reason of each refused caller, on any thread.
-            device: where this end's tensors lie.
+            admit: function called for each client, on any thread, which should return soon. It gets a function that
+                makes the connection, which is called once, on a thread that may wait for the client.
+            refused: function called with the reason for each refused caller, on any thread.
+            device: device of this end's tensors.
         """
 
     def __exit__(self, *_: object) -> None:
@@ -87,13 +90,13 @@ class Transport(ABC):
         return
 
     def announce(self, client: int | None, reason: str) -> None:
-        """Server: leave the reason for which ``client`` (None = every client) is dismissed, in case its connection breaks first."""
+        """On the server, store why ``client`` (None = every client) is dismissed, in case its connection breaks first."""
         return
 
     @abstractmethod
     def connect(self, device: torch.device | str = "cpu") -> Connection:
-        """Client: wait for the server and connect to it; ``device`` is where this end's tensors lie."""
+        """On a client, wait for the server and connect to it; this end's tensors are on ``device``."""
 
     def let_go(self) -> str | None:
-        """Client: return the reason that `announce` left, or None."""
+        """On a client, return the reason that `announce` stored, or None."""
         return None

@@ -16,14 +16,14 @@ class Latest:
         self._epoch: dict[str, tuple[Any, float]] = {}
 
     def add(self, name: str, value: Any, weight: float, on_step: bool | None, on_epoch: bool | None) -> None:
-        """Add one value.
+        """Record one logged value.
 
         Args:
-            name: of the metric.
-            value: a number, a detached tensor or a Metric.
-            weight: number of samples.
-            on_step: as in Lightning's `log`; None = Lightning's default for the hook.
-            on_epoch: as in Lightning's `log`; None = Lightning's default for the hook.
+            name: name of the metric.
+            value: number, detached tensor or Metric that was logged.
+            weight: number of samples, by which the value is weighted.
+            on_step: argument of Lightning's `log`; None = Lightning's default for the hook.
+            on_epoch: argument of Lightning's `log`; None = Lightning's default for the hook.
         """
         if not on_epoch:
             self._last[name] = value
@@ -38,18 +38,18 @@ class Latest:
             self._epoch[f"{name}_epoch"] = value, weight
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return last values and means over the current epoch, by name."""
+        """Return latest values and means over the current epoch, by name."""
         found = {name: _computed(value) for name, value in self._last.items()}
         for name, (value, weight) in self._epoch.items():
             found[name] = _computed(value) if callable(getattr(value, "compute", None)) else _computed(value) / weight
         return found
 
     def begin_epoch(self) -> None:
-        """Reset the epoch's means."""
+        """Reset the means for a new epoch."""
         self._epoch.clear()
 
     def clear(self) -> None:
-        """Delete all values and means."""
+        """Delete all recorded values and means."""
         self._last.clear()
         self._epoch.clear()
 

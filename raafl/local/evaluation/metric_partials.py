@@ -12,11 +12,11 @@ from raafl.local.evaluation.record import Recorder, logged_value
 
 
 class NotMergeable(Exception):
-    """Raised where an evaluation cannot be divided among processes; the message says why."""
+    """Raised if an evaluation cannot be divided among processes; the message says why."""
 
 
 class PartialRecorder(Recorder):
-    """Recorder that keeps each logged number as plain data."""
+    """Recorder that stores each logged number as plain data, without adding them up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class PartialRecorder(Recorder):
         self, name: str, value: object, *args: object, reduce_fx: str | Callable[..., Any] = "mean",
         batch_size: int | None = None, **kwargs: object,
     ) -> None:  # fmt: skip
-        """Add one value; see `Recorder.log`."""
+        """Record one logged value; see `Recorder.log`."""
         super().log(name, value, reduce_fx=reduce_fx, batch_size=batch_size)
         if not callable(getattr(value, "compute", None)):
             how = getattr(reduce_fx, "__name__", str(reduce_fx))
@@ -37,7 +37,7 @@ class PartialRecorder(Recorder):
         """Return all recorded numbers and the states of metrics, as plain data.
 
         Raises:
-            NotMergeable: a metric's state is no sum of integers, which is the same in any order.
+            NotMergeable: a metric's state is not a sum of integers, which is equal in any order.
         """
         states = {name: _states(name, metric) for name, metric in self._metrics.items()}
         return {
@@ -47,7 +47,7 @@ class PartialRecorder(Recorder):
 
 
 def add(recorder: Recorder, partials: dict[str, Any]) -> None:
-    """Continue ``recorder`` with what a `PartialRecorder` recorded, as if it had been logged there."""
+    """Log in ``recorder`` everything that a `PartialRecorder` recorded."""
     for name, text, how, weight in partials["numbers"]:
         recorder.log(name, float(text), reduce_fx=how, batch_size=weight)
     for name, states in partials["states"].items():

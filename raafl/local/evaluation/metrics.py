@@ -29,7 +29,7 @@ _RETURNED = "validation_step: "
 
 
 def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
-    """Return the peak memory: on a GPU of this process's tensors since the call with ``anew``, otherwise of the whole process.
+    """Return the peak memory in bytes: of this process's tensors on a GPU since the call with ``anew``, else of the whole process.
 
     The memory of a process includes libraries and data, and its peak counts from the start of the process.
     """
@@ -50,17 +50,17 @@ def measure(
 ) -> dict[str, float]:
     """Put ``module`` into eval mode, run ``validation_step`` on each batch and return its metrics over all of them.
 
-    What is logged or returned as a number is averaged over the samples; a torchmetrics ``Metric`` computes its value from
-    all batches together. The hooks `on_validation_start`, `..._epoch_start`, `..._batch_start`, `..._batch_end`,
-    `..._epoch_end` and `..._end` are called where the module has them. A metric that is both logged and returned is as it
-    was logged; anything else that is returned is left alone.
+    Logged or returned numbers are averaged over the samples; a torchmetrics ``Metric`` computes its value from all
+    batches together. The hooks `on_validation_start`, `..._epoch_start`, `..._batch_start`, `..._batch_end`,
+    `..._epoch_end` and `..._end` are called if the module has them. For a metric that is both logged and returned, the
+    logged value counts; returned objects of other types are ignored.
 
     Args:
-        module: has a ``validation_step``.
-        recorder: attached to ``module``.
-        batches: each with its number of samples.
-        device: of ``module``.
-        context: goes around each step, such as the precision of the run.
+        module: module with a ``validation_step``.
+        recorder: recorder that is attached to ``module``.
+        batches: batches, each with its number of samples.
+        device: device of ``module``.
+        context: function that returns a context for each step, such as the run's precision.
     """
     begin(module, recorder)
     step(module, recorder, enumerate(batches), device, context)
@@ -68,7 +68,7 @@ def measure(
 
 
 def begin(module: nn.Module, recorder: Recorder) -> None:
-    """Start an evaluation."""
+    """Start an evaluation: put the module into eval mode and call its start hooks."""
     recorder.clear()
     module.eval()
     stage(module, "validating")
@@ -81,14 +81,14 @@ def step(
     module: nn.Module, recorder: Recorder, batches: Iterable[tuple[int, Sized]], device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> int:  # fmt: skip
-    """Evaluate numbered batches; return how many there were.
+    """Evaluate numbered batches; return the number of batches.
 
     Args:
-        module: in evaluation mode.
-        recorder: of what it logs.
+        module: module in eval mode.
+        recorder: recorder of the values that it logs.
         batches: pairs of a batch's number and the batch.
-        device: that computes.
-        context: makes the context of each forward pass, as for a precision.
+        device: device that computes.
+        context: function that returns a context for each step, such as the run's precision.
     """
     num = 0
     for index, (batch, num_samples) in batches:
@@ -105,7 +105,7 @@ def step(
 
 
 def end(module: nn.Module, recorder: Recorder) -> dict[str, float]:
-    """Return the means over all batches."""
+    """End an evaluation: call the module's end hooks and return the metrics over all batches."""
     _call(module, "on_validation_epoch_end")
     _call(module, "on_validation_end")
     found = recorder.means()  # all at once: what is both logged and returned is reset after it
@@ -123,20 +123,20 @@ def measure_part(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     on_batch: Iterable[str] = (),
 ) -> dict[str, float]:
-    """Return a client's metrics on its test part as ``test/...``, and ``test/num_samples``; the model stays unchanged.
+    """Return a client's metrics on its test part as ``test/...``, with ``test/num_samples``; the model stays unchanged.
 
-    Buffers that the model changes are restored, even when it changes its own weights for inference; attributes are restored
-    before the next task.
+    Buffers that the model changes are restored, even if it changes its own weights for inference. Attributes are
+    restored before the next task.
 
     Args:
         module: the trained submodel.
-        recorder: of what it logs.
-        buffers: restores the module's buffers.
-        data: of the client.
-        batches: of its test part.
-        device: that computes.
-        context: makes the context of each forward pass, as for a precision.
-        on_batch: paths of batch norms without usable running statistics, which use those of each batch.
+        recorder: recorder of the values that it logs.
+        buffers: object that restores the module's buffers.
+        data: data of the client.
+        batches: batches of the client's test part, each with its number of samples.
+        device: device that computes.
+        context: function that returns a context for each step, such as the run's precision.
+        on_batch: paths of batch norms without usable running statistics, which use the statistics of each batch.
     """
     trained = (p.detach() for p in module.parameters() if p.requires_grad)
     before = [(tensor, tensor.clone()) for tensor in (*module.buffers(), *trained)]

@@ -15,12 +15,12 @@ from raafl.local.evaluation.latest import Latest
 class Recorder:
     """Replacement for ``self.log`` of a LightningModule that keeps weighted means of logged values.
 
-    Values are added in float64, whatever the model's precision. They stay tensors until `means`, so that logging never waits for a
-    device. A torchmetrics ``Metric`` is kept as an object; it computes its value once, at the end, from everything it was
-    updated with, and is reset.
+    Values are added in float64, whatever the model's precision. They stay tensors until `means`, so that logging never
+    waits for a device. A torchmetrics ``Metric`` is stored as an object: at the end it computes its value once, from
+    all its updates, and is reset.
 
     Attributes:
-        weight: of values logged without a ``batch_size``: the number of samples in the batch.
+        weight: weight of values logged without a ``batch_size``: the number of samples in the batch.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Recorder:
         self.weight = 1.0
 
     def attach(self, module: nn.Module) -> None:
-        """Make ``log`` and ``log_dict`` of the module, and of LightningModules inside it, record their values here."""
+        """Make ``log`` and ``log_dict`` of the module, and of LightningModules inside it, record their values in this recorder."""
         attach_log(module, self.log, self.log_dict)
 
     def log(
@@ -43,10 +43,10 @@ class Recorder:
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Add one value; display options (``prog_bar`` and the like) are ignored.
+        """Record one value; display options (``prog_bar`` and the like) are ignored.
 
         Args:
-            name: of the value.
+            name: name of the value.
             value: a number, a tensor with one element, or an updated ``Metric``.
             *args: display options of Lightning, ignored.
             **kwargs: further display options, ignored.
@@ -54,7 +54,7 @@ class Recorder:
             batch_size: weight of the value; None = `weight`.
 
         Raises:
-            BadInput: another ``reduce_fx``, or ``value`` is no number.
+            BadInput: ``reduce_fx`` is another one, or ``value`` is not a number.
         """
         is_metric = callable(getattr(value, "compute", None))
         value = value if is_metric else logged_value(name, value)
@@ -74,7 +74,7 @@ class Recorder:
 
     @property
     def names(self) -> list[str]:
-        """Names of all that was logged."""
+        """Names of all values that were logged."""
         return list(dict.fromkeys((*self._sums, *self._metrics)))
 
     @property
@@ -83,12 +83,12 @@ class Recorder:
         return self._metrics
 
     def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Add several values; see `Recorder.log`.
+        """Record several values; see `Recorder.log`.
 
         Args:
-            values: by name.
-            args: as for `log`.
-            kwargs: as for `log`.
+            values: values by name.
+            args: display options, as for `log`.
+            kwargs: further options, as for `log`.
         """
         for name, value in values.items():
             self.log(name, value, **kwargs)
@@ -97,7 +97,7 @@ class Recorder:
         """Return the weighted means since the last call and the values of logged metrics, and reset.
 
         Args:
-            most: return at most so many, the first ones; None = all.
+            most: number of values to return, the first ones; None = all.
 
         Raises:
             BadInput: a value is not one number.
@@ -111,24 +111,24 @@ class Recorder:
             self.clear()
 
     def take_over(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        """Reset, and start from sums: by name, a sum and its weight."""
+        """Replace all recorded values by ``sums``: a sum and its weight, by name."""
         self.clear()
         self._sums.update(sums)
 
     def partial(self) -> tuple[list[tuple[str, str]], Tensor]:
-        """Return the names of all logged numbers with their reductions, and sums and weights, `(2, names)`."""
+        """Return the names of all logged numbers with their reductions, and their sums and weights, `(2, names)`."""
         sums = [(_number(name, self._sums[name][0]), self._sums[name][1]) for name in self._how]
         return list(self._how.items()), torch.tensor(sums, dtype=torch.float64).view(-1, 2).t()
 
     def combine(self, parts: Tensor) -> None:
-        """Continue from the sums of several recorders, `(recorders, 2, names)`, as `partial` returns them."""
+        """Replace the recorded values by the sums of several recorders, `(recorders, 2, names)`, each from `partial`."""
         for place, (name, how) in enumerate(self._how.items()):
             totals, counts = parts[:, :, place].unbind(1)
             total = _REDUCE_ALL.get(how, torch.sum)(totals).item()
             self._sums[name] = total, counts.sum().item() if how == "mean" else 1.0
 
     def clear(self) -> None:
-        """Reset, and reset the metrics."""
+        """Delete all recorded values, and reset the metrics."""
         for metric in self._metrics.values():
             if hasattr(metric, "reset"):
                 metric.reset()
@@ -143,9 +143,9 @@ def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[.
     """Replace ``log`` and ``log_dict`` of the module and of LightningModules inside it.
 
     Args:
-        module: changed in place.
-        log: replaces ``log``.
-        log_dict: replaces ``log_dict``.
+        module: module to change in place.
+        log: function that replaces ``log``.
+        log_dict: function that replaces ``log_dict``.
     """
     for part in module.modules():
         if part is module or callable(getattr(type(part), "log_dict", None)):
@@ -165,7 +165,7 @@ def logged_value(name: str, value: Any) -> Tensor | float:
     """Convert a logged value to the form in which it is added up.
 
     Raises:
-        BadInput: it is no number.
+        BadInput: the value is not a number.
     """
     if isinstance(value, Tensor):
         return widened(value)

@@ -22,13 +22,13 @@ _GIVEN = "_raafl_given"
 def prepare(module: Any) -> Any:
     """Prepare a LightningModule for training, and return it.
 
-    Steps without ``batch_idx`` are wrapped to accept one. `torch.compile` is undone, since a submodel has other shapes. Layers
-    that the module builds in `setup` or `configure_model` are built. Without a `validation_step` it is evaluated by its
-    `test_step`, otherwise by its training loss.
+    Steps without ``batch_idx`` are wrapped to accept one. `torch.compile` is undone, since a submodel has other shapes.
+    Layers that the module builds in `setup` or `configure_model` are built. A module without a `validation_step` is
+    evaluated by its `test_step`, or else by its training loss.
 
     Raises:
-        BadInput: it has no training_step, steps its optimisers itself, a hook fails, a parameter has no elements, or its tensors
-            cannot be copied and sent (`check_tensors`).
+        BadInput: the module has no training_step, steps its optimisers itself, has a hook that fails or a parameter
+            without elements, or its tensors cannot be copied and sent (`check_tensors`).
     """
     module = uncompiled(module)
     _uncompile_parts(module)
@@ -76,7 +76,7 @@ def _uncompile_parts(module: nn.Module) -> None:
 
 
 def uncompiled(module: object) -> Any:
-    """Return the module inside what `torch.compile` returned; other modules unchanged."""
+    """Return the module inside the result of `torch.compile`; return other modules unchanged."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
 
@@ -90,7 +90,7 @@ def with_methods(module: nn.Module, **methods: Any) -> object:
 
 
 def given_class(module: nn.Module) -> Any:
-    """Return the class of a module before `with_methods`."""
+    """Return the class that a module had before `with_methods`."""
     return getattr(type(module), _GIVEN, type(module))
 
 

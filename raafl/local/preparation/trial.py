@@ -24,12 +24,12 @@ from raafl.trainer_stand_in import TrainerStandIn, attach
 
 
 class Tried(NamedTuple):
-    """Results of one trial training step.
+    """Results of a training step that was tried before the run.
 
     Attributes:
         logged: names that the training step logs.
-        warnings: for the user, one line each.
-        optimizer: the one that `configure_optimizers` returned.
+        warnings: warnings for the user, one line each.
+        optimizer: optimizer that `configure_optimizers` returned.
     """
 
     logged: list[str]
@@ -43,17 +43,18 @@ def try_training(
 ) -> Tried:  # fmt: skip
     """Run the training step, backward pass and `configure_optimizers` of ``module`` once.
 
-    Values and the random state stay unchanged, buffers may change: pass a copy that is filled again afterwards.
+    Parameters and the random state stay unchanged, but buffers may change: pass a copy that is filled again afterwards.
 
     Args:
-        module: to try.
-        batch: for the step.
-        device: where to run.
-        more: returns another batch, tried as the second of an epoch where the step skips ``batch`` by returning None.
-        may_skip: whether the step may skip these as well.
+        module: module to try.
+        batch: batch for the step.
+        device: device on which to run the step.
+        more: function that returns another batch, tried as the second of an epoch if the step skips ``batch`` by
+            returning None.
+        may_skip: whether the step may skip both batches.
 
     Raises:
-        BadInput: one of them fails, or the step returns no scalar loss that depends on the parameters.
+        BadInput: a step fails, or returns no scalar loss that depends on the parameters.
     """
     kind, recorder, trainer = type(module).__name__, Recorder(), attach(module)
     trainer.measure(recorder.latest.metrics)
@@ -157,16 +158,16 @@ def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...]
 def try_single_samples(
     module: nn.Module, data: FederatedData, training: Training, device: torch.device | str = "cpu"
 ) -> None:
-    """Run a training step on one sample as the last batch of an epoch, where clients have such a batch.
+    """Try a training step on a single sample, if some client's epoch ends with such a batch.
 
     Args:
-        module: the user's.
-        data: of all clients.
-        training: the run's setting of local work.
-        device: that computes.
+        module: the user's module.
+        data: data of all clients.
+        training: the run's settings of local work.
+        device: device that computes.
 
     Raises:
-        BadInput: it fails, as batch norm does: one value per channel has no variance.
+        BadInput: the step fails, as batch norm does, since one value per channel has no variance.
     """
     size = training.batch_size or data.batch_size or 1
     clients = [
@@ -196,12 +197,12 @@ def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Tr
 
 @contextmanager
 def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[None]:
-    """Return a context that turns errors into `BadInput` with the layer, the shapes and the line of code.
+    """Return a context that turns errors into a `BadInput` with the layer, the shapes and the line of code.
 
     Args:
-        module: the user's.
-        method: of the module that runs inside the context.
-        batch: that it is given; None = unknown.
+        module: the user's module.
+        method: name of the module's method that runs inside the context.
+        batch: batch that the method is given; None = unknown.
     """
     entered: list[tuple[str, nn.Module, Any]] = []
     handles = [handle for name, layer in module.named_modules() for handle in _watch(name, layer, entered)]

@@ -23,10 +23,11 @@ Rows = Iterator[Tensor]
 
 
 class Batch:
-    """Batches of the active clients in one step.
+    """Batches of the active clients in one step of joint training.
 
     Attributes:
-        kinds: positions of clients grouped by the form of their batches; those of a group have equally many samples.
+        kinds: positions of clients, grouped by the form of their batches; the clients of a group have equally many
+            samples.
         sizes: number of samples in each client's batch.
         num: number of clients.
     """
@@ -41,9 +42,9 @@ class Batch:
             self.kinds[kind].append(client)
 
     def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
-        """Return a stack of each tensor for these clients, whose batches have one form, and how to rebuild a batch from them.
+        """Return stacks of the tensors of these clients, whose batches have one form, and the structure to rebuild a batch.
 
-        Values that are no tensors are those of the first client.
+        Values that are not tensors are those of the first client.
         """
         columns = zip(*(self._leaves[client] for client in clients), strict=True)
         stacks = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
@@ -51,7 +52,7 @@ class Batch:
 
 
 class Stack(Batch):
-    """Batches of one form, gathered as stacks."""
+    """Batches of one form, gathered directly as stacks."""
 
     def __init__(self, size: int, num: int, tensors: Sequence[Tensor], forms: dict[Any, TreeSpec]) -> None:
         """Take the batches of ``num`` clients, of ``size`` samples each, one behind the other."""
@@ -59,7 +60,7 @@ class Stack(Batch):
         self._stacks: list[Any] = [_aligned(one).view(num, size, *one.shape[1:]) for one in tensors]
 
     def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
-        """Return the stacks, or what these clients have of them."""
+        """Return the stacks, reduced to these clients."""
         form = self._forms[self._all[0]]
         if len(clients) == self.num:
             return self._stacks, form
@@ -75,12 +76,12 @@ def _aligned(one: Tensor) -> Tensor:
 def batches(
     clients: Sequence[ClientData], rows: Sequence[Rows], counts: Sequence[int], batch_size: int | None
 ) -> Iterator[Batch]:
-    """Yield the batch of each step.
+    """Yield the joint batch of each step.
 
     Args:
         clients: data of each client.
-        rows: sample numbers of each client.
-        counts: each client's number of batches, descending.
+        rows: numbers of each client's samples.
+        counts: number of batches of each client, descending.
         batch_size: local batch size; None = the data's own.
     """
     first = clients[0]

@@ -16,9 +16,9 @@ def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
     """Scale gradients in place, so that no client's total norm exceeds a bound.
 
     Args:
-        known: which operations have equal bits when computed together.
-        gradients: of shape (clients, ...).
-        most: largest norm.
+        known: record of the operations that have equal bits when computed together.
+        gradients: stacked gradients of shape (clients, ...).
+        most: largest norm of a client.
     """
     if gradients:
         norms = torch.stack([_norms(known, one) for one in gradients], 1)

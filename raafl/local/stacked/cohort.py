@@ -33,13 +33,13 @@ OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: str) -> str | None:
-    """Return why no task of a run can be trained in a batch with others, or None.
+    """Return the reason why no task of a run can be trained in a batch with others, or None.
 
     Args:
-        local: the algorithm's part.
-        payload: that travels with a task.
-        options: of Fabric.
-        device: its type, as Fabric uses it.
+        local: local part of the algorithm.
+        payload: layouts of the tensors that travel with a task.
+        options: options of Fabric.
+        device: type of the device that Fabric uses.
     """
     if not local.steps_are_plain or type(local).exchange is not Local.exchange or payload.has_bundles:
         return "the algorithm has steps of its own"
@@ -53,14 +53,14 @@ def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: s
 
 
 def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why tasks with this optimiser cannot be trained together, or None."""
+    """Return the reason why tasks with this optimiser cannot be trained together, or None."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "its optimizer has hooks around its step"
     return None if type(optimizer) in OPTIMIZERS else f"its optimizer is {type(optimizer).__name__}"
 
 
 def refusal_of_built(built: TrainableSubmodel) -> str | None:
-    """Return why tasks cannot be trained together in this small module, or None."""
+    """Return the reason why tasks cannot be trained together in this small module, or None."""
     if built.hooks is not None:
         return f"the module overrides {min(built.hooks.overridden)}"
     if built.transfer.is_own:
@@ -73,10 +73,10 @@ def refusal_of_built(built: TrainableSubmodel) -> str | None:
 
 
 class Trained:
-    """Result of training a batch of clients; read client by client when results are due.
+    """Result of training a batch of clients, from which each client's update is read when it is due.
 
     Attributes:
-        seen: forms of batches, and which tasks had them.
+        seen: forms of the batches, with the tasks that had them.
     """
 
     def __init__(self, trainer: LocalTrainer, steps: Steps, classes: Sequence[list[int]]) -> None:
@@ -89,16 +89,16 @@ class Trained:
         }
 
     def member(self, assignment_id: int) -> Member:
-        """Return the task with this assignment id."""
+        """Return the task that has this assignment id."""
         return self._members[self._place[assignment_id]]
 
     def update(self, assignment_id: int, context: TaskContext = ALONE, *, draws: bool = False) -> Update:
-        """Return a task's update as `LocalTrainer.run` does.
+        """Return the update of a task, equal to that of `LocalTrainer.run`.
 
         Args:
-            assignment_id: of the task.
-            context: what may stop the evaluation on the client's test part.
-            draws: leave the random generators as `LocalTrainer.run` does, too.
+            assignment_id: id of the task's assignment.
+            context: context whose stop event may end the evaluation on the client's test part.
+            draws: whether to leave the random generators in the state that `LocalTrainer.run` would leave, too.
         """
         place = self._place[assignment_id]
         assignment, received, data = self._members[place]
@@ -115,7 +115,7 @@ class Trained:
 
 
 class CohortTrainer:
-    """Trains tasks of one spec together; its modules are separate from those for sequential training."""
+    """Trainer of tasks of one spec in one batch; its modules are separate from those for training one by one."""
 
     def __init__(self, trainer: LocalTrainer, max_built: int = 16) -> None:
         """Train like ``trainer``."""
@@ -124,7 +124,7 @@ class CohortTrainer:
         self._known: Known = {}
 
     def refusal(self) -> str | None:
-        """Return why no task of this run can be trained with others, or None."""
+        """Return the reason why no task of this run can be trained with others, or None."""
         trainer = self._trainer
         return refusal_of(trainer.local, trainer.payload, trainer.options, trainer.fabric.device.type)
 
@@ -138,10 +138,10 @@ class CohortTrainer:
         return 4 * self._trainer.submodels.layout(spec, "present").num_bytes
 
     def train(self, tasks: Sequence[Member]) -> Trained:
-        """Train tasks of one spec together.
+        """Train several tasks of one spec as one batch.
 
         Raises:
-            Unstackable: they cannot be trained together.
+            Unstackable: the tasks cannot be trained together.
         """
         trainer = self._trainer
         built, places = self._get(tasks[0].assignment.spec)

@@ -15,10 +15,11 @@ _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")} 
 
 
 class Logged:
-    """Replacement for `Recorder` that keeps sums for each client.
+    """Replacement for `Recorder` that adds up logged values separately for each client.
 
     Attributes:
-        weight: of values logged without a ``batch_size``: samples in each client's batch that is computed next.
+        weight: weight of values logged without a ``batch_size``: number of samples in each client's batch that is
+            computed next.
     """
 
     def __init__(self, num: int) -> None:
@@ -30,7 +31,7 @@ class Logged:
         self._said: list[tuple[str, Any, float, str]] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Replace ``log`` and ``log_dict`` of the module and of the LightningModules inside it."""
+        """Replace ``log`` and ``log_dict`` of the module, and of the LightningModules inside it."""
         attach_log(module, self.log, self.log_dict)
 
     def log(
@@ -55,7 +56,7 @@ class Logged:
         return [value for _, value, _, _ in self._said]
 
     def add(self, clients: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Add what ``clients`` logged in a step; each of ``values`` has one number per client."""
+        """Add the values that ``clients`` logged in a step; each item of ``values`` has one number per client."""
         where = torch.tensor(clients)
         for (name, _, weight, how), value in zip(self._said, values, strict=True):
             value = value.reshape(len(clients))
@@ -72,7 +73,7 @@ class Logged:
                 counts[client] = counts[client] + weight if how == "mean" else 1.0
 
     def hand(self, client: int, recorder: Recorder) -> None:
-        """Copy what one client logged into a recorder."""
+        """Copy the values that one client logged into a recorder."""
         recorder.take_over({
             name: (float(sums[client]), self._counts[name][client])
             for name, sums in self._sums.items() if self._counts[name][client]

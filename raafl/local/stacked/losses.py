@@ -21,12 +21,13 @@ _USUAL = {
 def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     """Compute `F.cross_entropy` of all clients' stacked logits, inside vmap.
 
-    A mean over (batch, classes) logits with class indices is computed for all clients at once, anything else client by client.
+    A mean over (batch, classes) logits with class indices is computed for all clients at once; other losses client by
+    client.
 
     Args:
         num: number of clients.
-        args: of `F.cross_entropy`.
-        kwargs: of `F.cross_entropy`.
+        args: positional arguments of `F.cross_entropy`.
+        kwargs: keyword arguments of `F.cross_entropy`.
     """
     usual = len(args) == 2 and all(value is None or value == _USUAL[name] for name, value in kwargs.items())
     logits, labels = (stack_of(one) for one in args[:2]) if usual else (None, None)

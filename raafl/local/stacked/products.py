@@ -27,11 +27,11 @@ def linear(known: Known, num: int, x: object, weight: object, bias: object = Non
     """Compute `F.linear` of stacks, inside vmap.
 
     Args:
-        known: which operations have equal bits when computed together.
+        known: record of the operations that have equal bits when computed together.
         num: number of clients.
-        x: input, (clients, ..., in).
-        weight: (clients, out, in).
-        bias: (clients, out); None = none.
+        x: stacked input, (clients, ..., in).
+        weight: stacked weights, (clients, out, in).
+        bias: stacked biases, (clients, out); None = none.
     """
     stacks = [stack_of(one) for one in (x, weight, bias)]
     if any(stack is None for stack, one in zip(stacks, (x, weight, bias), strict=True) if one is not None):
@@ -78,14 +78,14 @@ class _Linear(Function):
 def product(
     known: Known, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
 ) -> Tensor:
-    """Compute for all clients at once, or separately where that has other bits; determines which on first use.
+    """Compute an operation for all clients at once, or separately if that gives other bits; the first use decides.
 
     Args:
-        known: which operations have equal bits when computed together; changed in place.
-        name: of the operation.
-        together: computes it on stacks.
-        alone: computes it for one client.
-        operands: stacks of shape (clients, ...).
+        known: record of the operations that have equal bits when computed together; changed in place.
+        name: name of the operation.
+        together: function that computes it on stacks.
+        alone: function that computes it for one client.
+        operands: stacked operands of shape (clients, ...).
     """
     places = ((*one.shape[1:], *one.stride(), one.data_ptr() % CACHE_LINE_BYTES) for one in operands)
     key = (name, len(operands[0]).bit_length(), *places)
@@ -125,12 +125,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
-    """Compute `F.embedding` on stacks, inside vmap; a table shared by all clients is no stack and stays as it is.
+    """Compute `F.embedding` on stacks, inside vmap; an embedding matrix that all clients share is used as it is.
 
     Args:
         num: number of clients.
-        args: of `F.embedding`.
-        kwargs: of `F.embedding`.
+        args: positional arguments of `F.embedding`.
+        kwargs: keyword arguments of `F.embedding`.
     """
     if stack_of(args[1]) is None:
         return F.embedding(*args, **kwargs)

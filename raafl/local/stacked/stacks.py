@@ -28,11 +28,11 @@ class Unstackable(Exception):
 
 
 class Parted(Unstackable):
-    """Raised where clients of a batch would take different branches of the code."""
+    """Raised if clients of a batch would take different branches of the code."""
 
 
 def stack_of(value: object) -> Tensor | None:
-    """Return the stack behind ``value``, clients first; None = no tensor, or one that all clients share."""
+    """Return the stack behind ``value``, clients first; None if it is no tensor, or one that all clients share."""
     if not isinstance(value, Tensor) or not functorch.is_batchedtensor(value):
         return None
     stack, dim = functorch.get_unwrapped(value), functorch.maybe_get_bdim(value)
@@ -43,7 +43,7 @@ def stack_of(value: object) -> Tensor | None:
 
 @contextmanager
 def outside() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Return a context outside of vmap; it yields the function that turns a stack into a tensor inside vmap."""
+    """Return a context outside of vmap; it yields a function that turns a stack into a tensor inside vmap."""
     level = functorch.current_level()
     layer = functorch.pop_dynamic_layer_stack()
     try:
@@ -57,11 +57,11 @@ def within(
 ) -> tuple[Tensor, list[Tensor]]:
     """Call a function inside vmap over ``num`` clients; return the stacks behind its results.
 
-    ``function`` gets what turns a stack into a tensor, and returns a loss and a list of values. `torch.func.vmap` does the same,
-    but inspecting its arguments takes as long as a small model's step.
+    ``function`` gets a function that turns a stack into a tensor, and returns a loss and a list of values.
+    `torch.func.vmap` does the same, but inspecting its arguments takes as long as a small model's step.
 
     Raises:
-        Unstackable: a result is no tensor.
+        Unstackable: a result is not a tensor.
     """
     lazy_load_decompositions()
     level = functorch._vmap_increment_nesting(num, "error")
@@ -78,7 +78,7 @@ def within(
 
 
 def apart(stack: Tensor) -> Sequence[Tensor]:
-    """Return each client's slice of a stack, copied to the memory alignment that it has when trained alone."""
+    """Return the slice of each client, copied to the memory alignment that it has when trained alone."""
     if stack.dim() == 1 or stack.stride(0) * stack.itemsize % _ALIGN_BYTES == 0:
         return stack.unbind(0)
     if stack.requires_grad and torch.is_grad_enabled():
@@ -88,7 +88,7 @@ def apart(stack: Tensor) -> Sequence[Tensor]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the stack of the clients' slices."""
+    """Return the stack that the clients' slices form."""
     stack: Tensor = _Joined.apply(*parts)
     return stack
 
@@ -122,11 +122,11 @@ def by_slices(
     """Call a torch function once per client, inside vmap; return the stacks of its results.
 
     Args:
-        function: called with a client's slices in place of stacks.
-        args: its arguments, possibly nested in lists.
-        kwargs: its keyword arguments.
+        function: function that is called with one client's slices in place of stacks.
+        args: positional arguments, possibly nested in lists.
+        kwargs: keyword arguments.
         num: number of clients.
-        states: each client's state of torch's generator, advanced where the function may draw; None = it does not.
+        states: state of torch's generator for each client, advanced if the function may draw; None = it does not draw.
     """
     leaves, form = tree_flatten((tuple(args), dict(kwargs)))
     generator = torch.default_generator

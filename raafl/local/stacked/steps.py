@@ -45,7 +45,7 @@ class Member(NamedTuple):
 
 
 class Rows:
-    """Matrix of a small module's values, one row per client."""
+    """Matrix of the values of a small module, with one row per client."""
 
     def __init__(self, layout: Layout, num: int) -> None:
         """Make room for ``num`` clients."""
@@ -58,11 +58,11 @@ class Rows:
         }
 
     def of(self, client: int) -> FlatTensors:
-        """Return a client's values; they share storage with the row."""
+        """Return the values of one client; they share storage with its row."""
         return FlatTensors(self.layout, {d: b[client, : self.layout.numel[d]] for d, b in self.buffers.items()})
 
     def stack(self, entry: TensorEntry, chosen: slice | Tensor) -> Tensor:
-        """Return a tensor of the chosen clients, (clients, ...): a view for a slice, otherwise a copy with the same alignment."""
+        """Return one tensor of the chosen clients, (clients, ...): a view for a slice, else a copy with the same alignment."""
         rows = self.buffers[entry.dtype]
         rows = rows[chosen] if isinstance(chosen, slice) else rows.index_select(0, chosen)
         return rows.as_strided(
@@ -71,18 +71,18 @@ class Rows:
 
 
 class Steps:
-    """Steps of one batch of clients.
+    """Training steps of one batch of clients.
 
     Attributes:
-        members: its tasks, those with most steps first.
-        counts: number of steps of each.
-        rows: values of each.
-        losses: sum of losses of each.
-        logged: what each has logged.
-        states: of each client's torch generator.
-        seen: forms of batches, and whose, by position in `members`.
-        epochs: batches in an epoch of each.
-        by_index: whether the step may read the index of its batch, and clients differ in it.
+        members: tasks of the batch, those with most steps first.
+        counts: number of steps of each task.
+        rows: values of each task.
+        losses: sum of the losses of each task.
+        logged: values that each task has logged.
+        states: state of torch's generator for each task.
+        seen: forms of the batches, with the tasks that had them, by position in `members`.
+        epochs: number of batches in an epoch of each task.
+        by_index: whether the step may read the index of its batch, and clients differ in that index.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Steps:
         ] if trainer.local.prox else []  # fmt: skip
 
     def run(self) -> None:
-        """Run all steps of all clients."""
+        """Run all steps of all tasks."""
         self.logged.attach(self.built.module)
         self.built.module.train()
         optimizer: torch.optim.Optimizer | None = None

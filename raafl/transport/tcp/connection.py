@@ -29,7 +29,7 @@ class TcpConnection(Connection):
     that is not the peer's next one.
 
     Attributes:
-        is_encrypted: whether it is TLS.
+        is_encrypted: whether the socket uses TLS.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float, *, min_bytes_per_s: float = MIN_BYTES_PER_S) -> None:

@@ -26,20 +26,20 @@ _REMEDY = "make one with `raafl certs`, or name it with --tls_ca, --tls_cert and
 
 @dataclass(frozen=True, slots=True)
 class LocalToken:
-    """Random token shared by the processes that one command started on this machine; good on loopback alone.
+    """Random token shared by the processes that one command started on this machine; valid on loopback only.
 
     Attributes:
-        token: its 32 bytes.
+        token: the 32 bytes of the token.
     """
 
     token: bytes = field(repr=False)
 
     @classmethod
     def from_environment(cls) -> LocalToken | None:
-        """Return the token that the parent process handed over; None = there is none.
+        """Return the token that the parent process passed on in the environment; None if there is none.
 
         Raises:
-            BadInput: the variable has something else.
+            BadInput: the environment variable has another form.
         """
         text = os.environ.get(TOKEN_VARIABLE)
         if not text:
@@ -55,12 +55,12 @@ class LocalToken:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Files of one end of mutual TLS, all in PEM.
+    """Files of one end of mutual TLS, all in PEM format.
 
     Attributes:
-        ca: certificates of the authorities that the other end's must come from.
-        cert: this end's certificate, with those between it and an authority.
-        key: its private key, readable by its owner alone.
+        ca: certificates of the authorities that may have issued the other end's certificate.
+        cert: certificate of this end, with those between it and an authority.
+        key: private key of this end, readable by its owner alone.
     """
 
     ca: Path
@@ -69,15 +69,15 @@ class TlsFiles:
 
     @classmethod
     def find(cls, folder: Path, *, server: bool, given: dict[str, str | None]) -> TlsFiles:
-        """Return the files that were named, and for the others those of the folder of `raafl certs`.
+        """Return the files that were named; files that were not named are taken from the folder of `raafl certs`.
 
         Args:
-            folder: where `raafl certs` has put its files.
-            server: take ``server.crt``; else the only other certificate that has its key beside it.
-            given: paths by field; None = not named.
+            folder: folder into which `raafl certs` has put its files.
+            server: whether to take ``server.crt``; else the only other certificate that has its key beside it.
+            given: paths that were named, by field; None = not named.
 
         Raises:
-            BadInput: it is not clear which files are meant.
+            BadInput: a file is missing, or several could be meant.
         """
         ca, cert, key = (None if path is None else Path(path) for path in (given["ca"], given["cert"], given["key"]))
         if (cert is None) != (key is None):
@@ -88,7 +88,7 @@ class TlsFiles:
         return cls(ca or folder / "ca.crt", cert, key)
 
     def check(self) -> Holder:
-        """Return the holder that the certificate names; raises `BadInput` where it, or its key, is of no use."""
+        """Return the holder that the certificate names; raise `BadInput` if the certificate or its key cannot be used."""
         from cryptography import x509
 
         from raafl.certs.authority import uris_of
@@ -111,7 +111,7 @@ class TlsFiles:
         return holder
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """Return a context of TLS 1.3 that demands the other end's certificate; raises `BadInput`."""
+        """Return a TLS 1.3 context that requires the other end's certificate; raise `BadInput` if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
@@ -139,7 +139,7 @@ class TlsFiles:
 
 
 class ReloadedContext:
-    """A server's TLS context, made anew when one of its files has changed: a renewed certificate needs no restart."""
+    """TLS context of a server, rebuilt when one of its files has changed: a renewed certificate needs no restart."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Load the files; raises `BadInput`."""
@@ -147,7 +147,7 @@ class ReloadedContext:
         self._stamp, self._context = self._look(), files.context(server=True)
 
     def get(self) -> ssl.SSLContext:
-        """Return the context of the files as they are; the earlier one where they do not fit together at this moment."""
+        """Return the context of the present files; the earlier context if they do not fit each other at the moment."""
         with self._lock:
             stamp = self._look()
             if stamp != self._stamp:
@@ -163,7 +163,7 @@ class ReloadedContext:
 
 
 def stamp_of(path: Path) -> tuple[int, int, int]:
-    """Return inode, time and size of a file, of which one changes when it is written or replaced; zeros where there is none."""
+    """Return inode, time and size of a file, which change when it is written or replaced; zeros if there is none."""
     try:
         found = path.stat()
     except OSError:

@@ -65,7 +65,7 @@ class Listener:
     """Listening socket that admits authenticated callers; a context manager.
 
     Attributes:
-        address: ``HOST:PORT`` with the real port.
+        address: ``HOST:PORT`` with the port that is really used.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Listener:
         self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
 
     def start(self) -> Listener:
-        """Begin to answer callers, which the system refused until now; return the listener."""
+        """Begin to answer callers, which the system has refused until now; return the listener."""
         try:
             self._listener.listen(_BACKLOG)
         except OSError as error:  # somebody else has bound the port, too, and was faster
@@ -116,7 +116,10 @@ class Listener:
         return self
 
     def close(self) -> None:
-        """Stop listening, refuse callers in mid-handshake, and end all threads; admitted connections stay open. Idempotent."""
+        """Stop listening, refuse callers in mid-handshake, and end all threads; admitted connections stay open.
+
+        Further calls do nothing.
+        """
         self._closed.set()
         with suppress(OSError):
             self._waker.send(b"x")
@@ -271,21 +274,22 @@ def connect(
     address: str, client: int, credentials: TlsFiles | LocalToken, *, timeout_s: float, pair_timeout_s: float = 30.0,
     proxy: str | None = None,
 ) -> TcpConnection:  # fmt: skip
-    """Connect to a `Listener` and prove this end; return the connection.
+    """Connect to a `Listener`, authenticate this end, and return the connection.
 
     Args:
         address: ``HOST:PORT``; the server's certificate must be for this host.
         client: id of the client.
-        credentials: files of mutual TLS, read anew each time, or the token of processes of this machine.
-        timeout_s: for connecting and for the handshake.
-        pair_timeout_s: of the connection, see `TcpConnection`.
+        credentials: files of mutual TLS, read anew for each connection, or the token of processes of this machine.
+        timeout_s: seconds for connecting and for the handshake.
+        pair_timeout_s: seconds for each piece of a message on the connection; see `TcpConnection`.
         proxy: URL of an HTTP proxy; "none" = no proxy; None = the environment's, if it names one for this host.
 
     Raises:
-        Refused: the server does not let this client in, or is none that this client trusts. Retrying is of little use.
-        PeerLost: nothing listens there, or the server closed the connection because it is busy or was stopped.
-        PeerTimeout: no answer.
-        BadInput: the address or a file is of no use.
+        Refused: the server does not admit this client, or is not one that this client trusts. Retrying is of little
+            use.
+        PeerLost: no server listens there, or it closed the connection because it is busy or was stopped.
+        PeerTimeout: the server did not answer in time.
+        BadInput: the address or a file is invalid.
     """
     host, port = parse_address(address)
     context = credentials.context(server=False) if isinstance(credentials, TlsFiles) else None

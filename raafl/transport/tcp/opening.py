@@ -39,13 +39,13 @@ _FOR_NOW = ("busy", "too-often", "stopped", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A caller, as far as it has proven itself.
+    """A caller, with the identity that it has proven so far.
 
     Attributes:
-        client: id that it asks for.
-        holder: of its certificate; None = a process of the same command, which knows the token.
-        serial: number of its certificate; 0 without one.
-        address: ``HOST:PORT`` it calls from.
+        client: client id that the caller asks for.
+        holder: holder of the caller's certificate; None = a process of the same command, which has the token.
+        serial: serial number of the caller's certificate; 0 without one.
+        address: ``HOST:PORT`` from which the caller connects.
     """
 
     client: int
@@ -55,7 +55,7 @@ class Peer:
 
 
 def opening_stream(sock: socket.socket, timeout_s: float) -> SocketStream:
-    """Return a stream that reads no byte ahead, over a socket or a TLS socket, for the opening alone."""
+    """Return a stream over a socket or a TLS socket that reads no byte ahead, used for the opening only."""
     budget = TimeBudget(timeout_s)
     return TlsStream(sock, budget, 0) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, budget, 0)
 
@@ -63,18 +63,18 @@ def opening_stream(sock: socket.socket, timeout_s: float) -> SocketStream:
 def server_opening(
     stream: SocketStream, expected: LocalToken | str, address: str, authorize: Callable[[Peer], None]
 ) -> Peer:
-    """Open the server's end; return who is there.
+    """Run the server's side of the opening; return the authenticated peer.
 
     Args:
-        stream: to the caller.
-        expected: the token, or the federation of which the caller's certificate must be.
-        address: of the caller.
-        authorize: raises `Refused` for a peer that may not come in; the caller is told.
+        stream: stream to the caller.
+        expected: the token, or the federation to which the caller's certificate must belong.
+        address: address of the caller.
+        authorize: function that raises `Refused` for a peer that may not join; the caller is told the reason.
 
     Raises:
-        Refused: the caller was turned away.
-        PeerLost: it hung up.
-        PeerTimeout: it was too slow.
+        Refused: the caller was refused.
+        PeerLost: the caller closed the connection.
+        PeerTimeout: the caller was too slow.
     """
     holder, serial = _certified(stream) if isinstance(expected, str) else (None, 0)
     hello = bytearray(_HELLO.size)
@@ -103,17 +103,17 @@ def server_opening(
 
 
 def client_opening(stream: SocketStream, client: int, credentials: LocalToken | str) -> None:
-    """Open the client's end.
+    """Run the client's side of the opening; return if the server admits this client.
 
     Args:
-        stream: to the server.
-        client: id to ask for.
-        credentials: the token, or the federation of which the server's certificate must be.
+        stream: stream to the server.
+        client: client id to ask for.
+        credentials: the token, or the federation to which the server's certificate must belong.
 
     Raises:
-        Refused: what answers is no server of this federation, or it does not let this client in.
-        PeerLost: it hung up, or has no room at this moment.
-        PeerTimeout: it was too slow.
+        Refused: the other end is not a server of this federation, or does not admit this client.
+        PeerLost: the server closed the connection, or has no room at the moment.
+        PeerTimeout: the server was too slow.
     """
     token = bytes(TOKEN_BYTES)
     if isinstance(credentials, LocalToken):

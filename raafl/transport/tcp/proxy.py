@@ -16,14 +16,14 @@ _MAX_HEAD_BYTES = 16 << 10
 
 
 def proxy_for(host: str, given: str | None) -> str | None:
-    """Return the proxy by which to reach a host: the one given, else the environment's for HTTPS (HTTPS_PROXY, NO_PROXY).
+    """Return the proxy by which to reach a host: the given one, else the environment's for HTTPS (HTTPS_PROXY, NO_PROXY).
 
     Args:
-        host: to be reached; none is used for this machine itself unless it is given.
-        given: URL; "none" = no proxy; None = the environment's.
+        host: host to reach; for this machine itself, only a given proxy is used.
+        given: URL of the proxy; "none" = no proxy; None = the environment's.
 
     Raises:
-        BadInput: it is no URL of an HTTP proxy.
+        BadInput: the value is not the URL of an HTTP proxy.
     """
     if given == "none" or (given is None and (_is_this_machine(host) or proxy_bypass(host))):
         return None
@@ -41,18 +41,18 @@ def proxy_for(host: str, given: str | None) -> str | None:
 
 
 def tunnel(proxy: str, host: str, port: int, timeout_s: float) -> socket.socket:
-    """Return a socket that leads to ``host:port`` through a proxy.
+    """Return a socket that is connected to ``host:port`` through a proxy.
 
     Args:
-        proxy: its URL, as from `proxy_for`; a user and a password in it are sent by Basic authentication.
-        host: to be reached, as the proxy knows it.
-        port: of the host.
-        timeout_s: seconds for all of it.
+        proxy: URL of the proxy, from `proxy_for`; a user and password in it are sent by Basic authentication.
+        host: name of the host to reach, as the proxy knows it.
+        port: port of the host.
+        timeout_s: seconds for the whole connection.
 
     Raises:
-        PeerLost: the proxy refuses, or answers something else.
-        TimeoutError: it was too slow.
-        OSError: it cannot be reached.
+        PeerLost: the proxy refuses, or gives another answer.
+        TimeoutError: the proxy was too slow.
+        OSError: the proxy cannot be reached.
     """
     parts, until = urlsplit(proxy), time.monotonic() + timeout_s
     assert parts.hostname is not None and parts.port is not None

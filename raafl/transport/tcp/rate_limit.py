@@ -11,7 +11,7 @@ EVERY_S = 2.0
 
 
 class TokenBucket:
-    """Token bucket per client id; thread-safe."""
+    """Token bucket for each client id, by which its connections are limited; thread-safe."""
 
     def __init__(
         self, at_once: int = AT_ONCE, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
@@ -22,14 +22,14 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, client: int) -> bool:
-        """Take a token of the client; return whether there was one."""
+        """Take one token of ``client``; return whether there was one."""
         with self._lock:
             left, now = self._now(client)
             self._left[client] = (left - 1 if left >= 1 else left, now)
             return left >= 1
 
     def has(self, client: int) -> bool:
-        """Check whether the client has a token left."""
+        """Check whether ``client`` has a token left."""
         with self._lock:
             return self._now(client)[0] >= 1
 

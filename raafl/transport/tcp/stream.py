@@ -25,7 +25,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class TimeBudget:
-    """Time for which a peer may keep this end waiting. Only waiting is charged, so a slow local end blames nobody.
+    """Time for which a peer may keep this end waiting. Only waiting is charged, so a slow local end is not charged to the peer.
 
     The budget starts at ``timeout_s``. Each transferred byte earns 1 / ``min_bytes_per_s`` back, up to the initial value. So a
     silent peer is cut off after ``timeout_s``, and one that sends less than ``min_bytes_per_s`` soon afterwards.
@@ -36,17 +36,17 @@ class TimeBudget:
         self.timeout_s, self.min_bytes_per_s, self.left_s, self._silent_s = timeout_s, min_bytes_per_s, timeout_s, 0.0
 
     def waited(self, seconds: float) -> None:
-        """Charge the seconds of a wait."""
+        """Charge the seconds of a wait to the budget."""
         self.left_s -= seconds
         self._silent_s += seconds
 
     def moved(self, num_bytes: int) -> None:
-        """Credit transferred bytes."""
+        """Credit the budget for transferred bytes."""
         self.left_s = min(self.timeout_s, self.left_s + num_bytes / self.min_bytes_per_s)
         self._silent_s = 0.0
 
     def spent(self) -> PeerTimeout | Refused:
-        """Return the error of an empty budget: a timeout for a silent peer, otherwise a refusal named slow."""
+        """Return the error of a spent budget: a timeout for a silent peer, or a refusal named slow."""
         if self._silent_s >= 0.99 * self.timeout_s or self.min_bytes_per_s == math.inf:
             return PeerTimeout(f"nothing from the peer within {self.timeout_s:g} s")
         return Refused("slow", f"less than {self.min_bytes_per_s:g} bytes/s for {self.timeout_s:g} s")
@@ -57,25 +57,25 @@ class Stream(Protocol):
 
     @property
     def num_read(self) -> int:
-        """Bytes read from the wire so far."""
+        """Number of bytes read from the wire so far."""
         ...
 
     @property
     def num_written(self) -> int:
-        """Bytes written to the wire so far."""
+        """Number of bytes written to the wire so far."""
         ...
 
     @property
     def pending(self) -> bool:
-        """Whether bytes taken from the layer below are waiting to be read."""
+        """Whether bytes that were taken from the layer below wait to be read."""
         ...
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view``; raises `PeerLost`, `PeerTimeout`, or `Refused` when the rest of the stream is unusable."""
+        """Fill ``view``; raise `PeerLost`, `PeerTimeout`, or `Refused` if the rest of the stream cannot be used."""
         ...
 
     def write(self, parts: Sequence[memoryview | bytes]) -> None:
-        """Write all parts; they may be changed afterwards. Raises `PeerLost`, `PeerTimeout` or `Refused`."""
+        """Write all parts; they may be changed afterwards. Raise `PeerLost`, `PeerTimeout` or `Refused`."""
         ...
 
 
@@ -85,7 +85,7 @@ class SocketStream:
     Attributes:
         reading: time budget of the reads of one message; replaced for each message.
         writing: time budget of the writes of one message.
-        num_read, num_written: bytes so far.
+        num_read, num_written: number of bytes read and written so far.
     """
 
     def __init__(self, sock: socket.socket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
@@ -103,16 +103,16 @@ class SocketStream:
 
     @property
     def pending(self) -> bool:
-        """Whether bytes that were read ahead are waiting."""
+        """Whether bytes that were read ahead wait to be read."""
         return self._start < self._end
 
     def await_first(self, timeout_s: float) -> None:
-        """Wait until bytes arrive or the stream ends; raises `PeerTimeout`."""
+        """Wait until bytes arrive or the stream ends; raise `PeerTimeout` if neither happens in time."""
         if not self.pending and not self._readable.poll(_milliseconds(timeout_s)):
             raise PeerTimeout(f"nothing from the peer within {timeout_s:g} s")
 
     def check(self) -> None:
-        """Raise `PeerLost` if the peer closed the connection and everything it sent was read; does not wait."""
+        """Raise `PeerLost` if the peer closed the connection and all it sent was read; do not wait."""
         try:
             gone = self._readable.poll(0) and not self.sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -182,7 +182,7 @@ class SocketStream:
 
 
 def pages(num_bytes: int) -> memoryview:
-    """Return zeroed memory in pages of its own, which are allocated on first use and returned to the system when freed.
+    """Return zeroed memory in pages of its own, which are allocated at first use and returned to the system when freed.
 
     Buffers of this size from malloc would stay with the process, one per thread.
     """
@@ -192,7 +192,10 @@ def pages(num_bytes: int) -> memoryview:
 
 
 def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:
-    """Close a socket and wake every thread that waits on it; ``abruptly`` resets the peer instead of an orderly end."""
+    """Close a socket and wake every thread that waits on it.
+
+    With ``abruptly``, reset the connection instead of ending it in order.
+    """
     try:
         if abruptly:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
@@ -204,7 +207,7 @@ def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:
 
 
 def shut(sock: socket.socket, how: int) -> None:
-    """Shut a socket down, a TLS socket below TLS.
+    """Shut down a socket; a TLS socket is shut down below TLS.
 
     `ssl.SSLSocket.shutdown` drops the TLS state, after which another thread's read would return ciphertext as if it were data.
     """
@@ -212,12 +215,12 @@ def shut(sock: socket.socket, how: int) -> None:
 
 
 def drain(sock: socket.socket, timeout_s: float, most_bytes: int) -> None:
-    """Read what a peer has sent until it hangs up, below TLS: what nobody read would reset the connection before it has read.
+    """Read and discard what a peer sends until it hangs up: bytes left unread would reset the connection before the peer has read.
 
     Args:
-        sock: connected.
-        timeout_s: seconds for all of it.
-        most_bytes: after which it is given up.
+        sock: connected socket.
+        timeout_s: seconds for the whole call.
+        most_bytes: number of bytes after which the call gives up.
     """
     until, scratch = time.monotonic() + timeout_s, bytearray(4096)
     readable = select.poll()
@@ -251,6 +254,6 @@ def connection_ended() -> PeerLost:
 
 
 def connection_lost(error: OSError) -> PeerLost:
-    """Return the error of a connection that an error of the system broke."""
+    """Return the error for a connection that a system error broke."""
     reasons = {errno.ECONNRESET: "connection-reset", errno.EPIPE: "connection-closed"}
     return PeerLost(reasons.get(error.errno or 0, "connection-broken"), error.strerror or str(error))

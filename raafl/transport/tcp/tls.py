@@ -48,8 +48,8 @@ class TlsStream(SocketStream):
         """Do the TLS handshake within the reading budget.
 
         Raises:
-            Refused: the other end is not accepted, or does not accept this one.
-            PeerLost: the other end hung up.
+            Refused: this end does not accept the other, or is not accepted by it.
+            PeerLost: the other end closed the connection.
             PeerTimeout: the budget is spent.
         """
         self._attempt(self._tls.do_handshake, self.reading)
@@ -57,7 +57,7 @@ class TlsStream(SocketStream):
 
     @property
     def pending(self) -> bool:
-        """Whether decrypted bytes are waiting: no poll tells of those."""
+        """Whether decrypted bytes wait to be read, which polling the socket does not tell."""
         return self._start < self._end or self._tls.pending() > 0
 
     def check(self) -> None:
@@ -129,11 +129,11 @@ class TlsStream(SocketStream):
 
 
 def problem_of(error: OSError, has_opened: bool) -> Refused | PeerLost:
-    """Return an error of the TLS library as one of the transport's, in words.
+    """Convert an error of the TLS library to one of the transport's, with an explanation in words.
 
     Args:
-        error: of a call.
-        has_opened: the handshake was done before; what is wrong then is a record.
+        error: error that a call raised.
+        has_opened: whether the handshake was done before, so that a record must be at fault.
     """
     if not isinstance(error, ssl.SSLError):
         return connection_lost(error)

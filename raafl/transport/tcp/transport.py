@@ -23,7 +23,7 @@ from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 
 class TcpTransport(Transport):
-    """Transport over TLS, or over TCP within one machine: callers prove who they are before they are told anything."""
+    """Transport over TLS, or over TCP within one machine; callers must authenticate before they are sent anything."""
 
     comes_and_goes = True
 
@@ -49,7 +49,7 @@ class TcpTransport(Transport):
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Admit callers that have proven who they are, whose connection exists already; see `Transport.listen`."""
+        """Admit callers that have authenticated and whose connection exists already; see `Transport.listen`."""
         self._admit, self._refused = admit, refused
         self._listener.start()
 
@@ -60,7 +60,7 @@ class TcpTransport(Transport):
         self._recheck(connection, peer)  # what was revoked between the opening and this moment
 
     def recheck(self) -> None:
-        """Cut every connection whose peer `ConnectOptions.authorize` would not let in now; for rules that have changed."""
+        """Close every connection whose peer `ConnectOptions.authorize` would refuse now; called when rules have changed."""
         with self._lock:
             admitted = list(self._admitted.items())
         for connection, peer in admitted:
@@ -88,7 +88,7 @@ class TcpTransport(Transport):
 
 
 def is_loopback(address: str | socket.socket) -> bool:
-    """Check whether an address, ``HOST:PORT`` or a listening socket, can be reached from this machine alone.
+    """Check whether an address, ``HOST:PORT`` or a listening socket, can be reached only from this machine.
 
     Raises:
         BadInput: the address is malformed.

@@ -16,13 +16,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One tensor dimension on an axis: index i covers elements ``offset + [i * unit, (i + 1) * unit)`` of it.
+    """One tensor dimension on an axis: index i of the axis covers its elements ``offset + [i * unit, (i + 1) * unit)``.
 
     Attributes:
-        name: parameter or buffer.
-        dim: its dimension, from 0.
-        unit: elements per index: pixels of a channel after a flatten, the width of a head.
-        offset: where index 0 begins: k's part of a fused qkv.
+        name: name of the parameter or buffer.
+        dim: index of the dimension, from 0.
+        unit: number of elements per index: the pixels of a channel after a flatten, or the width of a head.
+        offset: element at which index 0 begins: the beginning of k's part in a fused qkv.
     """
 
     name: str
@@ -84,7 +84,7 @@ class AxisTable:
         return len(kept) == self.axes[name].size
 
     def lengths(self, spec: Spec) -> dict[str, dict[int, int]]:
-        """Return, per shrinking tensor and per shrinking dimension of it, how many elements are kept."""
+        """Return the number of elements kept, by tensor that shrinks and by dimension."""
         result: dict[str, dict[int, int]] = {}
         for axis, indices in spec.kept:
             gone = self.axes[axis].size - len(indices)
@@ -94,7 +94,7 @@ class AxisTable:
         return result
 
     def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
-        """Return, per shrinking tensor and per shrinking dimension of it, the runs of kept elements."""
+        """Return the runs of kept elements, by tensor that shrinks and by dimension."""
         kept = {name: runs(indices) for name, indices in spec.kept if not self.is_whole(name, indices)}
         touched = dict.fromkeys((m.name, m.dim) for name in kept for m in self.axes[name].members)
         result: dict[str, dict[int, Runs]] = {}
@@ -144,13 +144,13 @@ def declared_axes(declaration: Mapping[str, Any], shapes: Shapes, aliases: Mappi
     """Return the axes that a model's `submodel_axes` declares as plain data.
 
     Args:
-        declaration: axis name -> list of ``(name, dim)``, ``(name, dim, unit)`` or ``(name, dim, unit, offset)``; the
-            size of the axis follows from the shapes. `Axis` objects are taken as they are.
+        declaration: list of ``(name, dim)``, ``(name, dim, unit)`` or ``(name, dim, unit, offset)`` for each axis, by
+            its name; the size of the axis follows from the shapes. `Axis` objects are taken as they are.
         shapes: shape of every parameter and buffer.
-        aliases: other names of tied tensors -> the name in ``shapes``.
+        aliases: name in ``shapes`` of each tied tensor, by its other names.
 
     Raises:
-        SpecError: a form other than these, an unknown tensor, or members of different sizes.
+        SpecError: an entry has another form, names an unknown tensor, or has members of different sizes.
     """
     axes = []
     for name, value in declaration.items():

@@ -14,10 +14,10 @@ from raafl.submodel.spec import SpecError
 
 
 class Bases:
-    """A model's frozen base in several precisions, all derived from the module's own, so that none has to be sent.
+    """A model's frozen base in several precisions. All are derived from the module's own, so that none has to be sent.
 
     Attributes:
-        names: of the precisions, the highest first, which is the module's own; empty where there is no other.
+        names: names of the precisions, the highest (the module's own) first; empty if there is no other.
     """
 
     def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
@@ -47,8 +47,9 @@ class Bases:
         """Store the base in the module's own precision, from which the other precisions are converted.
 
         Args:
-            own: the values.
-            rebuild: builds the model anew; then only the precision of the last task is kept, initially none. None = keep all.
+            own: values of the base.
+            rebuild: function that builds the model anew; then only the precision of the last task is kept, initially
+                none. None = keep all.
         """
         self._own, self._rebuild = own, rebuild if self.names else None
         self._made, self._digests = {}, {}
@@ -56,7 +57,7 @@ class Bases:
             own.let_go()
 
     def values(self, name: str | None) -> FrozenBase | None:
-        """Return the values in a precision; None where the model has no frozen base, or its values are not loaded."""
+        """Return the base's values in a precision; None if the model has no frozen base, or its values are not loaded."""
         name = self.normal(name)
         if self._own is None or (name is None and self._rebuild is None):
             return self._own
@@ -69,7 +70,7 @@ class Bases:
         return self._made[name]
 
     def digest(self, name: str | None) -> str | None:
-        """Return the digest of the values in a precision, converting them temporarily if needed."""
+        """Return the digest of the base's values in a precision, which are converted temporarily if needed."""
         name = self.normal(name)
         if self._own is None or name is None or self._rebuild is not None:
             base = self.values(name)

@@ -26,7 +26,7 @@ def _norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 def statistics_of(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of the running mean and variance of each batch norm."""
+    """Return the names of the running mean and variance of each batch norm in ``module``."""
     return [
         (f"{path}.running_mean", f"{path}.running_var") if path else ("running_mean", "running_var")
         for path, _ in _norms(module)
@@ -34,7 +34,7 @@ def statistics_of(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def keep_static(module: nn.Module) -> None:
-    """Make batch norms normalise by batch statistics and leave their running statistics unchanged, in place."""
+    """Make batch norms normalise by batch statistics and leave their running statistics unchanged; changes ``module`` in place."""
     for _, norm in _norms(module):
         norm.momentum = 0.0
 
@@ -45,11 +45,11 @@ def still_buffers(
     """Return the buffers that clients do not send back: static statistics, and those of layers that a spec freezes.
 
     Args:
-        module: the model.
+        module: model whose buffers they are.
         trains: names of the parameters that train.
         buffers: names of the buffers.
-        static: the run's statistics are static, so that clients send none.
-        frozen: parameters are frozen by the spec.
+        static: whether the run's statistics are static, so that clients send none.
+        frozen: whether the spec freezes parameters.
     """
     still = {name for pair in statistics_of(module) for name in pair} if static else set()
     if frozen:
@@ -66,9 +66,9 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
     """Set each batch norm's running statistics to their mean over ``batches``, in place; everything else stays unchanged.
 
     Args:
-        module: the trained model.
-        batches: of any data that may be used; more is better.
-        run: calls the model on a batch, e.g. ``lambda model, batch: model(batch[0])``.
+        module: trained model.
+        batches: batches of any data that may be used; more are better.
+        run: function that calls the model on a batch, such as ``lambda model, batch: model(batch[0])``.
     """
     norms = [norm for _, norm in _norms(module)]
     modes = [(part, part.training) for part in module.modules()]
@@ -116,8 +116,8 @@ class _Mean:
 class Pooling:
     """Exact merging of running variances, for any merge that is a weighted mean.
 
-    A mean of variances ignores differences between means. Second moments, ``E[x^2] = var + mean^2``, can be averaged (law of total
-    variance): clients send them in place of variances, and the state has them while it is merged.
+    A mean of variances ignores differences between means. Second moments, ``E[x^2] = var + mean^2``, can be averaged
+    (law of total variance): clients send them in place of variances, and the global state has them while it is merged.
 
     In half precision ``var + mean^2`` loses a small variance, so clients send such variances unchanged, and the merge, which
     computes in single precision, converts them.
@@ -138,8 +138,9 @@ class Pooling:
         """Convert the variances in ``tensors`` to second moments, in place; variances of absent parts are skipped.
 
         Args:
-            tensors: of a submodel or of the whole model.
-            half: only those that the model has in half precision (True), only the others (False), or all (None).
+            tensors: tensors of a submodel or of the whole model.
+            half: which variances to convert: those that the model has in half precision (True), the others (False), or
+                all (None).
         """
         pairs = [pair for pair in self.pairs if half is None or (pair[1] in self._half) is half]
         means, variances = _of(pairs, tensors)
@@ -148,14 +149,14 @@ class Pooling:
         return tensors
 
     def as_sent(self, tensors: FlatTensors) -> AbstractContextManager[None]:
-        """Return a context in which ``tensors`` are in the form that a client sends; on exit their statistics are restored."""
+        """Return a context in which ``tensors`` are as a client sends them; when it ends, their statistics are restored."""
         return self.untouched(self.to_moments_(tensors, half=False))
 
     @contextmanager
     def merging(self, values: FlatTensors) -> Iterator[FlatTensors]:
-        """Return a context in which ``values`` has second moments; variances that are not changed come back equal.
+        """Return a context in which ``values`` has second moments; when it ends, unchanged variances are equal to before.
 
-        Rounding can leave a variance slightly below 0; it becomes 0.
+        A variance that rounding leaves slightly below 0 becomes 0.
         """
         means, variances = self.statistics_in(values)
         old_means, old = [mean.clone() for mean in means], [variance.clone() for variance in variances]
@@ -169,7 +170,7 @@ class Pooling:
 
     @contextmanager
     def untouched(self, tensors: FlatTensors) -> Iterator[None]:
-        """Return a context that restores the running statistics of ``tensors`` on exit."""
+        """Return a context that restores the running statistics of ``tensors`` when it ends."""
         statistics = [tensor for group in self.statistics_in(tensors) for tensor in group]
         before = [tensor.clone() for tensor in statistics]
         yield

@@ -16,7 +16,7 @@ _MISSING: Any = object()
 
 
 class Caches:
-    """Results by kind and key. Threads may share it: two may compute the same result at once, which is harmless."""
+    """Cached results by kind and key. Threads may share it: two may compute the same result at once, which is harmless."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -24,12 +24,12 @@ class Caches:
         self._lock = threading.Lock()
 
     def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return a cached result, computing it where there is none.
+        """Return a cached result; compute it if there is none.
 
         Args:
-            kind: of the result.
-            key: of the result.
-            make: computes it.
+            kind: kind of the result.
+            key: key of the result among those of its kind.
+            make: function that computes the result.
         """
         cache = self._kept.setdefault(kind, OrderedDict())
         found: T = cache.get(key, _MISSING)
@@ -42,5 +42,5 @@ class Caches:
         return found
 
     def clear(self) -> None:
-        """Delete all results."""
+        """Delete all cached results."""
         self._kept.clear()

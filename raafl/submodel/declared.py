@@ -18,7 +18,7 @@ from raafl.submodel.spec import Spec, SpecError
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Blocks any of which may be left out: path of the container, and names of its blocks in order."""
+    """A stack of blocks, any of which may be left out: path of the container, and names of its blocks in order."""
 
     path: str
     names: tuple[str, ...]
@@ -28,7 +28,7 @@ class Stack:
         return len(self.names)
 
     def block(self, index: int) -> str:
-        """Return the path of a block."""
+        """Return the path of block number ``index``."""
         return join(self.path, self.names[index])
 
 
@@ -37,7 +37,7 @@ class Exit:
     """An early exit: modules that compute logits after some of the blocks.
 
     Attributes:
-        paths: of its modules.
+        paths: paths of the exit's modules.
         instead_of: for each module, the path whose place it takes when the exit is kept, such as the last norm and the head of a
             shorter model; empty for an exit that the model's own forward calls.
     """
@@ -57,7 +57,7 @@ def within(name: str, paths: Iterable[str]) -> bool:
 
 
 def above(name: str) -> list[str]:
-    """Return the paths of all modules that contain a tensor or module of this name, outermost first, including the root."""
+    """Return the paths of all modules that contain a tensor or module of this name, outermost first, with the root."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:end]) for end in range(len(parts) + 1)]
 
@@ -73,8 +73,8 @@ def declarations(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mappi
 def find_stacks(module: nn.Module) -> dict[str, Stack]:
     """Return the stacks by name: declared ones (`submodel_blocks`), then lists of equal blocks, by path.
 
-    Blocks of a list have parts, one type and equal shapes. Where a list mixes blocks of other shapes, as a stage of a ResNet
-    does, its type forms no stacks at all; neither do lists within blocks, such as lists of experts.
+    Blocks of a list must have parts, one type and equal shapes. If a list mixes blocks of other shapes, as a stage of a
+    ResNet does, blocks of that type form no stack at all; neither do lists within blocks, such as lists of experts.
 
     Raises:
         SpecError: a declared path is not a `ModuleList` or `Sequential`.
@@ -122,8 +122,8 @@ def _is_module(module: nn.Module, path: str) -> bool:
 def find_exits(module: nn.Module) -> dict[str, Exit]:
     """Return the exits by name, as declared in `submodel_exits`: a list of paths, or a mapping.
 
-    A list names the modules of the exit, which are None where it is left out. A mapping goes from the path of a module to the
-    path of the module that replaces it where the exit is kept.
+    A list names the modules of an exit, which are None in a submodel without it. A mapping goes from the path of a
+    module to the path of the module that replaces it in a submodel with the exit.
 
     Raises:
         SpecError: a path in a mapping is not a module.
@@ -149,11 +149,12 @@ def check_names(
     """Raise `SpecError` unless all stacks, blocks, parameters and exits that ``spec`` names exist.
 
     Args:
-        spec: to check. It must not leave out the first of several places that share a tensor, which is named after that place.
-        names: of the parameters.
+        spec: spec to check. If several places share a tensor, it must not leave out the first one, after which the
+            tensor is named.
+        names: names of the parameters.
         aliases: other names of shared tensors.
-        stacks: by name.
-        exits: by name.
+        stacks: stacks of blocks, by name.
+        exits: exits, by name.
     """
     for name, indices in spec.blocks:
         if name not in stacks:
@@ -183,7 +184,7 @@ def check_names(
 
 
 def stand_ins(spec: Spec, exits: Mapping[str, Exit]) -> dict[str, str]:
-    """Return a map from each place that a kept exit's module takes to that module's path; of several exits, the last wins."""
+    """Map each place that a kept exit's module takes to that module's path; of several exits, the last one counts."""
     kept = [one for name, one in exits.items() if name in (spec.exits or ())]
     return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
 
@@ -192,9 +193,9 @@ def absent(spec: Spec, stacks: Mapping[str, Stack], exits: Mapping[str, Exit]) -
     """Return the paths of the modules that ``spec`` leaves out.
 
     Args:
-        spec: the submodel.
-        stacks: by name.
-        exits: by name.
+        spec: spec of the submodel.
+        stacks: stacks of blocks, by name.
+        exits: exits, by name.
     """
     gone = []
     for name, kept in spec.blocks:

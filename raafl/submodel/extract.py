@@ -35,12 +35,12 @@ class _Views:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the piece is contiguous in both storages."""
+        """Whether this piece is contiguous in both storages."""
         return self.full[0] == self.small[0] == (1,)
 
     @property
     def end(self) -> tuple[torch.dtype, int, int]:
-        """Position at which the next piece must start to be joined to this one, when both are flat."""
+        """Position at which the next piece must start to be joined to this one, if both are contiguous."""
         return self.dtype, self.full[1] + self.size[0], self.small[1] + self.size[0]
 
 
@@ -54,20 +54,20 @@ class _Indexed:
         self.indices = {dim: torch.tensor([i for run in runs for i in range(*run)]) for dim, runs in several.items()}
 
     def region(self, full: FlatTensors) -> Tensor:
-        """Return the narrowed view of the full tensor."""
+        """Return the view of the full tensor that is narrowed to the kept ranges."""
         view = full.view(self.full)
         for dim, (start, stop) in self.narrow.items():
             view = view.narrow(dim, start, stop - start)
         return view
 
     def pick(self, region: Tensor) -> Tensor:
-        """Return a copy of the elements kept."""
+        """Return a copy of the kept elements of a region."""
         for dim in self.indices:
             region = region.index_select(dim, self.index(dim, region.device))
         return region
 
     def put(self, region: Tensor, values: Tensor, dims: tuple[int, ...] | None = None) -> None:
-        """Write the elements kept; with several lists, through a copy of the slices that the first one keeps."""
+        """Write the kept elements of a region; with several index lists, through a copy of the slices that the first one keeps."""
         dim, *rest = dims if dims is not None else tuple(self.indices)
         index = self.index(dim, region.device)
         if rest:
@@ -77,7 +77,7 @@ class _Indexed:
         region.index_copy_(dim, index, values)
 
     def index(self, dim: int, device: torch.device) -> Tensor:
-        """Return the index list on the device of the tensors, remembered there."""
+        """Return the index list on the device of the tensors, which is cached there."""
         index = self.indices[dim]
         if index.device != device:
             index = self.indices[dim] = index.to(device)
@@ -85,15 +85,15 @@ class _Indexed:
 
 
 class CopyPlan:
-    """Moves one part of one submodel between full storage and small storage. Immutable except for its caches.
+    """Plan for moving one part of a submodel between full storage and small storage. It is immutable except for its caches.
 
     Ranges are strided views, so that nothing is copied that is not written; a whole model is one operation per dtype. Index
     lists are gathered, changed and written back.
 
     Attributes:
-        spec: the submodel.
-        full_layout: of the whole model.
-        layout: of the submodel's part.
+        spec: spec of the submodel.
+        full_layout: layout of the whole model.
+        layout: layout of the submodel's part.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class CopyPlan:
         Args:
             full: values of the whole model; changed in place.
             small: values of the submodel.
-            fn: changes ``target``, a piece of ``full``, in place.
+            fn: function that changes ``target``, a piece of ``full``, in place, given ``source``.
         """
         for target, source in self._pairs(full, small):
             fn(target, source)

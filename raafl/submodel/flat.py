@@ -50,7 +50,7 @@ def reals(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One named tensor: its shape, and where it starts (in elements) in the flat buffer of its dtype."""
+    """One named tensor: its shape, and its first element's position in the flat buffer of its dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,12 +59,12 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """Strides of the contiguous view, in elements."""
+        """Strides of the tensor's contiguous view, in elements."""
         strides, step = [], 1
         for size in reversed(self.shape):
             strides.append(step)
@@ -83,7 +83,7 @@ class Layout:
         """Return the layout that packs ``(name, shape, dtype)`` in order.
 
         Raises:
-            BadInput: a name twice, or a dtype that is not in `DTYPES`.
+            BadInput: a name occurs twice, or a dtype is not in `DTYPES`.
         """
         ends: dict[torch.dtype, int] = {}
         entries: dict[str, TensorEntry] = {}
@@ -98,7 +98,7 @@ class Layout:
 
     @cached_property
     def numel(self) -> dict[torch.dtype, int]:
-        """Elements in the buffer of each dtype, in order of the buffers."""
+        """Number of elements in the buffer of each dtype, in the order of the buffers."""
         ends: dict[torch.dtype, int] = {}
         for entry in self.entries:
             ends[entry.dtype] = max(ends.get(entry.dtype, 0), entry.offset + entry.numel)
@@ -106,22 +106,22 @@ class Layout:
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes in the order of their buffers: by first entry."""
+        """Dtypes in the order of their buffers, which is that of the first entries."""
         return tuple(self.numel)
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Number of bytes of all buffers."""
         return sum(numel * dtype.itemsize for dtype, numel in self.numel.items())
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
-        """Entry of each name."""
+        """Entry of each tensor, by name."""
         return {entry.name: entry for entry in self.entries}
 
     @cached_property
     def wide(self) -> Layout:
-        """Layout in which sums are computed (`wide_dtype`), complex tensors as ``(*shape, 2)``; self where nothing changes."""
+        """Layout in which sums are computed (`wide_dtype`), with complex tensors as ``(*shape, 2)``; self if nothing changes."""
         if all(wide_dtype(dtype) == dtype for dtype in self.dtypes):
             return self
         return Layout.pack(
@@ -130,12 +130,12 @@ class Layout:
 
     @cached_property
     def single_copy_bytes(self) -> int:
-        """Bytes of a single-precision copy of all half-precision tensors; 0 if there are none."""
+        """Number of bytes of a single-precision copy of all half-precision tensors; 0 if there are none."""
         return sum(4 * numel for dtype, numel in self.numel.items() if is_merged(dtype) and dtype.itemsize == 2)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each name."""
+        """Shape of each tensor, by name."""
         return {entry.name: entry.shape for entry in self.entries}
 
     @cached_property
@@ -152,15 +152,15 @@ class Layout:
         return self._hash
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as plain data; offsets follow from the order."""
+        """Return the layout as plain data, without offsets, which follow from the order."""
         return {"tensors": [[e.name, list(e.shape), _NAMES[e.dtype]] for e in self.entries]}
 
     @classmethod
     def from_json(cls, data: object) -> Layout:
-        """Return the layout that `to_json` described.
+        """Return the layout from the result of `to_json`.
 
         Raises:
-            BadInput: anything but that form.
+            BadInput: ``data`` has another form.
         """
         tensors = data.get("tensors") if isinstance(data, dict) else None
         if not isinstance(tensors, list):
@@ -168,11 +168,11 @@ class Layout:
         return cls.pack(_checked(item) for item in tensors)
 
     def only(self, names: Collection[str]) -> Layout:
-        """Return the layout of the tensors among ``names``, in this order."""
+        """Return the layout of only those tensors that are in ``names``, in this order."""
         return Layout.pack((e.name, e.shape, e.dtype) for e in self.entries if e.name in names)
 
     def is_prefix_of(self, other: Layout) -> bool:
-        """Check whether each buffer of this layout is the beginning of that of ``other``."""
+        """Check whether each buffer of this layout is the beginning of a buffer of ``other``."""
         return all(other.by_name.get(entry.name) == entry for entry in self.entries)
 
 
@@ -192,10 +192,10 @@ class FlatTensors:
     """Named tensors as views into one buffer per dtype.
 
     Attributes:
-        layout: positions of the tensors.
+        layout: names, shapes and positions of the tensors.
         buffers: 1-D contiguous tensors by dtype, in the layout's order; they may be views into larger storage. Write into
             them; never replace them, since views of them are cached.
-        views: cache of strided views by plan; lives as long as the object.
+        views: cache of strided views by plan, which lives as long as the object.
     """
 
     __slots__ = ("__weakref__", "buffers", "layout", "views")
@@ -226,7 +226,7 @@ class FlatTensors:
 
     @classmethod
     def from_named(cls, tensors: Mapping[str, Tensor], layout: Layout | None = None) -> FlatTensors:
-        """Copy named tensors into new flat storage, in the mapping's order or that of ``layout``.
+        """Copy named tensors into new flat storage, in the order of the mapping or of ``layout``.
 
         Raises:
             BadInput: a tensor that ``layout`` names is missing or has another shape or dtype.
@@ -248,7 +248,7 @@ class FlatTensors:
         return self.view(self.layout.by_name[name])
 
     def view(self, entry: TensorEntry) -> Tensor:
-        """Return the view that ``entry`` of this layout describes."""
+        """Return the tensor of ``entry``, which belongs to this layout, as a view."""
         buffer = self.buffers[entry.dtype]
         return buffer.as_strided(entry.shape, entry.stride, buffer.storage_offset() + entry.offset)
 
@@ -261,29 +261,29 @@ class FlatTensors:
         return len(self.layout.entries)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name and its view, in the layout's order."""
+        """Yield each tensor as (name, view), in the layout's order."""
         for entry in self.layout.entries:
             yield entry.name, self.view(entry)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Number of bytes of all buffers."""
         return self.layout.num_bytes
 
     @property
     def device(self) -> torch.device:
-        """Device of the buffers; the CPU when there are none."""
+        """Device of the buffers; the CPU if there are none."""
         return next((buffer.device for buffer in self.buffers.values()), torch.device("cpu"))
 
     def copy_(self, other: FlatTensors) -> FlatTensors:
-        """Copy the values of ``other``, which has the same layout, in place; one copy per dtype."""
+        """Copy the values of ``other``, which has the same layout, into this storage; one copy per dtype."""
         _same_layout(self.layout, other.layout)
         for dtype, buffer in self.buffers.items():
             buffer.copy_(other.buffers[dtype])
         return self
 
     def take_(self, other: FlatTensors) -> FlatTensors:
-        """Copy from ``other``, in place, the tensors that both contain."""
+        """Copy the tensors that both contain from ``other`` into this storage."""
         for name, tensor in self.items():
             if name in other:
                 tensor.copy_(other[name])
@@ -300,7 +300,7 @@ class FlatTensors:
         return FlatTensors(self.layout, {dtype: buffer.clone() for dtype, buffer in self.buffers.items()})
 
     def to(self, device: torch.device | str) -> FlatTensors:
-        """Return the same values on ``device``: self when they are there already, else a copy."""
+        """Return the same values on ``device``: self if they are there already, else a copy."""
         device = torch.device(device)
         if device == torch.device("cuda"):  # the current GPU, by its index: devices are compared
             device = torch.device("cuda", torch.cuda.current_device())
@@ -309,7 +309,7 @@ class FlatTensors:
         return FlatTensors(self.layout, {dtype: buffer.to(device) for dtype, buffer in self.buffers.items()})
 
     def widen(self, out: FlatTensors | None = None) -> FlatTensors:
-        """Copy the values, exactly, into ``out`` (new storage by default) of ``layout.wide``; self where that is the layout."""
+        """Copy the values, exactly, into ``out`` (default: new storage) in ``layout.wide``; self if that is the layout."""
         if self.layout.wide is self.layout:
             return self
         out = FlatTensors.empty(self.layout.wide, self.device) if out is None else out
@@ -318,7 +318,7 @@ class FlatTensors:
         return out
 
     def round_(self, wide: FlatTensors) -> FlatTensors:
-        """Copy the values of ``wide``, which has the layout ``layout.wide``, in place, each rounded once."""
+        """Copy the values of ``wide``, which has the layout ``layout.wide``, into this storage, each rounded once."""
         for own, other in self._as_reals(wide):
             own.copy_(other)
         return self
@@ -331,7 +331,7 @@ class FlatTensors:
         return ((reals(tensor), wide[name]) for name, tensor in self.items())
 
     def prefix(self, layout: Layout) -> FlatTensors:
-        """Return the beginning of each buffer as flat tensors of ``layout``, sharing storage.
+        """Return the beginning of each buffer as flat tensors with ``layout``, sharing storage.
 
         Raises:
             BadInput: ``layout`` is not a prefix of this one.
@@ -341,18 +341,18 @@ class FlatTensors:
         return FlatTensors(layout, {dtype: self.buffers[dtype][:numel] for dtype, numel in layout.numel.items()})
 
     def is_finite(self) -> bool:
-        """Check that no element is NaN or infinite."""
+        """Check whether all elements are finite, neither NaN nor infinite."""
         return all(is_finite(buffer) for buffer in self.buffers.values())
 
     def fingerprint(self) -> str:
-        """Return the hex xxh3_128 digest of the bytes, buffer by buffer."""
+        """Return the xxh3_128 digest of the bytes, buffer by buffer, as hexadecimal digits."""
         digest = xxhash.xxh3_128()
         for buffer in self.buffers.values():
             digest.update(_bytes(buffer))
         return digest.hexdigest()
 
     def model_digest(self) -> str:
-        """Return the hex sha256 over name, dtype, shape and bytes of each tensor, in name order."""
+        """Return the sha256 digest over name, dtype, shape and bytes of each tensor, in name order, as hexadecimal digits."""
         digest = hashlib.sha256()
         for entry in sorted(self.layout.entries, key=lambda e: e.name):
             digest.update(json.dumps([entry.name, _NAMES[entry.dtype], list(entry.shape)]).encode())
@@ -379,7 +379,7 @@ def _bytes(buffer: Tensor) -> Any:
 
 
 def is_finite(piece: Tensor) -> bool:
-    """Check that no element is NaN or infinite; a sum suffices unless it overflows."""
+    """Check whether all elements of a tensor are finite; its sum suffices unless that overflows."""
     if not is_merged(piece.dtype):
         return True
     # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN

@@ -23,7 +23,7 @@ class FrozenBase:
     """Values of a model's frozen parameters, shared by every small module on this machine; none may change them.
 
     Attributes:
-        tensors: by name; whole, as in the full model.
+        tensors: frozen parameters by name, whole as in the full model.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -33,17 +33,17 @@ class FrozenBase:
         self._digests: dict[str, str] = {}
 
     def idle_bytes(self, layout: Layout, selections: Selections) -> int:
-        """Return the bytes of base tensors in memory that a submodel does not use: absent, or copied in part."""
+        """Return the bytes of base tensors in memory that a submodel does not use: absent ones, and those copied in part."""
         return sum(t.nbytes for n, t in self.tensors.items() if n not in layout.by_name or n in selections)
 
     def note(self) -> None:
-        """Compute and store the digest of the values, if there is none yet."""
+        """Compute and store the digest of the values, if it is not stored yet."""
         if not self._digests:
             self._digests = {name: _digest(tensor) for name, tensor in self.tensors.items()}
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of names, dtypes, shapes and values; equal on two machines with the same base."""
+        """Digest of names, dtypes, shapes and values, as hexadecimal digits; equal on two machines with the same base."""
         self.note()
         rows = [
             [name, str(self.tensors[name].dtype), list(self.tensors[name].shape), digest]
@@ -58,12 +58,12 @@ class FrozenBase:
         self._on.clear()
 
     def selected(self, layout: Layout, selections: Selections, device: torch.device) -> dict[str, Tensor]:
-        """Return the part of a layout that a submodel uses: whole tensors are shared, cut ones copied.
+        """Return the part of the base that a submodel uses, by name: whole tensors are shared, cut ones copied.
 
         Args:
-            layout: of the frozen parameters in the submodel.
+            layout: layout of the frozen parameters in the submodel.
             selections: indices that the submodel keeps.
-            device: of the result.
+            device: device of the result.
         """
         self.note()
         here, part = self._on.setdefault(device, {}), {}
@@ -75,7 +75,7 @@ class FrozenBase:
         return part
 
     def changed(self, device: torch.device) -> str | None:
-        """Return the name of a tensor on ``device`` that was written to, or None. Reads all of them."""
+        """Return the name of a tensor on ``device`` that was written to, or None; reads all of the tensors."""
         return next((name for name, t in self._on.get(device, {}).items() if _digest(t) != self._digests[name]), None)
 
 
@@ -85,7 +85,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def select(tensor: Tensor, selection: Mapping[int, Runs]) -> Tensor:
-    """Return a copy of the kept part of a tensor."""
+    """Return a copy of the part of a tensor that ``selection`` keeps."""
     for dim, runs in selection.items():
         tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
     return tensor

@@ -29,7 +29,7 @@ Note = Callable[[str, list[Tensor]], None]
 
 @contextmanager
 def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
-    """Return a context that restores all RNG states on exit, those of ``gpus`` (indices) included."""
+    """Return a context that restores all RNG states when it ends, with those of ``gpus`` (indices)."""
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(list(gpus)):
@@ -50,7 +50,8 @@ def seeded(seed: int) -> None:
 def uncached() -> Iterator[None]:
     """Return a context in which caches (`functools.lru_cache`) of the user's functions do not keep results.
 
-    Traced steps have tensors without values, and numbers that remember their origin: a cached one would reach the steps that train.
+    Traced steps have tensors without values, and numbers that remember their origin; a cached one would reach the steps
+    that train.
     """
     before = {function: function.cache_info().misses for function in _functions_with_a_cache()}
     try:
@@ -100,7 +101,7 @@ def _ignore(*args: object, **kwargs: object) -> None:
 
 
 def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
-    """Register hooks that call ``note`` with the outputs of modules that the training step calls; return their handles."""
+    """Register hooks that call ``note`` with the outputs of modules that the training step calls; return the hooks' handles."""
     depth = [0]
 
     def begin(layer: nn.Module, args: object) -> None:
@@ -130,7 +131,7 @@ def _tensors_given(answer: object) -> Iterator[Tensor]:
 
 
 def loss_of(module: Any, batch: Any) -> Any:
-    """Run a training step with the Lightning hooks before it; return its loss, or None where it skips the batch."""
+    """Run a training step, with the Lightning hooks before it; return its loss, or None if it skips the batch."""
     device = next((tensor.device for tensor in batch_tensors(batch)), torch.device("cpu"))
     batch = transferred(module, batch, device, lambda batch, device: batch)
     begin(module, batch)
@@ -140,7 +141,7 @@ def loss_of(module: Any, batch: Any) -> Any:
 
 
 def call(module: nn.Module, batch: Any) -> Any:
-    """Run a forward pass on a batch; if that is a list, on its first tensor."""
+    """Run a forward pass on a batch; if the batch is a list, on its first tensor."""
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(batch[0] if isinstance(batch, list | tuple) else batch)
@@ -150,9 +151,9 @@ def draw_(name: str, value: Tensor, noise: Tensor) -> None:
     """Set a parameter to values like those of initialised layers.
 
     Args:
-        name: of the parameter.
-        value: changed in place.
-        noise: standard normal, of the same shape.
+        name: name of the parameter.
+        value: parameter to change in place.
+        noise: standard normal numbers of the same shape.
     """
     if value.dim() > 1:
         value.copy_(noise / math.sqrt(max(value.numel() // max(len(value), 1), 1)))
@@ -161,7 +162,7 @@ def draw_(name: str, value: Tensor, noise: Tensor) -> None:
 
 
 def noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Return standard normal numbers of the shape of ``value``; for complex values, both parts."""
+    """Return standard normal numbers in the shape of ``value``; for complex values, in both parts."""
     noise = torch.randn(reals(value).shape, generator=generator)
     return torch.view_as_complex(noise) if value.is_complex() else noise
 
@@ -188,10 +189,10 @@ def user_frame(error: Exception) -> str:
 
 
 def is_theirs(file: str) -> bool:
-    """Check whether a file contains the user's code: neither torch's nor this package's."""
+    """Check whether a file contains the user's code, that is, neither torch's nor this package's."""
     return "/torch/" not in file and "/raafl/submodel/" not in file and not file.startswith("<")
 
 
 def one_line(error: Exception) -> str:
-    """Return an error of the user's code in one line."""
+    """Format an error of the user's code as one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -21,7 +21,7 @@ _LORA = "peft.tuners.lora.layer.LoraLayer"
 
 
 def is_lora(layer: nn.Module) -> bool:
-    """Check whether this is a LoRA layer of peft, whatever kind of layer it adapts."""
+    """Check whether ``layer`` is a LoRA layer of peft, whatever kind of layer it adapts."""
     return _LORA in type_names(layer)
 
 
@@ -52,7 +52,7 @@ def ranks(module: nn.Module) -> list[Axis]:
 
 
 def unscaled(module: nn.Module) -> frozenset[str]:
-    """Return the paths of the layers whose outputs are ranks, and are not rescaled when ranks are dropped."""
+    """Return the paths of layers whose outputs are ranks, which are not rescaled when ranks are dropped."""
     return frozenset(
         f"{path}.lora_A.{adapter}" if path else f"lora_A.{adapter}"
         for path, layer in module.named_modules()
@@ -63,12 +63,12 @@ def unscaled(module: nn.Module) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """The adapter of a linear layer, which adds ``scaling * B A`` to its weight; by names of tensors.
+    """Names of the tensors of a linear layer's adapter, which adds ``scaling * B A`` to the layer's weight.
 
     Attributes:
-        a: A, (rank, in).
-        b: B, (out, rank).
-        base: the layer's own weight, (out, in), or (in, out) where it is ``transposed``.
+        a: name of A, which has the shape (rank, in).
+        b: name of B, which has the shape (out, rank).
+        base: name of the layer's own weight, of shape (out, in), or (in, out) if it is ``transposed``.
     """
 
     a: str

@@ -25,10 +25,11 @@ def mapped(
 
     Args:
         batch: tensors, nested in lists, tuples, mappings and dataclasses, or attributes of an object.
-        change: called with each tensor; for a packed sequence not with `batch_sizes`, which torch needs on the CPU.
-        packed: called with each packed sequence instead; None = ``change`` is called with its parts.
-        movable: called with each other object that has a method ``to``, such as a graph; None = ``change`` is called with its
-            tensors.
+        change: function called with each tensor; of a packed sequence not with `batch_sizes`, which torch needs on the
+            CPU.
+        packed: function called with each packed sequence instead; None = ``change`` is called with its parts.
+        movable: function called with each other object that has a method ``to``, such as a graph; None = ``change`` is
+            called with its tensors.
     """
 
     def walk(item: object, is_inside: bool) -> object:
@@ -108,7 +109,7 @@ def num_samples(batch: object) -> int:
 
 
 def repeated(batch: object, batch_size: int) -> object:
-    """Return a batch with ``batch_size`` samples: its own in order, repeated as often as needed."""
+    """Return a batch with ``batch_size`` samples: those of ``batch`` in order, repeated as often as needed."""
     num = num_samples(batch)
     rows = torch.arange(batch_size) * num // batch_size
 

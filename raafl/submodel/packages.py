@@ -15,10 +15,10 @@ def hugging_face(names: str) -> list[str]:
 
 
 def type_names(module: nn.Module) -> list[str]:
-    """List the dotted names of the module's type and its bases, nearest first."""
+    """List the dotted names of a module's type and its bases, nearest first."""
     return [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
 
 
 def is_packaged(module: nn.Module) -> bool:
-    """Check whether the module is a whole transformer of another package."""
+    """Check whether a module is a whole transformer of another package."""
     return not {PRETRAINED, TORCHVISION}.isdisjoint(type_names(module))

@@ -32,9 +32,9 @@ class Form:
     """Cache entry of an operation: the form of its arguments (shapes, dtypes), and the form and cost of its result.
 
     Attributes:
-        key: operation, default dtype and form of the arguments.
-        result: form of its result; None = unknown, or more than the form matters.
-        cost: entry of the ledger; None = unknown.
+        key: operation, default dtype and form of the arguments, as one key.
+        result: form of the result; None = unknown, or more than the form matters.
+        cost: FLOPs and bytes of the operation; None = unknown.
     """
 
     key: Any
@@ -42,7 +42,7 @@ class Form:
     cost: Any = None
 
     def remember(self) -> None:
-        """Cache the known result and cost for later operations of this form."""
+        """Store the known result and cost for later operations of this form."""
         if len(_known) >= _MOST:
             _known.clear()
         _known[self.key] = self
@@ -57,23 +57,23 @@ class _OfItsOwn(Exception):
 
 
 def result_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Run an ATen operation, or create its result where an equal one has run and only its form matters.
+    """Run an ATen operation; if an equal one has run and only the result's form matters, create the result instead.
 
     Args:
-        func: the operation.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        func: operation of ATen.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
     """
     return run(func, args, kwargs, form_of(func, args, kwargs) if _is_functional(func) else None)
 
 
 def form_of(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form | None:
-    """Return the form of an operation on tensors without values; None where more than the form of an argument matters.
+    """Return the form of an operation on tensors without values; None if more than the form of an argument matters.
 
     Args:
-        func: the operation.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        func: operation of ATen.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
     """
     tensors: list[Tensor] = []
     try:
@@ -90,13 +90,13 @@ def form_of(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> F
 
 
 def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], form: Form | None) -> object:
-    """Run an operation, or create its result where the form of the result is known.
+    """Run an operation, or create its result if the result's form is known.
 
     Args:
-        func: the operation.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        form: of the call; None = it must run.
+        func: operation of ATen.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
+        form: form of the operation; None = it must be run.
     """
     if form is not None and form.result is not None:
         return _made(form.result)

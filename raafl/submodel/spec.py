@@ -14,21 +14,21 @@ Kept = range | tuple[int, ...]
 
 
 class SpecError(BadInput):
-    """Raised for a spec that does not fit the model; names the axis, the value and the remedy."""
+    """Raised for a spec that does not fit the model; the message names the axis, the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
     """Description of one submodel: kept indices, present blocks, trained parameters. `FULL` is the whole model.
 
-    Hashable. Build one with `Spec.select`. Fields are sorted by name, contiguous indices are a range.
+    A spec is hashable. Build one with `Spec.select`. Fields are sorted by name, and contiguous indices are a range.
 
     Attributes:
-        kept: ``(axis, indices)``; an axis not named is kept whole.
-        blocks: ``(stack, indices)`` of the present blocks; a stack not named is kept whole.
-        trained: names of parameters, or of modules that contain them, that train; None = all that the model trains.
+        kept: pairs ``(axis, indices)``; an axis that is not named is kept whole.
+        blocks: pairs ``(stack, indices)`` of the blocks present; a stack that is not named is kept whole.
+        trained: names of the parameters that train, or of modules that contain them; None = all that the model trains.
         exits: names of the present exit heads; None = all.
-        base: precision of the frozen base (`raafl.submodel.bases`); None = the model's own, or not decided yet.
+        base: precision of the frozen base (`raafl.submodel.bases`); None = the model's own, or not chosen yet.
     """
 
     kept: tuple[tuple[str, Kept], ...] = ()
@@ -60,10 +60,10 @@ class Spec:
         """Return the spec that keeps these indices, e.g. ``Spec.select({"fc1": range(40)}, trained=["fc2"])``.
 
         Args:
-            kept: axis -> indices of units; an axis that is not named is whole. None = all axes are.
-            blocks: stack -> indices of blocks; a stack that is not named is whole. None = all stacks are.
+            kept: indices of units by axis; an axis that is not named is whole. None = all axes are whole.
+            blocks: indices of blocks by stack; a stack that is not named is whole. None = all stacks are whole.
             trained: names of layers that train; None = all.
-            exits: names of exits; None = all.
+            exits: names of the exits present; None = all.
         """
         return cls(
             tuple((kept or {}).items()),  # type: ignore[arg-type]  # normalised on construction
@@ -89,11 +89,11 @@ class Spec:
 
     @property
     def cut(self) -> Spec:
-        """The spec without the precision of the base: it trains and merges the same."""
+        """The same spec without the precision of the base, which changes neither training nor merging."""
         return self if self.base is None else replace(self, base=None)
 
     def indices(self, axis: str) -> Kept | None:
-        """Return the kept indices of ``axis``, or None when it is kept whole."""
+        """Return the kept indices of ``axis``, or None if it is kept whole."""
         return next((indices for name, indices in self.kept if name == axis), None)
 
     def __str__(self) -> str:
@@ -129,10 +129,10 @@ class Spec:
 
     @classmethod
     def from_json(cls, data: object) -> Spec:
-        """Return the spec that `to_json` described.
+        """Return the spec from the result of `to_json`.
 
         Raises:
-            SpecError: anything but that form, naming the field.
+            SpecError: ``data`` has another form; the message names the field.
         """
         if not isinstance(data, dict):
             raise SpecError(

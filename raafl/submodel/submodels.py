@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Submodels:
-    """The submodels of one model: its axes, layouts and costs. Stores shapes, and of values only the frozen base.
+    """The submodels of one model: its axes, layouts and costs. It stores shapes, but of values only the frozen base.
 
     A module says what it has, as plain data without any import of raafl: ``submodel_axes()`` (axis -> tensor
     dimensions, see `declared_axes`; where the model has none, axes are found by following a step, see `discover_axes`),
@@ -103,31 +103,31 @@ class Submodels:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """Axes by name, in the model's order. If there are none, `problem` or `kept_whole` says why."""
+        """Axes by name, in the model's order. If there are none, `problem` or `kept_whole` has the reason."""
         return self._table.axes
 
     @property
     def kept_whole(self) -> dict[str, str]:
-        """Layers whose width cannot shrink, with the reason that tracing found."""
+        """Layers whose width cannot shrink, each with the reason that tracing has found."""
         found = self.discovered if self._table else None
         return {**({} if found is None else found.kept_whole), **self.refuted}
 
     @property
     def problem(self) -> str | None:
-        """Reason why the search found no axes beyond those that layers declare; None if it succeeded."""
+        """Reason why the search has found no axes beyond those that layers declare; None = it succeeded."""
         found = self.discovered if self._table else None
         return None if found is None else found.problem
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Everything that cannot shrink, with the reason: layers (`kept_whole`), and ``forward`` if tracing it failed."""
+        """Everything that cannot shrink, each with its reason: layers (`kept_whole`), and ``forward`` if tracing it failed."""
         return self.kept_whole | ({} if self.problem is None else {"forward": self.problem})
 
     def exclude_axis(self, reasons: Mapping[str, str]) -> None:
-        """Remove axes, each with its reason, which `kept_whole` then reports; before any spec is used.
+        """Remove axes, each with a reason that `kept_whole` then reports; to be called before any spec is used.
 
         Raises:
-            SpecError: there is no such axis.
+            SpecError: one of the axes does not exist.
         """
         new = {name: reason for name, reason in reasons.items() if name not in self.refuted}
         for name in new:
@@ -151,17 +151,17 @@ class Submodels:
 
     @cached_property
     def stacks(self) -> dict[str, Stack]:
-        """Stacks of blocks any of which may be left out."""
+        """Stacks of blocks, any of which may be left out, by name."""
         return find_stacks(self.module)
 
     @cached_property
     def exits(self) -> dict[str, Exit]:
-        """The exit heads."""
+        """Exit heads by name."""
         return find_exits(self.module)
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Number of elements of each parameter, in order of registration; tied ones once."""
+        """Number of elements of each parameter, in order of registration; tied parameters once."""
         return {name: parameter.numel() for name, parameter in self._parameters.items()}
 
     # ---- which submodels there are ----
@@ -174,7 +174,7 @@ class Submodels:
         """Return the canonical form of ``spec``, which does not name axes, stacks and exits that are kept whole.
 
         Raises:
-            SpecError: it is not a submodel of this model.
+            SpecError: ``spec`` is not a submodel of this model.
         """
         if spec == FULL:
             return FULL
@@ -208,7 +208,7 @@ class Submodels:
         """Return the layout of a submodel's tensors.
 
         Args:
-            spec: the submodel.
+            spec: spec of the submodel.
             part: "present" is everything that a client needs; "sent" is what it receives: all but the frozen base, once
                 that is attached (see `hold`); "trained" is what it sends back: the parameters that train and the
                 floating-point buffers. The trained layout is the beginning of the sent one, which is the beginning of the
@@ -246,7 +246,7 @@ class Submodels:
         return frozenset(chosen & self._requires_grad)
 
     def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
-        """Return the runs of each dimension that a submodel keeps, by tensor; ``spec`` must be `normal`."""
+        """Return the runs of each dimension that a submodel keeps, by tensor; ``spec`` must come from `normal`."""
         return self._table.selections(spec) if spec.kept else {}
 
     def _absent(self, spec: Spec) -> tuple[str, ...]:
@@ -258,7 +258,7 @@ class Submodels:
         """Return the copy plan between the whole model and a submodel; cached.
 
         Args:
-            spec: the submodel.
+            spec: spec of the submodel.
             part: part of the submodel's tensors to copy.
             whole: part of the whole model's tensors, from or to which they are copied.
             only: names of the tensors to copy; None = all that both parts have.
@@ -273,7 +273,7 @@ class Submodels:
         return CopyPlan(spec, full, small, self.selections(spec))
 
     def cached(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return a cached result, computing it once; arguments as for `Caches.get`."""
+        """Return a cached result; compute it if there is none. Arguments as for `Caches.get`."""
         return self._caches.get(what, key, make)
 
     # ---- what does not travel ----
@@ -284,7 +284,8 @@ class Submodels:
         Args:
             values: a real instance of this model, or the global state. Its frozen values are shared, not copied: they must not
                 change.
-            rebuild: builds that instance anew, to keep only the precision of the last task, see `Bases`; None = keep all.
+            rebuild: function that builds that instance anew, to keep only the precision of the last task, see `Bases`;
+                None = keep all.
         """
         if not self.frozen:
             return
@@ -294,7 +295,7 @@ class Submodels:
         self._caches.clear()
 
     def form(self, spec: Spec) -> Submodels:
-        """Return these submodels, or those of a copy with the frozen base in the precision of ``spec``."""
+        """Return these submodels; if ``spec`` names another precision of the frozen base, those of a copy with it."""
         base = self.normal(spec).base
         return self if base is None else self.cached("form", base, lambda: self._form(base))
 
@@ -308,11 +309,11 @@ class Submodels:
         return form
 
     def base_of(self, spec: Spec) -> FrozenBase | None:
-        """Return the shared values of the frozen base in the precision of ``spec``; None where they are not loaded."""
+        """Return the shared values of the frozen base in the precision of ``spec``; None if they are not loaded."""
         return self.bases.values(spec.base)
 
     def idle_bytes(self, spec: Spec = FULL) -> int:
-        """Return the bytes of the frozen base that a client of ``spec`` does not use: what is absent, or kept in part."""
+        """Return the number of bytes of the frozen base that a client of ``spec`` does not use, or uses in part."""
         if self.base is None:
             return 0
         return self.base.idle_bytes(self.layout(spec), self.selections(self.normal(spec)))
@@ -332,11 +333,11 @@ class Submodels:
         The full model is never allocated. Names of tensors are those of the full model.
 
         Args:
-            spec: the submodel.
-            rescale: multiply the output of layers that lost features by 1/(share kept) while training.
-            device: where to put it.
-            present: storage to use, in ``layout(spec)``; the global state itself gives a module that has its values.
-            base: the frozen base that is held, to be shared with other small modules; the storage is then in
+            spec: spec of the submodel.
+            rescale: whether to multiply the output of layers that lost features by 1/(share kept) while training.
+            device: device on which to build the module.
+            present: storage to use, in ``layout(spec)``; the global state itself gives a module with the global values.
+            base: frozen base that is shared with other small modules; the storage is then in
                 ``layout(spec, "sent")``.
         """
         spec = self.normal(spec)

@@ -25,13 +25,13 @@ _IN_RAM: Final = ("tmpfs", "ramfs")
 
 
 class InFile(Tensor):
-    """A 1-D tensor in a mapped file without a name; a clone lies in another file, results of operations lie in memory."""
+    """A 1-D tensor in a mapped file without a name; its clones are in files of their own, results of operations in memory."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     folder: str
 
     def clone(self, *_: object, **__: object) -> Tensor:
-        """Return a copy in a file of its own, so that a checkpoint takes no memory; in memory where the disk is full."""
+        """Return a copy in a file of its own, so that a checkpoint takes no memory; in memory if the disk is full."""
         try:
             copy = _mapped(self.folder, self.numel(), self.dtype)
         except OSError:
@@ -63,19 +63,19 @@ def zeros_in(folder: str, layout: Layout) -> FlatTensors:
 
 
 def is_in_files(flat: FlatTensors) -> bool:
-    """Check whether ``flat`` is from `zeros_in`."""
+    """Check whether ``flat`` was created by `zeros_in`."""
     return all(isinstance(buffer, InFile) for buffer in flat.buffers.values())
 
 
 def release(flat: FlatTensors) -> None:
-    """Return the memory that working on ``flat`` took, if it lies in files, which keep their contents."""
+    """Release the memory that use of ``flat`` has taken, if it is in files, which keep their contents."""
     for buffer in flat.buffers.values():
         if isinstance(buffer, InFile):
             _release(buffer)
 
 
 def check_folder(folder: str) -> None:
-    """Raise `BadInput` unless files can be made in ``folder``."""
+    """Raise `BadInput` unless files can be created in ``folder``."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -89,8 +89,8 @@ def check_room(folder: str, num_bytes: int, what: str) -> None:
     """Raise `BadInput` unless a folder's disk has enough free space.
 
     Args:
-        folder: where files are to be written.
-        num_bytes: needed.
+        folder: folder for the files.
+        num_bytes: number of bytes needed.
         what: description of the files, for the message.
     """
     if (free := shutil.disk_usage(folder).free) < num_bytes:
@@ -101,7 +101,7 @@ def check_room(folder: str, num_bytes: int, what: str) -> None:
 
 
 def is_in_ram(folder: str) -> bool:
-    """Check whether files in ``folder`` are in RAM themselves."""
+    """Check whether files in ``folder`` are themselves in RAM."""
     place = Path(folder).resolve()
     kinds = [line.split(" ")[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     around = [(len(point), kind) for point, kind in kinds if place.is_relative_to(point)]

@@ -29,13 +29,13 @@ def product_flops(
 ) -> float:
     """Return the FLOPs of a matrix product, convolution, attention, recurrent layer or transform; 0 for other operations.
 
-    A multiplication with its addition counts 2; of complex numbers 8.
+    A multiplication with its addition counts as 2 FLOPs, or 8 for complex numbers.
 
     Args:
         packet: operation of ATen.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        result: its result.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
+        result: result of the operation.
     """
     formula = _formulas().get(packet)
     if formula is None:
@@ -50,8 +50,8 @@ def arithmetic_flops(func: Any, args: Any, results: Sequence[Tensor]) -> float:
 
     Args:
         func: operation of ATen.
-        args: its arguments.
-        results: tensors that it returned.
+        args: positional arguments of the operation.
+        results: tensors that the operation returned.
     """
     if func._overloadpacket in _REDUCTIONS:
         return float(args[0].numel())
@@ -61,13 +61,13 @@ def arithmetic_flops(func: Any, args: Any, results: Sequence[Tensor]) -> float:
 
 
 def convolution_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> int:
-    """Return the FLOPs of a convolution, or of either of its gradients, which multiply the same pairs.
+    """Return the FLOPs of a convolution, or of one of its gradients, which multiply the same pairs of numbers.
 
     Args:
-        x: input, (n, c, positions...).
-        weight: (o, c / g, kernel...); of a transposed convolution (c, o / g, kernel...).
-        y: output, (n, o, positions...).
-        transposed: each position of the input, instead of the output, meets the whole kernel.
+        x: input of shape (n, c, positions...).
+        weight: weight of shape (o, c / g, kernel...); for a transposed convolution (c, o / g, kernel...).
+        y: output of shape (n, o, positions...).
+        transposed: whether each position of the input, rather than of the output, meets the whole kernel.
     """
     return 2 * x.shape[0] * math.prod((x if transposed else y).shape[2:]) * weight.numel()
 

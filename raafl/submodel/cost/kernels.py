@@ -51,14 +51,15 @@ def traffic(
 ) -> tuple[int, float]:
     """Return the effective bytes of an operation, and its FLOPs on padding.
 
-    Effective bytes are proportional to the time of moving them: more for an operation that copies, as convolutions do, or that
-    draws or compares elements one by one; fewer for one that is faster than most. Only convolutions have padding: whole channels.
+    Effective bytes are proportional to the time of moving them. They are more for an operation that copies, as
+    convolutions do, or that draws or compares elements one by one; they are fewer for one that is faster than most.
+    Only convolutions have padding: whole channels.
 
     Args:
-        packet: the operation.
-        args: its arguments.
-        results: its results.
-        moved_bytes: bytes of operands and results.
+        packet: operation of ATen.
+        args: positional arguments of the operation.
+        results: tensors that the operation returned.
+        moved_bytes: number of bytes of operands and results.
     """
     shape = _convolution(packet, args, results)
     if shape is None:
@@ -73,12 +74,12 @@ def traffic(
 
 
 def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tensor]) -> int:
-    """Return the bytes that a convolution or oneDNN's LSTM needs at its peak beyond operands and results; 0 for others.
+    """Return the bytes that a convolution or oneDNN's LSTM needs at its peak, in addition to operands and results; 0 for others.
 
     Args:
         packet: operation of ATen.
-        args: its arguments.
-        results: tensors that it returned.
+        args: positional arguments of the operation.
+        results: tensors that the operation returned.
     """
     if packet in _RECURRENT:
         return _recurrent_workspace(*args)

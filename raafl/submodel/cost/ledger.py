@@ -33,16 +33,18 @@ class Ledger(TorchDispatchMode):
     """Context that counts all operations of torch; inside it, a condition on a tensor without values is false.
 
     Attributes:
-        flops: multiply-adds of matrix products, convolutions, attention and recurrent layers.
-        arithmetic: operations on single values, of all other operations.
-        padding_flops: additional FLOPs of convolutions on padded channels.
-        moved_bytes: effective bytes of operands and results of every operation that is no view (`traffic`); of a table look-up, the
-            rows read.
-        kernels: number of operations of each kind that are no views.
-        live_bytes: bytes of storages created under the ledger and still alive; each storage once.
+        flops: number of multiply-adds of matrix products, convolutions, attention and recurrent layers.
+        arithmetic: number of operations on single values, for all other operations.
+        padding_flops: number of additional FLOPs of convolutions on padded channels.
+        moved_bytes: effective bytes of operands and results of every operation that is not a view (`traffic`); for an
+            embedding, only the rows read.
+        kernels: number of operations of each kind that are not views.
+        live_bytes: number of bytes of storages that were created under the ledger and are still alive; each storage
+            counts once.
         peak_bytes: largest number of bytes alive at once, with workspaces of convolutions (`workspace_bytes`).
-        asked: whether a condition asked if any element is true (except for finiteness), as for the samples of an expert.
-        some: the answer that such a condition gets.
+        asked: whether a condition asked if any element is true (except for finiteness), as code does for the samples of
+            an expert.
+        some: answer that such a condition gets.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
@@ -59,7 +61,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def task_flops(self) -> float:
-        """FLOPs that predict a step's time: those of products, or of other arithmetic if it has no products."""
+        """Number of FLOPs that predicts a step's time: those of products, or of other arithmetic if it has no products."""
         return self.flops or self.arithmetic
 
     def __torch_dispatch__(
@@ -132,11 +134,11 @@ class OperationCost(NamedTuple):
     """FLOPs and bytes of one operation, as a `Ledger` counts them.
 
     Attributes:
-        flops: of products, see `product_flops`.
-        padding_flops: of a convolution on padded channels.
-        num_bytes: of operands and results.
-        moved_bytes: effective bytes, see `traffic`.
-        arithmetic: FLOPs of an operation that is no product, see `arithmetic_flops`.
+        flops: FLOPs of products; see `product_flops`.
+        padding_flops: FLOPs of a convolution on padded channels.
+        num_bytes: number of bytes of operands and results.
+        moved_bytes: effective bytes; see `traffic`.
+        arithmetic: FLOPs of an operation that is not a product; see `arithmetic_flops`.
     """
 
     flops: float = 0.0
@@ -147,13 +149,13 @@ class OperationCost(NamedTuple):
 
 
 def counted(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> OperationCost:
-    """Return the ledger entry of an operation; None where it is not one of torch's own.
+    """Return the FLOPs and bytes of an operation; None if it is not one of torch's own.
 
     Args:
-        func: the operation.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        result: its result.
+        func: operation that was run.
+        args: positional arguments of the operation.
+        kwargs: keyword arguments of the operation.
+        result: result of the operation.
     """
     if not isinstance(func, torch._ops.OpOverload):
         return OperationCost()
@@ -199,5 +201,5 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a key of a storage that is unique while it lives, also on the meta device, unlike `data_ptr`."""
+    """Return a key of a tensor's storage that is unique while it lives, also on the meta device, unlike `data_ptr`."""
     return int(tensor.untyped_storage()._cdata)

@@ -37,26 +37,28 @@ _SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one submodel at one batch size.
+    """The cost of training one submodel at one batch size.
 
     Attributes:
-        params: parameters present.
-        flops_per_sample: multiplications and additions of the products in one sample's forward and backward pass; of a step
-            without any, such as matrix factorisation, operations on single values.
-        peak_bytes: memory that a client's tensors need at the worst moment of a task: the values as received, which it
-            keeps, the frozen base where it holds one, the module with its buffers, the batch, and whichever is more of a
-            step: what is alive in the forward and backward pass (activations, gradients, what the backward pass holds
-            meanwhile) beside the optimiser's state, or what is alive in the optimiser's step. What libraries take for
-            themselves is not in it.
-        down_bytes: bytes that a client receives.
-        up_bytes: bytes that it sends.
-        moved_bytes_per_sample: bytes that all operations of a step, the optimiser's too, read and write, over the samples; each
-            operation's by the time that it takes to move them.
-        padding_flops_per_sample: multiplications and additions that convolutions do beside, on channels that are padding.
-        num_exchanges: round trips to the server in the middle of a task, such as one for each batch of a model in two halves.
-        kernels_per_sample: operations of a step that are not mere views, over the samples; of the optimiser's, which takes all
-            parameters at once on a GPU, one of each kind.
-        guessed: what of FLOPs, bytes moved and peak memory is a guess, and why; "" = a step was followed to its end.
+        params: number of parameters present.
+        flops_per_sample: number of multiplications and additions of the products in one sample's forward and backward
+            pass; for a step without products, such as matrix factorisation, of operations on single values.
+        peak_bytes: memory that a client's tensors need at the worst moment of a task. It includes the received values,
+            which are kept, the frozen base if the client holds it, the module with its buffers, and the batch. To these
+            it adds the larger of two amounts: activations, gradients and temporaries of the forward and backward pass
+            with the optimiser's state, or everything alive in the optimiser's step. Memory that libraries take for
+            themselves is not included.
+        down_bytes: number of bytes that a client receives.
+        up_bytes: number of bytes that a client sends.
+        moved_bytes_per_sample: number of bytes that all operations of a step, with the optimiser's, read and write,
+            divided by the samples; each operation's bytes are scaled to the time that it takes to move them.
+        padding_flops_per_sample: number of additional multiplications and additions of convolutions on padded channels.
+        num_exchanges: number of round trips to the server in mid-task, such as one for each batch of a model in two
+            halves.
+        kernels_per_sample: number of operations of a step that are not views, divided by the samples; the optimiser,
+            which updates all parameters at once on a GPU, counts one operation of each kind.
+        guessed: parts of FLOPs, bytes moved and peak memory that are guessed, with the reason; "" = none, a step was
+            traced to its end.
     """
 
     params: int
@@ -79,15 +81,15 @@ _BY_PARAMETERS = "6 FLOPs count for each parameter that trains, and no activatio
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """FLOPs, memory and traffic of one training step, beside the module and the batch.
+    """FLOPs, memory and traffic of one training step, without the module and the batch.
 
     Attributes:
-        flops: of forward and backward pass; None where they could not run.
+        flops: FLOPs of forward and backward pass; None = they could not run.
         moved_bytes: effective bytes of all operations.
-        peak_bytes: most memory alive at once, from the second step on.
-        padding_flops: of forward and backward pass, on padded channels.
-        num_kernels: operations of forward and backward pass, and kinds of operations of the update.
-        guessed: as in `Cost`.
+        peak_bytes: largest memory alive at once, from the second step on.
+        padding_flops: FLOPs of forward and backward pass on padded channels.
+        num_kernels: number of operations of forward and backward pass, and of kinds of operations of the update.
+        guessed: parts that are guessed, as in `Cost`.
     """
 
     flops: float | None
@@ -102,26 +104,26 @@ def predict(
     make: Make, spec: Spec, example_batch: object, batch_size: int, layouts: Mapping[str, Layout], names: frozenset[str],
     idle_bytes: int, is_whole: bool = True,
 ) -> Cost:  # fmt: skip
-    """Predict the cost of training ``spec``, without allocating it where its step can be followed without values.
+    """Predict the cost of training ``spec``; nothing is allocated if its step can be traced without values.
 
     One `training_step`, its backward pass and the step of the module's own optimiser run on the meta device, where
-    tensors have a size and no values; what is alive is followed from operation to operation. A step that needs values (it
-    reads some, or deals samples out to experts) is followed on drawn ones. Where neither runs (there is no step, or no model
-    with values), a forward pass counts three times and all gradients are taken to be there with all activations; without an
-    example batch 6 FLOPs count for each parameter that trains, and no activations.
+    tensors have a size but no values; the memory alive is traced from operation to operation. A step that needs values
+    (it reads some, or assigns samples to experts) is traced on random ones. If neither runs (there is no step, or no
+    model with values), a forward pass counts three times, and all gradients are assumed to be alive with all
+    activations. Without an example batch, 6 FLOPs count for each parameter that trains, and no activations.
 
     Args:
-        make: makes the small module of a spec, on the meta device or from the storage that it is given, too.
-        spec: the submodel.
-        example_batch: any batch, or None.
-        batch_size: the client's.
-        layouts: of what is ``present``, ``sent`` and ``trained``.
-        names: of the parameters among them.
-        idle_bytes: that a client holds of a frozen base for other submodels.
-        is_whole: whether the module's step is the model's, and may be followed on drawn values.
+        make: function that makes the small module of a spec, on the meta device or in a given storage.
+        spec: submodel to train.
+        example_batch: any batch of the data; None = there is none.
+        batch_size: batch size of the client.
+        layouts: layouts of the tensors that are ``present``, ``sent`` and ``trained``.
+        names: names of the parameters among these tensors.
+        idle_bytes: number of bytes that a client holds of a frozen base for other submodels.
+        is_whole: whether the module's step is the model's, and may be traced on random values.
 
     Raises:
-        SpecError: the step runs with the whole model and not with ``spec``.
+        SpecError: the step runs with the whole model but not with ``spec``.
     """
     trained, down_bytes = layouts["trained"], layouts["sent"].num_bytes
     from raafl.submodel.find.trace import LARGE
@@ -249,11 +251,12 @@ class _Run:
         self.fused = FusedKernels()
 
     def step(self, default: str, every: bool = False) -> Step:
-        """Follow a training step, its backward pass and the optimiser's step.
+        """Trace a training step, its backward pass and the optimiser's step.
 
         Args:
-            default: the device of what code makes.
-            every: whether parameters without a gradient get one: more samples would have reached them, such as experts.
+            default: device on which the user's code creates tensors.
+            every: whether parameters without a gradient get one, since more samples would have reached them, as for
+                experts.
         """
 
         def passes() -> None:
@@ -269,14 +272,14 @@ class _Run:
         return self._updated(work.task_flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total())
 
     def forward(self) -> Step:
-        """Follow a forward pass and the optimiser's step; say three times as much of the pass."""
+        """Trace a forward pass and the optimiser's step; count the forward pass three times."""
         peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
         work = self.ledger
         times = 3 * work.kernels.total()
         return self._updated(3.0 * work.task_flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, times)
 
     def update(self) -> Step:
-        """Follow the optimiser's step; the values are taken to be read once by each of three passes."""
+        """Trace the optimiser's step; the values are assumed to be read once by each of three passes."""
         values = sum(p.numel() * p.itemsize for p in self.module.parameters())
         return self._updated(None, 3 * values, self.gradient_bytes)
 

@@ -20,9 +20,9 @@ def set_carried(layer: nn.Module, name: str, value: object) -> None:
     """Set an attribute of a layer that survives copies of the layer, by deepcopy or pickle.
 
     Args:
-        layer: changed in place.
-        name: of the attribute.
-        value: of the attribute.
+        layer: layer to change in place.
+        name: name of the attribute.
+        value: value of the attribute.
     """
     attributes = layer.__dict__
     attributes[name] = value

@@ -19,7 +19,7 @@ _ATTACHED = ("_trainer", "_fabric")
 def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Deep-copy a module except for the tensors in ``memo`` and the Trainer that a LightningModule is attached to.
 
-    An attribute, or a member of a list, tuple or dictionary, that `copy.deepcopy` refuses is shared by both modules.
+    Both modules share an attribute, or a member of a list, tuple or dictionary, that `copy.deepcopy` refuses.
     """
     sentinel = object()
     for part in module.modules():
@@ -69,9 +69,9 @@ def remade(
     """Copy a module, with each of its tensors replaced by the result of ``parameter`` or ``buffer``.
 
     Args:
-        module: to copy.
-        parameter: maps each parameter.
-        buffer: maps each buffer.
+        module: module to copy.
+        parameter: function that maps each parameter to its replacement.
+        buffer: function that maps each buffer to its replacement.
     """
     memo: dict[int, Any] = {id(p): nn.Parameter(parameter(p), p.requires_grad) for p in module.parameters()}
     memo |= {id(b): buffer(b) for b in module.buffers()}
@@ -85,13 +85,13 @@ def without_values(module: nn.Module) -> nn.Module:
 
 
 def on_meta(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape without values."""
+    """Return a tensor of the same shape on the meta device, without values."""
     # empty_like would import sympy to answer on the meta device: 0.3 s of a client's start
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are part of the state dict, each once."""
+    """Return the buffers that are part of the state dict, each once, by name."""
     transient = {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules(remove_duplicate=False)

@@ -78,7 +78,7 @@ def _looked_at(layer: nn.Module) -> Iterator[None]:
 
 
 def produces(layer: nn.Module) -> tuple[str, int] | None:
-    """Return the parameter and dimension that hold the layer's output features; None for a layer that passes an axis through."""
+    """Return the parameter and dimension that correspond to a layer's output features; None for a layer that passes an axis on."""
     if isinstance(layer, nn.modules.conv._ConvNd) and layer.groups > 1:
         return None  # each output channel has its own inputs
     found = next((base for base in type(layer).__mro__ if base in OUTPUTS), None)

@@ -35,17 +35,17 @@ class FewerHeads(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return output and, if requested, attention weights.
+        """Return the output and, if requested, the attention weights.
 
         Args:
-            query: (L, E) or as in the base class with a batch.
-            key: (S, E), likewise.
-            value: (S, E), likewise.
-            key_padding_mask: as in `nn.MultiheadAttention`; None = no padding.
-            need_weights: return attention weights, else None.
-            attn_mask: as in `nn.MultiheadAttention`; None = none.
-            average_attn_weights: average the weights over heads.
-            is_causal: as in `nn.MultiheadAttention`.
+            query: queries of shape (L, E), or with a batch dimension as in the base class.
+            key: keys of shape (S, E), or with a batch dimension.
+            value: values of shape (S, E), or with a batch dimension.
+            key_padding_mask: mask as in `nn.MultiheadAttention`; None = no padding.
+            need_weights: whether to return attention weights; else None is returned.
+            attn_mask: mask as in `nn.MultiheadAttention`; None = no mask.
+            average_attn_weights: whether to average the weights over heads.
+            is_causal: whether the mask is causal, as in `nn.MultiheadAttention`.
         """
         batched, is_self = query.dim() == 3, query is key and key is value
         if not batched:

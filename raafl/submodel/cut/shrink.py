@@ -54,10 +54,10 @@ class Shrunk:
     """A physically smaller module, and the flat storage of its tensors.
 
     Attributes:
-        module: an ordinary module whose parameters and buffers are views into ``present``.
+        module: ordinary module whose parameters and buffers are views into ``present``.
         present: all tensors of the submodel, except a frozen base shared with other modules. Fill it before use; training changes
             it in place.
-        trained: the part that is sent back; a view of the beginning of ``present``.
+        trained: tensors that are sent back; a view of the beginning of ``present``.
     """
 
     module: nn.Module
@@ -70,15 +70,15 @@ class Structure:
     """Everything from which a small module is built: the full module, kept indices, absent blocks, sizes to correct.
 
     Attributes:
-        module: the full module; its values are never read.
-        selections: kept runs by tensor and dimension, for tensors that shrink.
+        module: full module; its values are never read.
+        selections: kept runs, by tensor and dimension, for tensors that shrink.
         trains: names of the parameters that train.
         absent: paths of the modules that are left out.
-        stand_ins: path of a module that is left out -> path of the module used in its place.
-        counts: number of kept units of each axis that shrinks.
+        stand_ins: path of the module used in place of a module that is left out, by the latter's path.
+        counts: number of kept units, by axis that shrinks.
         frozen: values of frozen parameters that lie outside the small module's own storage.
         sizes: sizes in the module's code that depend on axes.
-        full: number of units of each axis of the full module.
+        full: number of units of the full module, by axis.
         unscaled: paths of layers whose output is not rescaled when they lose features.
     """
 
@@ -98,8 +98,8 @@ def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Mo
     """Build the small module, whose tensors are views into ``present``.
 
     Args:
-        structure: what to build.
-        present: storage of all tensors.
+        structure: structure to build from.
+        present: storage for all tensors.
         rescale: multiply the output of each layer that produces a shrunk axis by 1/(share kept) while training: HeteroFL's scaler
             (Diao et al. 2021, section 3.1).
     """
@@ -198,7 +198,7 @@ class StandIn(nn.Module):
         self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Call the module that is used instead."""
+        """Call the module that stands in."""
         return self.stands_for[0](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -38,7 +38,7 @@ class Extent:
     """Size of a dimension as a function of the number of kept units of each axis: a sum of products.
 
     Attributes:
-        terms: pairs of a factor and the axes whose counts it is multiplied with; (64, ()) is the number 64.
+        terms: pairs of a factor and the axes by whose counts it is multiplied; (64, ()) is the number 64.
     """
 
     terms: tuple[tuple[int, tuple[str, ...]], ...]
@@ -63,20 +63,20 @@ class Sizes:
     """Integers in a model's own code that must shrink with its axes, such as the width in `x.view(-1, 64)`.
 
     Attributes:
-        attributes: size by module path and attribute path, of integers that the code reads from attributes.
-        calls: sizes of the arguments of each call, by module path and method, then by the call's place in that method.
+        attributes: size by module path and attribute path, for integers that the code reads from attributes.
+        calls: sizes of the arguments of each call, by module path and method, then by the call's place in the method.
     """
 
     attributes: Mapping[tuple[str, Trail], Extent] = field(default_factory=dict)
     calls: Mapping[tuple[str, str], Mapping[Site, Mapping[Where, Extent]]] = field(default_factory=dict)
 
     def apply_(self, small: nn.Module, counts: Counts, full: Counts) -> None:
-        """Set the attributes of a small module and correct its calls, where they depend on axes that shrink.
+        """Set the attributes of a small module, and correct its calls, where sizes depend on axes that shrink.
 
         Args:
-            small: a copy of the model.
-            counts: units kept of every axis.
-            full: units of every axis of the full model.
+            small: copy of the model, to change in place.
+            counts: number of kept units, by axis.
+            full: number of units of the full model, by axis.
         """
         modules = dict(small.named_modules(remove_duplicate=False))
         shrunk = {axis for axis, count in counts.items() if full.get(axis, count) != count}
@@ -91,7 +91,7 @@ class Sizes:
 
 
 def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int]) -> None:
-    """Set attributes; objects that other modules share, such as a config, are first copied for the module."""
+    """Set attributes of modules; an object that other modules share, such as a config, is copied for the module first."""
     own: set[tuple[str, str]] = set()
     for (path, (name, *inside)), value in values.items():
         if path not in modules or name not in modules[path].__dict__:
@@ -203,7 +203,7 @@ TAKERS: dict[str, Sized] = {}
 
 
 def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
-    """Register the decorated function for these functions of torch."""
+    """Register the decorated function as the one that finds sizes in calls of these functions of torch."""
 
     def add(function: Sized) -> Sized:
         TAKERS.update(dict.fromkeys(names, function))
@@ -214,13 +214,13 @@ def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The tensor dimension that an integer is the size of: the whole dimension, its first indices, or one factor of it.
+    """Part of a tensor dimension whose size an integer is: the whole dimension, its first indices, or one factor of it.
 
     Attributes:
-        tensor: with the dimension.
+        tensor: tensor that has the dimension.
         dim: index of the dimension, from 0.
-        stop: only the indices below this; None = the whole dimension.
-        outer: only the slowest factor, which has this many indices; None = the whole dimension.
+        stop: index below which the part ends; None = the whole dimension.
+        outer: number of indices of the slowest factor, which alone is the part; None = the whole dimension.
     """
 
     tensor: Tensor

@@ -19,19 +19,19 @@ from raafl.submodel.depth.tails import TAILS, tail_of
 
 
 def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
-    """Give ``model`` an exit head after each of these numbers of blocks, in place, and return it.
+    """Add an exit head to ``model`` after each of these numbers of blocks, in place, and return it.
 
-    The exits are modules ``exits.exit4`` and so on, copies of the model's own norm and head as they are now, and are
-    declared as ``submodel_exits``; an exit of a language model has a norm of its own and shares the vocabulary. A model
-    of your own declares its exits itself, see `Submodels`.
+    The exits are modules ``exits.exit4`` and so on, copies of the model's present norm and head, and are declared as
+    ``submodel_exits``. An exit of a language model has a norm of its own and shares the vocabulary. A model of your own
+    declares its exits itself, see `Submodels`.
 
     Args:
-        model: a classifier or causal language model of transformers (BERT, RoBERTa, DistilBERT, ViT, DeiT, LLaMA, Mistral,
-            Qwen2) or torchvision's `VisionTransformer`.
+        model: a classifier or causal language model of transformers (BERT, RoBERTa, DistilBERT, ViT, DeiT, LLaMA,
+            Mistral, Qwen2) or torchvision's `VisionTransformer`.
         depths: numbers of blocks, each from 1 to one less than the model has.
 
     Raises:
-        BadInput: another type of model, a depth that it does not have, or exits that it has already.
+        BadInput: the model has another type, lacks one of the depths, or has exits already.
     """
     tail = tail_of(model)
     if tail is None:
@@ -58,14 +58,15 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
 
 
 def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
-    """Add exits to the one model in ``module`` whose head is known, in place, as ``submodels.exits`` asks.
+    """Add exits, in place, to the one model in ``module`` whose head is known, as ``submodels.exits`` asks.
 
     Args:
-        module: such a model, or one that contains it, as a LightningModule does.
-        depths: see `add_exits`; empty = do nothing.
+        module: such a model, or a module that contains it, as a LightningModule does.
+        depths: numbers of blocks, as for `add_exits`; empty = do nothing.
 
     Raises:
-        BadInput: it contains none or several such models, one with exits already, or one without such a depth.
+        BadInput: ``module`` contains no such model or several, or the model has exits already or lacks one of the
+            depths.
     """
     if not depths:
         return
@@ -145,13 +146,13 @@ class EarlyLogits:
         self._input_ids = kwargs.get("input_ids", args[0] if args else None)
 
     def close(self) -> None:
-        """Stop recording."""
+        """Stop recording logits, and remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._hidden.clear()
 
     def logits(self) -> dict[str, Tensor]:
-        """Return the logits of each exit in the last forward pass, shallowest first, and release that pass."""
+        """Return the logits of each exit in the last forward pass, shallowest first, and release that pass's tensors."""
         tail: Any = tail_of(self.model)
         answers = {}
         for name in self.names:

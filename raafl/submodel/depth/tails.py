@@ -26,7 +26,7 @@ class Tail:
     logits: Callable[[Any, Any, Tensor, Tensor | None], Any]
 
     def paths(self, model: nn.Module) -> list[str]:
-        """Return the paths of those modules in ``model``."""
+        """Return the paths of the described modules in ``model``."""
         return self.names.format(getattr(model, "base_model_prefix", "")).split()
 
 
@@ -68,5 +68,5 @@ TAILS = {name: tail for names, tail in _ENDS for name in names}
 
 
 def tail_of(model: nn.Module) -> Tail | None:
-    """Return the description of the model's last layers, or None."""
+    """Return the description of a model's last layers; None if its type is not known."""
     return next((TAILS[name] for name in type_names(model) if name in TAILS), None)

@@ -25,20 +25,20 @@ def depth_window(
 ) -> Spec:
     """Return the submodel that trains blocks ``start`` to ``stop - 1`` (Co-S2P's window of consecutive blocks).
 
-    Blocks below are present and frozen, as is all that lies before the stack, so that they run without a graph; with
-    ``start`` 0 it trains. Blocks above are absent. What lies after the stack trains: the exit where one is named, else
-    the model's own last layers. A tensor tied to one below the window is frozen with it.
+    Blocks below the window are present and frozen, as is everything before the stack, so that they run without a graph;
+    with ``start`` 0 it trains. Blocks above are absent. Everything after the stack trains: the exit if one is named,
+    else the model's own last layers. A tensor tied to one below the window is frozen with it.
 
     Args:
-        submodels: of the model.
-        start: first block that trains.
+        submodels: submodels of the model.
+        start: index of the first block that trains.
         stop: number of blocks present.
-        stack: which stack; may be left out where there is one.
-        exit: name of the exit head; of several, the last that the model declares ends the forward.
-        kept: indices of axes to keep as well; axes of blocks that are absent may be among them.
+        stack: name of the stack; may be left out if there is only one.
+        exit: name of the exit head; of several, the last one that the model declares ends the forward pass.
+        kept: indices to keep of axes; axes of absent blocks may be among them.
 
     Raises:
-        SpecError: no such stack, window or exit.
+        SpecError: there is no such stack, window or exit.
     """
     blocks = stack_of(submodels, stack)
     name = next(iter(submodels.stacks)) if stack is None else stack
@@ -92,10 +92,10 @@ def last_fraction(submodels: Submodels, share: float) -> Spec:
 
 
 def stack_of(submodels: Submodels, name: str | None = None) -> Stack:
-    """Return a stack of blocks by name; without one, the only one there is.
+    """Return a stack of blocks by name; without a name, the only stack.
 
     Raises:
-        SpecError: there is none, or it is not clear which.
+        SpecError: there is no stack of that name; or, without a name, none or several.
     """
     stacks = submodels.stacks
     if not stacks:

@@ -41,8 +41,8 @@ class Candidate:
     """A possible axis: one atom (`raafl.submodel.find.labels`) and its places in parameters.
 
     Attributes:
-        atom: of labels.
-        spots: in the order of the model's tensors.
+        atom: atom of labels that would be the axis.
+        spots: places of the atom, in the order of the model's tensors.
         outside: atoms that vary more slowly in the same dimension: heads, for the features of a head.
     """
 
@@ -62,8 +62,8 @@ class Candidates:
     """All candidates of a model, divided into axes and dimensions that must stay whole.
 
     Attributes:
-        axes: name -> candidate, in the order of the model's tensors.
-        whole: (tensor, dimension) -> why it, or a part of it, cannot shrink.
+        axes: candidates that are axes, by name, in the order of the model's tensors.
+        whole: reason why a dimension, or a part of it, cannot shrink, by (tensor, dimension).
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Candidates:
     # ---- what comes of it ----
 
     def as_axes(self) -> list[Axis]:
-        """Return the candidates that are axes, as `Axis` objects."""
+        """Return the candidates that are axes as `Axis` objects."""
         axes = []
         for name, candidate in self.axes.items():
             members = dict.fromkeys(
@@ -214,7 +214,7 @@ class Candidates:
         return axes
 
     def whole(self) -> dict[tuple[str, int], Reason]:
-        """Return, for each dimension of a parameter without an axis, the reason."""
+        """Return the reason for each dimension of a parameter that has no axis."""
         found: dict[tuple[str, int], Reason] = {}
         for name, dims in self.seen.dims.items():
             for place, dim in enumerate(dims if name in self.seen.parameters else ()):
@@ -227,8 +227,8 @@ class Candidates:
     def unscaled(self) -> frozenset[str]:
         """Return the layers that produce units of an axis and are not rescaled when some are dropped.
 
-        Scores are sums over the features of a head, all of which stay with the head. A gate multiplies a value that is rescaled
-        already.
+        Scores are sums over the features of a head, all of which stay with the head. A gate multiplies a value that is
+        rescaled already.
         """
         found: set[str] = set()
         for candidate in self.axes.values():
@@ -242,7 +242,7 @@ class Candidates:
         return frozenset(found)
 
     def extent(self, dim: Dim) -> Extent | None:
-        """Return the size of a dimension as a function of the axes' counts; None where it depends on the batch."""
+        """Return the size of a dimension as a function of the axes' counts; None if it depends on the batch."""
         terms: dict[tuple[str, ...], int] = {(): 1}
         for atom in dim.leaves():
             factor = self._terms(atom)

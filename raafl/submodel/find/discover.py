@@ -21,16 +21,16 @@ _REMEDY = "declare `submodel_axes` on the model, or train the full model"
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredAxes:
-    """Result of the search for axes.
+    """Result of the search for the axes of a model.
 
     Attributes:
-        axes: ordered by the tensors in which they begin.
-        whole: (parameter, dimension) -> why it stays whole.
-        kept_whole: layer that produces features -> why its width stays whole.
+        axes: axes, ordered by the tensors in which they begin.
+        whole: reason why a dimension stays whole, by (parameter, dimension).
+        kept_whole: reason why a layer's width stays whole, by the layer that produces its features.
         sizes: sizes in the module's code that depend on axes.
         spanned: axes over which norms compute statistics.
         unscaled: layers whose output is not rescaled when they lose features (see `Submodels.shrink`).
-        problem: why no step could be followed to its end; None if one was.
+        problem: reason why no step could be traced to its end; None = one was.
     """
 
     axes: list[Axis] = field(default_factory=list)
@@ -42,7 +42,7 @@ class DiscoveredAxes:
     problem: str | None = None
 
     def follows(self) -> dict[str, Any]:
-        """Return those arguments of `raafl.submodel.cut.shrink.Structure` that tracing has found."""
+        """Return the arguments of `raafl.submodel.cut.shrink.Structure` that tracing has determined."""
         full = {axis.name: axis.size for axis in self.axes}
         return {"sizes": self.sizes, "full": full, "unscaled": self.unscaled}
 
@@ -56,17 +56,17 @@ def discover_axes(
     residual_width: bool = False,
     only_ranks: bool = True,
 ) -> DiscoveredAxes:
-    """Find the axes of ``module`` from a step on ``batch``, or on a generated one.
+    """Find the axes of ``module`` by tracing a step on ``batch``, or on a generated batch.
 
     Outputs are never on an axis.
 
     Args:
-        module: real or a skeleton.
-        batch: a real one; None = generate one from what the first layer reads.
-        shapes: of each parameter and buffer.
-        aliases: other names of tied tensors -> the name in ``shapes``.
+        module: a real module or one without values.
+        batch: a real batch; None = generate one from what the first layer reads.
+        shapes: shape of each parameter and buffer.
+        aliases: name in ``shapes`` of each tied tensor, by its other names.
         residual_width: whether widths over which norms compute statistics are axes, too.
-        only_ranks: where there are LoRA layers, only their ranks are axes; the base stays whole.
+        only_ranks: whether, in a model with LoRA layers, only their ranks are axes, and the base stays whole.
     """
     ranks = lora.ranks(module)
     if ranks and only_ranks:

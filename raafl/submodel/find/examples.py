@@ -19,7 +19,7 @@ _FIRST: tuple[Any, ...] = (nn.modules.conv._ConvNd, (nn.Embedding, nn.EmbeddingB
 
 
 def made_batch(module: nn.Module, runs: Callable[[Mapping[str, Any]], bool]) -> Mapping[str, Any] | None:
-    """Return arguments for the forward of ``module`` for which ``runs`` succeeds; None = none was found."""
+    """Return arguments for the forward pass of ``module`` with which ``runs`` succeeds; None if none were found."""
     own = getattr(module, "example_input_array", None)
     names = _required(module)
     if own is not None and names:

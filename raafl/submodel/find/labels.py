@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 
 class ShapeConflict(Exception):
-    """Two dimensions cannot be equal, or one cannot be split as requested."""
+    """Raised if two dimensions cannot be equal, or one cannot be split as requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why units cannot be dropped: in words, with the line of the user's code that causes it, if known."""
+    """Reason why units cannot be dropped: in words, with the line of the user's code that causes it, if known."""
 
     text: str
     place: str = ""
@@ -41,13 +41,14 @@ class Atom:
 
     Attributes:
         size: number of indices.
-        pin: why none can be dropped; None = they can.
-        span: why results for the others change when some are dropped, although they can be: a norm computes statistics over them.
-        marks: what happened to it: "read" where a product or a sum ran over it; "batch" where products ran side by side over it, as
-            over attention heads, and "scored" where such a product summed over it; "gated" where its value multiplied another;
-            "given" where it belongs to an input, so that another batch may have another size.
-        factors: atoms whose product this is, slowest first; empty = no product.
-        parts: dimensions whose indices follow one another in this; empty = not joined.
+        pin: reason why no index can be dropped; None = indices can be dropped.
+        span: reason why dropping some indices changes the results of others, as a norm does that computes statistics
+            over them.
+        marks: records of its uses: "read" = a product or a sum ran over it; "batch" = products ran side by side over
+            it, as over attention heads; "scored" = such a product summed over it; "gated" = its value multiplied
+            another; "given" = it belongs to an input, so that another batch may have another size.
+        factors: atoms whose product this is, slowest first; empty = not a product.
+        parts: dimensions whose indices follow one another in this atom; empty = not joined.
     """
 
     __slots__ = ("_same_as", "factors", "marks", "parts", "pin", "size", "span")
@@ -63,7 +64,7 @@ class Atom:
         self._same_as: Atom | None = None
 
     def now(self) -> Atom:
-        """The atom that stands for this one after unions (union-find)."""
+        """Return the atom that stands for this one after unions (union-find)."""
         atom = self
         while atom._same_as is not None:
             atom = atom._same_as
@@ -80,9 +81,9 @@ class Dim:
     """One dimension of a tensor. Views that leave a dimension unchanged pass on this very object.
 
     Attributes:
-        atoms: their product is the dimension.
-        is_read: whether a matrix product summed over it: the input side of a layer's weight.
-        is_made: whether a product or look-up produced it: the output side of a layer's weight.
+        atoms: atoms whose product is the dimension.
+        is_read: whether a matrix product summed over it, as over the input side of a layer's weight.
+        is_made: whether a product or look-up produced it, as the output side of a layer's weight.
     """
 
     __slots__ = ("atoms", "is_made", "is_read")
@@ -94,7 +95,7 @@ class Dim:
 
     @property
     def size(self) -> int:
-        """Number of indices."""
+        """Number of indices of the dimension."""
         return math.prod(atom.size for atom in self.atoms)
 
     def leaves(self) -> list[Atom]:
@@ -127,7 +128,7 @@ class Labels:
         self.is_spanning = True
 
     def new(self, size: int, pinned: str = "") -> Dim:
-        """Return a new dimension without relation to others; ``pinned`` is the reason why it cannot shrink."""
+        """Return a new dimension without relation to others; ``pinned`` is a reason why it cannot shrink."""
         if size == 1:
             return Dim()
         dim = Dim([Atom(size)])
@@ -142,7 +143,7 @@ class Labels:
         return dim
 
     def pin(self, dim: Dim, why: str | Reason) -> None:
-        """Mark ``dim`` as one that cannot shrink, for this reason; an earlier reason stays."""
+        """Record ``why`` as the reason for which ``dim`` cannot shrink; an earlier reason stays."""
         self._note(dim, why, "pin")
 
     def span(self, dim: Dim, why: str | Reason) -> None:
@@ -157,7 +158,7 @@ class Labels:
                 setattr(atom, attribute, why)
 
     def mark(self, dim: Dim, *marks: str) -> None:
-        """Record what happened to ``dim``; see `Atom`."""
+        """Record uses of ``dim`` by their marks; see `Atom`."""
         for atom in dim.units() if marks else ():
             atom.marks |= frozenset(marks)
 
@@ -194,7 +195,7 @@ class Labels:
         return found
 
     def unify(self, one: Dim, other: Dim) -> None:
-        """Make two dimensions equal, index by index.
+        """Unite two dimensions, so that they are equal index by index.
 
         Raises:
             ShapeConflict: their sizes differ.
@@ -226,7 +227,7 @@ class Labels:
         """Return the label of a slice of ``dim``: indices ``start`` to ``start + length - 1``.
 
         Args:
-            dim: to select from.
+            dim: dimension to select from.
             start: first index.
             length: number of indices.
         """

@@ -32,12 +32,12 @@ class Call:
     """One executed operation of torch, with the labels of its tensors, as a rule reads it.
 
     Attributes:
-        name: without the namespace.
-        arguments: by name, as in the operation's schema.
-        ins: input tensors in order.
-        outs: output tensors in order.
-        labels: to combine dimensions with.
-        dims_of: returns the labels of a tensor.
+        name: name of the operation, without the namespace.
+        arguments: arguments by name, as in the operation's schema.
+        ins: input tensors, in order.
+        outs: output tensors, in order.
+        labels: factory of labels, which combines dimensions.
+        dims_of: function that returns the labels of a tensor.
         is_view: whether outputs share elements with an input.
     """
 
@@ -53,11 +53,11 @@ class Call:
         return self.arguments[name]
 
     def has(self, name: str) -> bool:
-        """Check whether a tensor was given for this argument."""
+        """Check whether a tensor was given for the argument ``name``."""
         return isinstance(self.arguments.get(name), Tensor)
 
     def dims(self, which: str | int = 0) -> list[Dim]:
-        """Return the labels of an argument by name, or of the input at this position."""
+        """Return the labels of an argument, given by name, or of an input, given by position."""
         return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
 
     def place(self, more: int = 0) -> int:
@@ -65,7 +65,7 @@ class Call:
         return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
 
     def new(self, sizes: Iterable[int], pinned: str = "") -> list[Dim]:
-        """Return new labels for these sizes; ``pinned`` is the reason why they cannot shrink."""
+        """Return new labels for these sizes; ``pinned`` is a reason why they cannot shrink."""
         return [self.labels.new(size, pinned) for size in sizes]
 
     def others(self, first: Dims) -> list[Dims]:
@@ -73,7 +73,7 @@ class Call:
         return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
 
     def unify_last(self, dims: Dims, others: Dims) -> None:
-        """Unite dimensions from the last one backwards, skipping those of one index, which are broadcast."""
+        """Unite two lists of dimensions from the last one backwards, skipping those of one index, which are broadcast."""
         for dim, other in zip(reversed(dims), reversed(others), strict=False):
             if dim.size != 1:
                 self.labels.unify(dim, other)
@@ -110,7 +110,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def rule_of(func: torch._ops.OpOverload) -> Rule | None:
-    """Return the rule of an ATen operation; None = there is none."""
+    """Return the rule of an ATen operation; None if there is none."""
     name = func._schema.name.split("::")[1]
     plain = name.rstrip("_")
     if found := RULES.get(name) or RULES.get(plain):
@@ -125,7 +125,7 @@ def rule_of(func: torch._ops.OpOverload) -> Rule | None:
 
 
 def follow(rule: Rule | None, call: Call) -> list[Dims]:
-    """Return labels for the outputs of an operation; without a matching rule, pin what it reads."""
+    """Return labels for the outputs of an operation; without a matching rule, pin the dimensions that it reads."""
     if not any(x.numel() for x in call.outs):  # nothing came to anything
         return [call.new(out.shape) for out in call.outs]
     if all(x.numel() for x in (*(() if call.name == "cat" else call.ins), call.outs[0])):

@@ -16,10 +16,10 @@ class Along(NamedTuple):
     """Rule of an operation that reduces or scans some of its input's dimensions.
 
     Attributes:
-        where: argument that names them, or how many of the last ones they are.
-        then: what becomes of them: "stay", "gone", or "new" with other indices.
-        why: reason why they cannot be cut; "" = they can, since zeros add nothing.
-        is_span: whether they can be cut although results for the others change.
+        where: name of the argument that names these dimensions, or the number of last dimensions that they are.
+        then: effect on these dimensions: "stay", "gone", or "new" with other indices.
+        why: reason why they cannot be cut; "" = they can be cut, since zeros add nothing.
+        is_span: whether they can be cut although that changes the results of other indices.
     """
 
     where: str | int
@@ -39,7 +39,7 @@ class Along(NamedTuple):
         return [self._left(call, out, places) for out in call.outs]
 
     def places(self, call: Call) -> set[int]:
-        """Return the indices of the affected dimensions; all where the call names none."""
+        """Return the indices of the affected dimensions; all dimensions if the call names none."""
         ndim = call.ins[0].dim()
         if isinstance(self.where, int):
             return set(range(ndim - self.where, ndim))

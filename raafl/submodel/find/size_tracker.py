@@ -49,8 +49,9 @@ class Size(int):
     """An integer that remembers its origin through sums, products and quotients.
 
     Attributes:
-        origin: where it comes from.
-        note: called when code computes a number from it that is not a size, such as the scale of attention scores.
+        origin: attribute or dimension from which the integer comes.
+        note: function called when code computes a number from it that is not a size, such as the scale of attention
+            scores.
     """
 
     origin: Origin
@@ -115,12 +116,12 @@ class SizeUse:
     """One use of a size: an integer passed to a function of torch, with its origin.
 
     Attributes:
-        method: path of the module whose method is running, and the method.
-        site: the call in it.
-        where: the argument.
-        name: of the called function.
-        origin: where the number comes from.
-        dim: what has this size.
+        method: path of the module whose method is running, and name of the method.
+        site: call in that method.
+        where: argument of the call.
+        name: name of the called function.
+        origin: origin of the number.
+        dim: dimension or part whose size the number is.
     """
 
     method: tuple[str, str]
@@ -152,8 +153,8 @@ class SizeTracker(TorchFunctionMode):
     """Context that records every size that the model's code passes to torch.
 
     Attributes:
-        asked: recorded sizes.
-        values: numbers stored by modules.
+        asked: uses of sizes that were recorded.
+        values: numbers that modules store.
         running: methods that are running, innermost last.
     """
 
@@ -253,8 +254,9 @@ class SizeTracker(TorchFunctionMode):
         where their arguments would still be wrong with these attributes.
 
         Args:
-            extent_of: returns the size of a dimension by the axes' counts; None = it depends on the batch as well.
-            full: counts of the whole model.
+            extent_of: function that returns the size of a dimension by the axes' counts; None = it depends on the batch
+                as well.
+            full: number of units of the whole model, by axis.
         """
         extents = [extent_of(asked.dim) for asked in self.asked]
         wanted: dict[Attribute, set[Extent]] = {}

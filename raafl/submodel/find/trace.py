@@ -57,12 +57,12 @@ class TraceResult:
 
     Attributes:
         dims: labels of each parameter and buffer.
-        labels: with which they were created.
-        parameters: names among them that are parameters.
-        untouched: parameters that no operation has read.
-        given: outputs of modules that the training step itself calls: path -> labels.
-        watch: sizes that code has asked for.
-        problem: why the step could not be followed to its end.
+        labels: factory with which the labels were created.
+        parameters: names of those tensors in ``dims`` that are parameters.
+        untouched: names of parameters that no operation has read.
+        given: labels of the outputs of modules that the training step itself calls, by path.
+        watch: record of the sizes that the code has used.
+        problem: reason why the step could not be traced to its end; None = it was.
     """
 
     dims: dict[str, list[Dim]]
@@ -94,7 +94,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return dims
 
     def forget(self) -> None:
-        """Drop the labels of all tensors except the module's own."""
+        """Delete the labels of all tensors except the module's own."""
         self._dims = {id(x): self._dims[id(x)] for x in self.named.values()}
 
     def dims_of(self, tensor: Tensor) -> Dims:
@@ -109,7 +109,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return id(tensor) in self._dims
 
     def untouched(self) -> set[str]:
-        """Return the tensors of the module that no operation has read."""
+        """Return the names of the module's tensors that no operation has read."""
         return {name for name, tensor in self.named.items() if _storage(tensor) not in self._read}
 
     def __torch_dispatch__(
@@ -162,11 +162,11 @@ def place_in_code() -> str:
 
 
 def trace(module: nn.Module, batch: object) -> TraceResult:
-    """Follow one or more training steps of ``module``, or calls where it has no training step.
+    """Trace one or more training steps of ``module``, or forward passes if it has no training step.
 
     Args:
-        module: real or a skeleton; neither it nor any random state is changed.
-        batch: a real one, of which a few samples suffice; None = generate one, see `made_batch`.
+        module: a real module or one without values; neither it nor any random state is changed.
+        batch: a real batch, of which a few samples suffice; None = generate one, see `made_batch`.
     """
     first, runs = None, (isolated_run.loss_of, isolated_run.call) if has_step(module) else (isolated_run.call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())

@@ -20,12 +20,12 @@ _HOOKS = tuple(sorted(INTERNAL - {*_TENSORS}))
 
 
 class Record(ABC):
-    """Contents of an object when it was recorded.
+    """Contents of an object at the time when it was recorded.
 
     Attributes:
-        name: of the attribute that leads to it.
-        of_metric: whether it belongs to a metric.
-        of_class: whether an attribute of a class leads to it.
+        name: name of the attribute that leads to the object.
+        of_metric: whether the object belongs to a metric.
+        of_class: whether an attribute of a class leads to the object.
         can_restore: whether `restore` puts the contents back.
     """
 
@@ -37,10 +37,10 @@ class Record(ABC):
 
     @abstractmethod
     def changed(self) -> list[str]:
-        """Return the names of what has changed."""
+        """Return names for the contents that have changed."""
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded contents back into the object."""
         raise NotImplementedError
 
 
@@ -55,11 +55,11 @@ class AttributesRecord(Record):
         self._size = len(self._now)
 
     def is_same(self) -> bool:
-        """Check in a few microseconds that nothing has changed; False may be a false alarm."""
+        """Check in a few microseconds that no attribute has changed; False may be a false alarm."""
         return len(self._now) == self._size and all(map(is_, map(self._now.get, self._names), self._values))
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the names of the attributes that have changed."""
         if self.is_same():
             return []
         missing = object()
@@ -68,7 +68,7 @@ class AttributesRecord(Record):
         return [f"{self.name}.{name}" if self.name else name for name in names]
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded attributes back."""
         if self.is_same():
             return
         for name in [name for name in self._now if name not in self._saved and name not in self._ignored]:
@@ -77,7 +77,7 @@ class AttributesRecord(Record):
 
 
 class HooksRecord(Record):
-    """Hooks of a module, which a step may add and which are removed afterwards."""
+    """Hooks of a module; those that a step adds are removed afterwards."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -86,11 +86,11 @@ class HooksRecord(Record):
         self._saved = {place: self._tables[place].copy() for place, length in enumerate(self._lengths) if length}
 
     def changed(self) -> list[str]:
-        """Return an empty list: a step may add hooks, which `restore` removes."""
+        """Return an empty list, since a step may add hooks, which `restore` removes."""
         return []
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded hooks back."""
         if list(map(len, self._tables)) == self._lengths:
             return
         for place, table in enumerate(self._tables):
@@ -107,11 +107,11 @@ class TensorsRecord(Record):
         self._tables = [(table, dict(table), tuple(table.values())) for table in tables]
 
     def changed(self) -> list[str]:
-        """Return the names of what has changed, without metrics created on demand."""
+        """Return the names of tensors and submodules that have changed, without metrics created on demand."""
         return [name for name, _, now in self._other() if not callable(getattr(now, "compute", None))]
 
     def lost(self) -> list[str]:
-        """Return parameters, and submodules with parameters, that were replaced or added."""
+        """Return the names of parameters, and of submodules with parameters, that were replaced or added."""
         return [name for name, before, now in self._other() if _trains(before) or _trains(now)]
 
     def _other(self) -> list[tuple[str, Any, Any]]:
@@ -125,7 +125,7 @@ class TensorsRecord(Record):
         ]
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded tensors and submodules back."""
         for table, saved, values in self._tables:
             if not _are(table.values(), values):
                 table.clear()
@@ -150,11 +150,11 @@ class ListRecord(Record):
         self._now, self._saved = reached.thing, tuple(reached.thing)
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the list's name if its elements have changed."""
         return [] if _are(self._now, self._saved) else [self.name]
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded elements back into the list."""
         if self.changed():
             kind: Any = list if isinstance(self._now, list) else deque
             kind.clear(self._now)
@@ -162,14 +162,14 @@ class ListRecord(Record):
 
 
 class DictRecord(Record):
-    """Items of a dictionary. One that is shared by all copies of a module, such as a cache, may gain items."""
+    """Items of a dictionary. A dictionary that all copies of a module share, such as a cache, may gain items."""
 
     def __init__(self, reached: Reached, *, shared: bool) -> None:
         super().__init__(reached)
         self._now, self._saved, self._may_grow = reached.thing, dict(dict.items(reached.thing)), shared
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return names for the items that have changed."""
         now, saved = self._now, self._saved
         if len(now) != len(saved) and not (self._may_grow and len(now) > len(saved)):
             return [self.name]
@@ -177,7 +177,7 @@ class DictRecord(Record):
         return [] if all(dict.get(now, key, missing) is value for key, value in saved.items()) else [self.name]
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded items back into the dictionary."""
         if self.changed():
             kind: Any = OrderedDict if isinstance(self._now, OrderedDict) else dict
             kind.clear(self._now)
@@ -192,11 +192,11 @@ class SetRecord(Record):
         self._now, self._saved = reached.thing, frozenset(reached.thing)
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the set's name if its elements have changed."""
         return [] if self._now == self._saved else [self.name]
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded elements back into the set."""
         if self.changed():
             self._now.clear()
             self._now.update(self._saved)
@@ -210,13 +210,13 @@ class SlotsRecord(Record):
         self._thing, self._saved = reached.thing, slots_of(reached.thing)
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the names of the slots whose values have changed."""
         now = slots_of(self._thing)
         same = now.keys() == self._saved.keys() and all(now[name] is value for name, value in self._saved.items())
         return [] if same else [self.name]
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded values back into the slots."""
         for name in slots_of(self._thing).keys() - self._saved.keys():
             object.__delattr__(self._thing, name)
         for name, value in self._saved.items():
@@ -231,11 +231,11 @@ class BytesRecord(Record):
         self._now, self._saved = reached.thing, bytes(reached.thing)
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the bytearray's name if its bytes have changed."""
         return [] if self._now == self._saved else [self.name]
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded bytes back into the bytearray."""
         self._now[:] = self._saved
 
 
@@ -250,7 +250,7 @@ class ClassRecord(Record):
         self._saved, self._size = self._now.values(), len(vars(self._now.kind))
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the names of the class's values that have changed."""
         found, missing = vars(self._now.kind), object()
         same = len(found) == self._size and all(found.get(name) is value for name, value in self._saved.items())
         if same:

@@ -54,7 +54,7 @@ class ClassData:
         self.kind = kind
 
     def values(self) -> dict[str, Any]:
-        """Return the class's attributes that are data, by name: no methods, classes or other descriptors."""
+        """Return the class's attributes that are data, by name, without methods, classes or other descriptors."""
         return {
             name: value
             for name, value in vars(self.kind).items()
@@ -66,11 +66,11 @@ class Reached(NamedTuple):
     """An object that can be reached from a module through attributes.
 
     Attributes:
-        name: of the attribute, with the path of its module, or with its class.
-        thing: the object: a module, a `ClassData`, or anything else that is no plain value.
-        of_metric: it belongs to a metric of torchmetrics, or what else has a `compute`.
-        of_class: an attribute of a class leads to it.
-        is_part: it is the module or a submodule.
+        name: name of the attribute that leads to it, with the path of its module, or with its class.
+        thing: the object: a module, a `ClassData`, or any object that is not a plain value.
+        of_metric: whether it belongs to a metric of torchmetrics, or another object with a `compute`.
+        of_class: whether an attribute of a class leads to it.
+        is_part: whether it is the module or a submodule.
     """
 
     name: str
@@ -144,7 +144,7 @@ def _children(thing: object) -> Iterator[Any]:
 
 
 def attributes_of(thing: object) -> dict[str, Any]:
-    """Return the attributes of an object as a mutable dictionary; an empty one where it has none."""
+    """Return the attributes of an object as a mutable dictionary; an empty one if it has none."""
     try:
         found = object.__getattribute__(thing, "__dict__")
     except AttributeError:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class ModuleState:
-    """State of a small module beside its parameters and persistent buffers, as recorded at construction."""
+    """State of a small module beside its parameters and persistent buffers, recorded when this object was made."""
 
     def __init__(self, module: nn.Module, submodels: Submodels) -> None:
         """Record the state.
@@ -85,7 +85,7 @@ class ModuleState:
         ]
 
     def restore(self) -> None:
-        """Restore everything before a task or an evaluation."""
+        """Restore the recorded state, before a task or an evaluation."""
         self._flags.restore()
         for record in self._restored:
             record.restore()
@@ -98,7 +98,7 @@ class ModuleState:
         return sorted({name for record in records for name in record.changed()})
 
     def check(self) -> None:
-        """Refuse changes that cannot be restored, or that a step would lose.
+        """Raise an error for changes that cannot be restored, or that a step would lose.
 
         Raises:
             BadInput: a parameter or a submodule was replaced, or state that cannot be restored has changed.

@@ -21,7 +21,7 @@ LARGE_BYTES = 1 << 24
 
 
 class TensorRecord(Record):
-    """Values of a tensor, its storage, and the absence of a gradient from an earlier task."""
+    """Values of a tensor, its storage, and whether it had a gradient."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -32,12 +32,12 @@ class TensorRecord(Record):
         self._saved = self._data.clone() if self.can_restore else None
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the tensor's name if its values have changed."""
         same = self._now._version == self._version and (self._saved is None or torch.equal(self._now, self._saved))
         return [] if same else [self.name]
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded values back into the tensor."""
         assert self._saved is not None
         self._now.data = self._data  # a step may have given it other storage
         self._data.copy_(self._saved)
@@ -54,11 +54,11 @@ class ArrayRecord(Record):
         self._now, self._saved = reached.thing, reached.thing.copy()
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the array's name if its values have changed."""
         return [] if self._now.tobytes() == self._saved.tobytes() else [self.name]
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Put the recorded values back into the array."""
         np.copyto(self._now, self._saved)
 
 
@@ -83,13 +83,13 @@ class RandomRecord(Record):
         return self._now.bit_generator if isinstance(self._now, np.random.Generator) else self._now
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the generator's name if its state has changed."""
         now = self._state()
         same = torch.equal(now, self._saved) if isinstance(now, Tensor) else _plain(now) == _plain(self._saved)
         return [] if same else [self.name]
 
     def restore(self) -> None:
-        """Put the contents back."""
+        """Set the generator to its recorded state."""
         if isinstance(self._now, torch.Generator):
             self._now.set_state(self._saved)
         elif isinstance(self._now, random.Random):
@@ -108,7 +108,7 @@ class OpaqueRecord(Record):
         self._now, self._saved = reached.thing, progress_of(reached.thing)
 
     def changed(self) -> list[str]:
-        """Name what is not as it was."""
+        """Return the object's name if its position has changed."""
         return [] if progress_of(self._now) == self._saved else [self.name]
 
 

@@ -33,13 +33,13 @@ LONGEST = 64
 def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Submodels, nn.Module] | None:
     """Return a narrow copy with the model's own buffers, if the same axes are found in it.
 
-    Where possible the residual width is cut, too, and a frozen base beside LoRA ranks, which stay as they are: the copy need not
-    compute what the model does, only have the same structure.
+    Where possible the residual width is cut, too, and so is a frozen base beside LoRA ranks, which stay as they are:
+    the copy must have the same structure, but need not compute the same.
 
     Args:
-        submodels: of the model.
-        module: the model.
-        batch: an example.
+        submodels: submodels of the model.
+        module: model to copy.
+        batch: example batch.
     """
     ranks = {axis.members for axis in lora.ranks(module)}
     for wide in dict.fromkeys([True, submodels.residual_width]):
@@ -115,5 +115,5 @@ def shortened(batch: object) -> object:
 
 
 def num_values(submodels: Submodels) -> int:
-    """Return the number of parameters of the whole model."""
+    """Return the number of elements of all parameters of the whole model."""
     return sum(submodels.parameters.values())

@@ -20,8 +20,8 @@ class Quiet(TorchFunctionMode):
     """Context that disables dropout, noise and casts to half precision, and records where they occurred.
 
     Attributes:
-        noisy: whether anything was drawn.
-        forced: whether doubles were cast to single precision.
+        noisy: whether any random number was drawn.
+        forced: whether double-precision values were cast to single precision.
     """
 
     forced = noisy = False

@@ -63,14 +63,15 @@ class _Step:
 def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str, str]:
     """Compare shrunk modules with the zero-masked whole one; return the axes whose proof failed, each with the reason.
 
-    All axes together are cut to one unit and to a random half, and so are subsets, such that for any two axes there is a subset
-    with only one of them (except for models above `LARGE`). Wrong axes are found by bisection, and one by one where axes fail
-    only together; the others stay. A model above `LARGE` is first replaced by a narrow one with the same axes.
+    All axes together are cut to one unit and to a random half. So are subsets, such that for any two axes there is a
+    subset with only one of them (except for models above `LARGE`). Wrong axes are found by bisection, or one by one if
+    axes fail only together; the others stay. A model above `LARGE` is first replaced by a narrow one with the same
+    axes.
 
     Args:
-        submodels: of the model, not yet used.
-        module: real or a skeleton; its buffers are read.
-        batch: a real one; a few samples suffice.
+        submodels: submodels of the model, not used before.
+        module: a real module or one without values; its buffers are read.
+        batch: a real batch, of which a few samples suffice.
     """
     if not submodels.axes:
         return {}
@@ -112,7 +113,7 @@ class _Proof:
         self.noise = NOISE
 
     def begin(self) -> str | None:
-        """Run the whole model; return why it cannot be compared with a smaller one, or None."""
+        """Run the whole model; return a reason why it cannot be compared with a smaller one, or None."""
         try:
             self.whole = self._made(FULL, self.values)
             self.state = ModuleState(self.whole, self.submodels)

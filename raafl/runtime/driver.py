@@ -45,9 +45,9 @@ class Driver(ABC):
     """Base of both runtimes: passes events to the coordinator and carries out its actions, on one thread.
 
     Attributes:
-        reason: why the run has ended; empty while it goes on.
+        reason: reason for which the run has ended; empty while it goes on.
         error: error of the user's code that ended the run, or None.
-        groups: forms groups whose updates are summed; None = updates are not masked.
+        groups: object that forms groups whose updates are summed; None = updates are not masked.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Driver(ABC):
     @property
     @abstractmethod
     def now(self) -> float:
-        """Seconds on the run's clock."""
+        """Time in seconds on the run's clock."""
 
     @abstractmethod
     def save(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Driver(ABC):
     def stop(self, reason: str) -> None:
         """End the run, unless it has ended, so that it can be resumed from its current state.
 
-        After a merge that was interrupted halfway, the checkpoint before it stays the last one.
+        After a merge that was interrupted halfway, the checkpoint before the merge stays the last one.
         """
         if not self.reason:
             if not self.coordinator.is_merging:

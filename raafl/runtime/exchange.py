@@ -53,7 +53,7 @@ class ClientSide:
         self._replies: queue.SimpleQueue[FlatTensors | None] = queue.SimpleQueue()
 
     def exchange(self, assignment: Assignment) -> Exchange | None:
-        """Return the exchange of a task, or None. Raises `SpecError` for parts that the model does not have."""
+        """Return the exchange of a task, or None; raise `SpecError` if it names parts that the model does not have."""
         return self._whole.local.exchange(self._whole.submodels, assignment.extra)
 
     def begin(self, assignment: Assignment, context: TaskContext) -> tuple[LocalTrainer, TaskContext]:
@@ -70,11 +70,11 @@ class ClientSide:
         return self._built[1], replace(context, link=self)
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Send a question and wait for the reply.
+        """Send a question to the server and wait for the reply; see `ClientLink.ask`.
 
         Args:
             meta: plain data of the question.
-            tensors: by name.
+            tensors: tensors of the question, by name.
             answer: layout of the reply.
 
         Raises:
@@ -98,14 +98,14 @@ class ClientSide:
         return reply
 
     def expect(self, assignment: int) -> FlatTensors:
-        """Return the storage of a reply; called on the receiving thread."""
+        """Return the storage for a reply's tensors; called on the receiving thread."""
         if self._expected is None or self._assignment is None or assignment != self._assignment.id:
             raise Refused("bad-kind", f"a reply for assignment {assignment}, which waits for none")
         layout, self._expected = self._expected, None
         return FlatTensors.empty(layout, self._whole.fabric.device)
 
     def hear(self, reply: FlatTensors | None) -> None:
-        """Pass a reply to the waiting task; None = there will be none."""
+        """Pass a reply to the waiting task; None = no reply will come."""
         self._replies.put(reply)
 
 
@@ -113,12 +113,12 @@ class ClientSide:
 
 
 class Conversation:
-    """Connection of a session during one task; counts bytes each way and the client's time.
+    """Connection of a session during one task, which counts bytes each way and the client's time.
 
     Attributes:
-        down_bytes: sent.
-        up_bytes: received.
-        stopping: returns whether the run no longer needs the task.
+        down_bytes: number of bytes sent.
+        up_bytes: number of bytes received.
+        stopping: function that returns whether the run no longer needs the task.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class Conversation:
         """Send a message of this task.
 
         Args:
-            kind: of the message.
-            meta: its plain data.
-            tensors: its payload; None = none.
+            kind: kind of the message.
+            meta: plain data of the message.
+            tensors: payload of the message; None = none.
         """
         number, incarnation = self._assignment.id, self._assignment.incarnation
         self.down_bytes += self._send(Message(kind, number, incarnation, meta, tensors))
@@ -154,7 +154,7 @@ class Conversation:
         self._pair.check()
 
     def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Message:
-        """Receive a message of this task; ``into`` returns the storage for its tensors. Raises like `Connection.recv`."""
+        """Receive a message of this task; ``into`` returns the storage for its tensors. Raise as `Connection.recv` does."""
 
         def expect(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
             if kind not in (wanted, Kind.FAILED):
@@ -174,7 +174,7 @@ class Conversation:
 
 
 class ServerSide:
-    """The server's side of one client's tasks; reuses the module it has built."""
+    """The server's side of one client's tasks; it reuses the module that it has built."""
 
     def __init__(self, local: Local, device: torch.device | str, num_threads: int) -> None:
         """Prepare to compute the method's ``local`` part on ``device`` with ``num_threads`` threads."""
@@ -185,8 +185,8 @@ class ServerSide:
         """Train the server's part together with a client; return its update, whose tensors are valid until the next task.
 
         Args:
-            exchange: of the task.
-            assignment: of the task.
+            exchange: exchange of the task.
+            assignment: assignment of the task.
             snapshot: values of the server's part.
             talk: connection to the client during the task.
 

@@ -16,15 +16,15 @@ HEAD_FIELDS: Final = ("head", "head_signature", "head_key")
 
 
 def count_of(meta: Meta, name: str, least: int = 0) -> int:
-    """Read a whole number below 2**53 from a message's field.
+    """Read a field of a message that must be a whole number below 2**53.
 
     Args:
         meta: plain data of a message.
-        name: of the field.
+        name: name of the field.
         least: smallest allowed value.
 
     Raises:
-        Refused: it is missing, or anything else.
+        Refused: the field is missing, or has another value.
     """
     value = meta.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**53:
@@ -33,15 +33,15 @@ def count_of(meta: Meta, name: str, least: int = 0) -> int:
 
 
 def text_of(meta: Meta, name: str, longest: int = 1000) -> str:
-    """Read an optional field of plain characters; "" where it is missing.
+    """Read an optional text field of a message, of plain characters; "" if it is missing.
 
     Args:
         meta: plain data of a message.
-        name: of the field.
-        longest: characters allowed.
+        name: name of the field.
+        longest: largest number of characters.
 
     Raises:
-        Refused: it is anything else.
+        Refused: the field has another value.
     """
     value = meta.get(name, "")
     if not isinstance(value, str) or len(value) > longest or not (value.isascii() and value.isprintable()):
@@ -51,11 +51,11 @@ def text_of(meta: Meta, name: str, longest: int = 1000) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SignedHead:
-    """Head of the server's journal once an assignment was recorded.
+    """Head of the server's journal's hash chain after an assignment was recorded, with its signature.
 
     Attributes:
-        head: the last ``chain`` of the journal, see `raafl.runfolder.chain`.
-        signature: of head and assignment; "" = unsigned.
+        head: last ``chain`` of the journal; see `raafl.runfolder.chain`.
+        signature: signature of head and assignment; "" = unsigned.
         key: public key of the signature; "" = unsigned.
     """
 
@@ -65,12 +65,12 @@ class SignedHead:
 
     @classmethod
     def sign(cls, head: str, assignment: int, signer: Signer | None) -> Self:
-        """Sign the head that goes with an assignment.
+        """Sign the journal's head that is sent with an assignment.
 
         Args:
-            head: of the journal.
-            assignment: its id.
-            signer: of the server; None = unsigned.
+            head: head of the journal.
+            assignment: id of the assignment.
+            signer: signer of the server; None = unsigned.
         """
         return cls(head) if signer is None else cls(head, signer.sign(_signed(head, assignment)), signer.public)
 
@@ -79,12 +79,12 @@ class SignedHead:
         return is_signed(_signed(self.head, assignment), self.signature, self.key)
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Return the fields of this record for a message."""
         return dict(zip(HEAD_FIELDS, (self.head, self.signature, self.key), strict=True))
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self | None:
-        """Read the fields of a message; None where it has no head. Raises `Refused` for what is no short text."""
+        """Read the record from a message; None if it has no head. Raise `Refused` for fields that are not short texts."""
         if "head" not in meta:
             return None
         return cls(*(text_of(meta, name) for name in HEAD_FIELDS))

@@ -25,9 +25,9 @@ def fit(
     """Run an experiment under torchrun; return summary and run folder on rank 0, None on a client.
 
     Args:
-        experiment: the run.
-        config_yaml: its config as text, for the run folder.
-        observer: called during the run; None = nobody.
+        experiment: settings of the run.
+        config_yaml: config of the run as text, for the run folder.
+        observer: observer called during the run; None = none.
     """
     if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
         experiment = resume.after_restart(experiment)

@@ -23,12 +23,12 @@ It decides who is admitted, so that a server of another package version keeps it
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Facts that must be equal in two processes before tensors travel between them.
+    """Properties of a process that two processes must have in common before tensors travel between them.
 
     Attributes:
         model: fingerprint of the layout of all parameters.
         base: digest of the frozen parameters; None = there are none.
-        config: digest of each section of the config that both must share; None = not compared.
+        config: digest of each section of the config that both must have in common; None = not compared.
         raafl: version of the package, which must be equal only between processes of one machine's run.
         protocol: version of the protocol.
     """
@@ -41,14 +41,14 @@ class Identity:
 
     @classmethod
     def of(cls, submodels: Submodels, config: Mapping[str, str] | None = None) -> Self:
-        """Describe this process."""
+        """Return the identity of this process."""
         base = submodels.base
         digest = None if base is None else base.digest
         return cls(submodels.layout().fingerprint, digest, config, __version__, PROTOCOL)
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
-        """Read a peer's identity from its Hello message; its values are only compared with our own."""
+        """Read a peer's identity from its HELLO; its values are only compared with our own."""
         config = meta.get("config")
         config = config if isinstance(config, dict) else None
         return cls(meta.get("model"), meta.get("base"), config, meta.get("raafl"), meta.get("protocol"))
@@ -71,15 +71,16 @@ class Difference:
 
 
 def agree(ours: Identity, theirs: Identity, *, same_package: bool = False) -> Difference | None:
-    """Compare two identities; return their first difference, None where they agree.
+    """Compare two identities; return their first difference, or None if they agree.
 
-    The protocol comes first, since another version may mean other fields; the config comes before the model, which follows
-    from it. A section ``data`` of the peer may be "own": it trains on data of its own.
+    The protocol comes first, since another version may have other fields; the config comes before the model, which
+    follows from it. The peer's digest of the section ``data`` may be "own": it then trains on data of its own.
 
     Args:
-        ours: of this process.
-        theirs: of the peer.
-        same_package: the package's version must be equal, too: for processes that compute one task's bits together.
+        ours: identity of this process.
+        theirs: identity of the peer.
+        same_package: whether the package's version must be equal, too, for processes that compute one task's bits
+            together.
     """
     if ours.protocol != theirs.protocol:
         return _difference("protocol", ours.protocol, theirs.protocol)
@@ -103,18 +104,18 @@ def _difference(name: str, ours: object, theirs: object) -> Difference:
 def client_info(
     hello: Mapping[str, Any], num_samples: int, known: ClientInfo, incarnation: int, *, own_data: bool = True
 ) -> ClientInfo:
-    """Make the coordinator's description of a client from its HELLO, whose fields are checked here.
+    """Build the coordinator's description of a client from its HELLO, whose fields are checked here.
 
     Args:
         hello: fields of the HELLO.
-        num_samples: how many training samples it claims.
-        known: what the server knows of it: its id, how many samples of the run's data it was dealt (0 = not known), and
-            its profile, whose series it may name by digest.
-        incarnation: number of this connection of the client.
-        own_data: whether it may train on data of its own.
+        num_samples: number of training samples that it claims.
+        known: what the server knows about the client: its id, its number of samples of the run's data (0 = unknown),
+            and its profile, whose series the client may name by digest.
+        incarnation: number of this connection, counted for the client.
+        own_data: whether the client may train on data of its own.
 
     Raises:
-        Refused: the description makes no sense, or claims more than it may; the detail is for the client.
+        Refused: the description is invalid, or claims more than it may; the error's detail is sent to the client.
     """
     profile, client = hello.get("profile"), known.id
     try:

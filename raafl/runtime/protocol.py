@@ -60,21 +60,21 @@ def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Message with the server's config, for a client that has none; without text, the client's request for it.
+    """Message with the server's config, for a client without one; if it has no text, it is the client's request for the config.
 
     Attributes:
-        config_yaml: text of config.yaml; None = a request, or a client that has its own.
+        config_yaml: text of config.yaml; None = a request, or the reply to a client that has its own.
     """
 
     config_yaml: str | None = None
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Return the fields of the message."""
         return {"config_yaml": self.config_yaml}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; raises `Refused` where the text is none."""
+        """Read a Config message; raise `Refused` if its text is not a text."""
         text = meta.get("config_yaml")
         if text is not None and not isinstance(text, str):
             raise Refused("bad-meta", "config_yaml is no text")
@@ -83,13 +83,13 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Message in which a peer describes itself, once it has built its model.
+    """Message in which a peer describes itself after it has built its model.
 
     Attributes:
-        identity: facts that must be equal at peer and server.
-        unsent: id of an assignment whose answer was not sent on an earlier connection; None = none.
+        identity: properties that must be equal at peer and server.
+        unsent: id of an assignment whose answer could not be sent on an earlier connection; None = none.
         client: description of a client (`client_to_json`), with digests in place of series; empty from a rank.
-        memory_bytes: memory that a process of a client may use; None = no limit.
+        memory_bytes: number of bytes of memory that a process of a client may use; None = no limit.
     """
 
     identity: Identity
@@ -99,25 +99,24 @@ class Hello:
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
-        """Describe a client; a series of its profile goes by digest, for a server that has the series itself.
+        """Return the HELLO of a client; a series of its profile is replaced by a digest, for a server that has the series.
 
         Args:
-            identity: of config, model and version.
-            info: of the client; a series of its profile is sent as a digest, for a server that has the series
-                itself.
+            identity: identity of this process: config, model and version.
+            info: description of the client.
             unsent: id of an assignment whose update was not sent on an earlier connection; None = there is none.
         """
         data = client_to_json(info)
         return cls(identity, unsent, {**data, "profile": as_sent(data["profile"])})
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Return the fields of the message."""
         limit = {} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}
         return {**self.identity.to_meta(), "unsent": self.unsent, **limit, **self.client}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; raises `Refused` for an `unsent` or a `memory_bytes` that is no number above 0, or a series in full."""
+        """Read a HELLO; raise `Refused` if `unsent` or `memory_bytes` is not a number above 0, or a series is sent in full."""
         unsent = None if meta.get("unsent") is None else count_of(meta, "unsent", least=1)
         memory = meta.get("memory_bytes")
         if memory is not None and not (isinstance(memory, int | float) and 0 < memory < math.inf):
@@ -130,13 +129,13 @@ class Hello:
 
     @property
     def num_samples(self) -> int:
-        """Training samples of the client; raises `Refused` where that is no count from 1."""
+        """Number of training samples of the client; raises `Refused` unless it is a whole number of at least 1."""
         return count_of(self.client, "num_samples", least=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Message that admits a peer.
+    """Message by which the server admits a peer.
 
     Attributes:
         kept_whole: names of the axes that the server could not verify as safe to cut; the peer must not cut them either.
@@ -147,20 +146,20 @@ class Welcome:
     client: int | None = None
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Return the fields of the message."""
         client = {} if self.client is None else {"client": self.client}
         return {**client, "kept_whole": list(self.kept_whole)} if self.kept_whole or self.client is None else client
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; raises `Refused` where ``kept_whole`` is no list of texts."""
+        """Read a Welcome message; raise `Refused` if ``kept_whole`` is not a list of texts."""
         names = meta.get("kept_whole", [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise Refused("bad-meta", "kept_whole is no list of names of axes")
         return cls(tuple(names))
 
     def apply_to(self, submodels: Submodels) -> None:
-        """Exclude the named axes from cuts; raises `Refused` for an axis that the model does not have."""
+        """Exclude the axes in `kept_whole` from cuts; raise `Refused` for an axis that the model does not have."""
         try:
             submodels.exclude_axis(dict.fromkeys(self.kept_whole, "not proven by the server"))
         except SpecError as error:
@@ -169,12 +168,12 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Message with a task; the submodel's values are its tensors.
+    """Message that sends a task; its tensors are the submodel's values.
 
     Attributes:
-        assignment: what to train.
-        more: whether the tasks that follow are trained together with this one, as one batch.
-        head: of the server's journal, for the site's receipt; None = none.
+        assignment: assignment of the task.
+        more: whether the following tasks are trained together with this one, as one batch.
+        head: head of the server's journal, for the site's receipt; None = none.
     """
 
     assignment: Assignment
@@ -182,13 +181,13 @@ class Assign:
     head: SignedHead | None = None
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Return the fields of the message."""
         head = {} if self.head is None else self.head.to_meta()
         return {**assignment_to_json(self.assignment), **({"more": True} if self.more else {}), **head}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; raises `Refused` for what is no assignment."""
+        """Read an Assign message; raise `Refused` if it has no valid assignment."""
         try:
             fields = {name: value for name, value in meta.items() if name not in ("more", *HEAD_FIELDS)}
             return cls(assignment_from_json(fields), meta.get("more") is True, SignedHead.from_meta(meta))
@@ -198,16 +197,17 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Message with the result of a task; the update is its tensors.
+    """Message with the result of a task; its tensors are the update.
 
     Attributes:
-        num_samples: samples that the client has trained on, which may weigh its update.
-        num_steps: optimiser steps made.
-        metrics: what it measured, by name; no more than `MAX_METRICS`.
-        extra: plain data of the method's hook for the merge.
-        base: digest of the frozen parameters in the form that the task was to have; None = the task named no form.
-        refusal: why the update may not be merged, found where it was trained; None = nothing is wrong.
-        counted: how the executor of a rank trained so far; empty from a client.
+        num_samples: number of samples that the client has trained on, by which its update may be weighted.
+        num_steps: number of optimiser steps made.
+        metrics: metrics that the client measured, by name; at most `MAX_METRICS`.
+        extra: plain data from the method's hook for the merge.
+        base: digest of the frozen parameters in the precision that the task asked for; None = the task named no
+            precision.
+        refusal: reason, found where the update was trained, for which it may not be merged; None = no reason.
+        counted: counts of how a rank's executor has trained so far; empty from a client.
     """
 
     num_samples: int
@@ -219,10 +219,11 @@ class Answer:
     counted: Mapping[str, Any] = field(default_factory=dict)
 
     def to_meta(self, *, exact: bool = False) -> dict[str, Any]:
-        """Return the message's fields.
+        """Return the fields of the message.
 
         Args:
-            exact: write metrics as text, so that NaN and infinity survive JSON; between ranks of one simulated run.
+            exact: whether to write metrics as text, so that NaN and infinity survive JSON; used between ranks of one
+                simulated run.
         """
         if exact:
             metrics: dict[str, float | str] = {name: repr(value) for name, value in self.metrics.items()}
@@ -234,7 +235,10 @@ class Answer:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a client's message; metrics that are no number, or above `MAX_METRIC`, are left out. Raises `Refused`."""
+        """Read a client's Answer; metrics that are not numbers, or are above `MAX_METRIC`, are left out.
+
+        Raise `Refused` if invalid.
+        """
         metrics, extra, base = meta.get("metrics", {}), meta.get("extra", {}), meta.get("base")
         if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
             raise Refused("bad-json", "metrics is not a small table")
@@ -252,7 +256,10 @@ class Answer:
 
     @classmethod
     def from_rank(cls, meta: Meta) -> Self:
-        """Read a rank's message, whose metrics are exact; ranks of one run share a machine's trust, yet a bad field is refused."""
+        """Read a rank's Answer, whose metrics are exact.
+
+        Ranks of one run trust each other, but an invalid field is refused all the same.
+        """
         refusal, counted = meta.get("refusal"), meta.get("counted", {})
         try:
             metrics = {str(name): float(text) for name, text in meta["metrics"].items()}
@@ -266,13 +273,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Message in place of an answer: memory was too small, the site does not allow the task, or the code raised an error.
+    """Message in place of an Answer: memory was too small, the site does not allow the task, or the code raised an error.
 
     Attributes:
-        reason: one of `UNANSWERED`, `GPU_LOST`, or "" for an error of the code; before a HELLO `POLICY` or `DRY_RUN`.
-        where: the task and the line, as the client says.
-        error: the error in a line.
-        traceback: in full, at most `MAX_TRACEBACK` characters; "" where the client's data are private.
+        reason: one of `UNANSWERED`, `GPU_LOST`, or "" for an error of the code; before a HELLO, `POLICY` or `DRY_RUN`.
+        where: the task and the line of code, as the client describes them.
+        error: error in one line.
+        traceback: full traceback, at most `MAX_TRACEBACK` characters; "" if the client's data are private.
     """
 
     reason: str = ""
@@ -282,7 +289,7 @@ class Failed:
 
     @classmethod
     def of(cls, failure: TaskFailed, *, private: bool) -> Self:
-        """Describe a failure; if the client's data are ``private``, only by the error's type and place."""
+        """Return the message for a failure; if the client's data are ``private``, it has only the error's type and place."""
         reason = GPU_LOST if isinstance(failure, GpuLost) else ""
         if not private:
             return cls(reason, failure.where, failure.error, failure.traceback)
@@ -291,13 +298,13 @@ class Failed:
         return cls(reason, failure.where, kind.partition(" (")[0] + at)
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Return the fields of the message."""
         fields = {"reason": self.reason, "where": self.where, "error": self.error, "traceback": self.traceback}
         return {name: value for name, value in fields.items() if value}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message: texts are cleaned and cut, whatever they are."""
+        """Read a Failed message; its texts are sanitised and shortened, whatever they are."""
         lines = str(meta.get("traceback", ""))[-MAX_TRACEBACK:].splitlines()
         return cls(
             sanitize_text(meta.get("reason", "")), sanitize_text(meta.get("where", "")),
@@ -306,7 +313,7 @@ class Failed:
 
     @property
     def refusal(self) -> str | None:
-        """Reason for which the client refuses the task; None for an error."""
+        """Reason for which the client refuses the task; None = its code raised an error."""
         return self.reason if self.reason in UNANSWERED else None
 
     def to_error(self, client: int) -> TaskFailed:
@@ -317,28 +324,28 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Message with the reason why the server stops or refuses a peer."""
+    """Message with the reason for which the server stops or refuses a peer."""
 
     reason: str
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Return the fields of the message."""
         return {"reason": self.reason}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; the text is cleaned and cut."""
+        """Read a Reason message; its text is sanitised and shortened."""
         return cls(sanitize_text(meta.get("reason", "")))
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Message of a mid-task exchange: settings that the server's side must match, and fields of the method.
+    """Message of an exchange in mid-task: settings that the server's side must match, and fields of the method.
 
     Attributes:
-        precision: one of `PRECISIONS`.
-        accumulate: batches to an optimiser step, from 1.
-        sends: whether the client's update holds values or a difference.
+        precision: numeric precision, one of `PRECISIONS`.
+        accumulate: number of batches to an optimiser step, at least 1.
+        sends: content of the client's update, values or a difference.
     """
 
     precision: str
@@ -346,12 +353,12 @@ class Question:
     sends: Literal["values", "delta"]
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields, to be added to those of the algorithm."""
+        """Return the fields of the message, to be added to those of the method."""
         return {"precision": self.precision, "accumulate": self.accumulate, "sends": self.sends}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; raises `Refused` for a value out of range."""
+        """Read a Question message; raise `Refused` for a value out of range."""
         precision, accumulate, sends = meta.get("precision"), meta.get("accumulate"), meta.get("sends")
         if precision not in PRECISIONS:
             raise Refused("bad-json", f"precision is {sanitize_text(precision, 40)}: use {', '.join(PRECISIONS)}")
@@ -367,7 +374,7 @@ class Measure:
     Attributes:
         start: index of the first batch.
         stop: index after the last one.
-        has_values: whether the model's values come with the message; otherwise the last ones count.
+        has_values: whether the model's values come with the message; else those of the last message are used.
     """
 
     start: int
@@ -375,11 +382,11 @@ class Measure:
     has_values: bool
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Return the fields of the message."""
         return {"start": self.start, "stop": self.stop, "has_values": self.has_values}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; raises `Refused` for what is no range."""
+        """Read a Measure message; raise `Refused` if it has no valid range."""
         start, stop = count_of(meta, "start"), count_of(meta, "stop", least=1)
         return cls(start, stop, meta.get("has_values") is True)

@@ -31,9 +31,9 @@ class Parting:
     """First event at which a replay differs from its recording.
 
     Attributes:
-        number: of the event in the journal, from 1.
-        what: what differs, in words.
-        recorded: what the journal says; replayed: what came out now.
+        number: number of the event in the journal, from 1.
+        what: description of the difference.
+        recorded: value in the journal; replayed: value in the replay.
     """
 
     number: int
@@ -47,12 +47,12 @@ class Parting:
 
 
 def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
-    """Return the event of a journal row, or None for a row that is not one; an `Arrived` has no tensors yet.
+    """Return the event of a journal row, or None for a row of another kind; an `Arrived` has no tensors yet.
 
-    ``series`` are those of earlier rows' profiles, by digest; those of this row are added.
+    ``series`` has the series of earlier rows' profiles, by digest; those of this row are added.
 
     Raises:
-        BadInput: the row is not one of raafl's.
+        BadInput: the row is not one that raafl writes.
     """
     if row.get("event") not in EVENTS:
         return None
@@ -67,10 +67,10 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
 
 @dataclass
 class Replay:
-    """Feeds a journal to a coordinator.
+    """Replay that feeds the events of a journal to a coordinator.
 
-    ``coordinator`` is fresh, built from the run's config; ``parting`` is where the replay left the recording, if it
-    did.
+    ``coordinator`` is new, built from the run's config; ``parting`` is the first event at which the replay differs from
+    the recording, or None.
     """
 
     coordinator: Coordinator
@@ -87,7 +87,7 @@ class Replay:
         self._snapshots, self._groups = CompressedSnapshots(self.coordinator), SecureGroups.of(self.coordinator)
 
     def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
-        """Replay rows in order, up to and including event number ``until``; they are gone through twice."""
+        """Replay rows in order, up to and including event number ``until``; the rows are read twice."""
         order = {row["assignment"]: place for place, row in enumerate(rows) if row.get("event") == "arrived"}
         for row in rows:
             if until is not None and self.num_events >= until:

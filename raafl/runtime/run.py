@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Parts that both runtimes share: run folder, record, progress view, evaluator, and summary."""
+    """Parts of a run that both runtimes share: run folder, record, progress view, evaluator and summary."""
 
     def __init__(
         self, parts: ServerSetup, config_yaml: str, runtime: str,
@@ -240,7 +240,7 @@ class Run:
         return notes
 
     def start(self) -> None:
-        """Start the clock and the view."""
+        """Start the run's clock and the progress view."""
         experiment, coordinator = self.parts.experiment, self.parts.coordinator
         described = coordinator.algorithm.describe()
         title = (
@@ -266,7 +266,7 @@ class Run:
         self.loggers.on_evaluate(0, 0.0, self.record.metrics)
 
     def train_with(self, executor: Executor) -> None:
-        """Tell the user how tasks are trained: in how many processes, in batches or one by one."""
+        """Show how tasks are trained: in how many processes, in batches or one by one."""
         executor.note, executor.warn = self.progress.note, self.progress.warn
 
         def how() -> tuple[int | None, float | None, float | None]:
@@ -278,12 +278,12 @@ class Run:
     def finish(
         self, reason: str, time_s: float, error: CodeFailed | None = None, batched: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Write the summary and return it.
+        """Write the run's summary and return it.
 
         Args:
-            reason: why the run ended.
-            time_s: seconds on the run's clock.
-            error: of the user's code; None = none.
+            reason: reason for which the run ended.
+            time_s: time in seconds on the run's clock.
+            error: error of the user's code that ended the run; None = none.
             batched: counters of `batch_clients` for the summary; None = it was off.
         """
         self.observer.error = self.observer.error or error
@@ -339,13 +339,13 @@ def simulate(
     experiment: Experiment, config_yaml: str = "", observer: RunHooks | None = None,
     transport: Transport | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
-    """Run on a virtual clock; return the summary and the run folder.
+    """Run an experiment on a virtual clock; return the summary and the run folder.
 
     Args:
-        experiment: the run.
-        config_yaml: its config as text, for the run folder.
-        observer: called during the run; None = nobody.
-        transport: connects ranks that train, too; None = this process alone.
+        experiment: settings of the run.
+        config_yaml: config of the run as text, for the run folder.
+        observer: observer called during the run; None = none.
+        transport: transport to ranks that train, too; None = only this process trains.
     """
     from raafl.runtime.executors import RankExecutor
     from raafl.runtime.simulation import Simulation

@@ -36,10 +36,10 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """A group, as each of its members is told.
+    """Message to a member of a group that describes the group.
 
     Attributes:
-        group: its members.
+        group: group with all its members.
         share: factor, from 0 to 1, by which this member multiplies its change.
     """
 
@@ -47,7 +47,7 @@ class Formed:
     share: float
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields; a submodel that several members have is written once."""
+        """Return the fields of the message; a submodel that several members have is written once."""
         specs = list(dict.fromkeys(member.spec for member in self.group.members))
         members = [
             [member.key, member.mask_key.hex(), member.share_key.hex(), specs.index(member.spec)]
@@ -60,7 +60,7 @@ class Formed:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; raises `Refused` for anything else."""
+        """Read a Formed message; raise `Refused` for anything else."""
         try:
             specs = [Spec.from_json(one) for one in meta["specs"]]
             members = tuple(
@@ -85,21 +85,21 @@ def _key(text: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Members of a group that have sent what they were asked for.
+    """Message that lists the members of a group that have sent what they were asked for.
 
     Attributes:
-        keys: ids of their assignments, ascending.
+        keys: ids of the members' assignments, ascending.
     """
 
     keys: tuple[int, ...]
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Return the fields of the message."""
         return {"members": list(self.keys)}
 
     @classmethod
     def from_meta(cls, meta: Meta, among: Collection[int]) -> Self:
-        """Read a message; raises `Refused` unless it lists members ``among`` these, ascending."""
+        """Read a Members message; raise `Refused` unless it lists members ``among`` these, ascending."""
         keys = meta.get("members")
         if not isinstance(keys, list) or not all(type(key) is int for key in keys) or keys != sorted(set(keys)):
             raise Refused("bad-json", "members is no ascending list of numbers")
@@ -112,23 +112,23 @@ class Members:
 
 
 def layout_of(**sizes: int) -> Layout:
-    """Return the layout of named strings of bytes; an empty one has a byte, since a message has tensors or none."""
+    """Return the layout of named byte strings; an empty string takes one byte, since a message has tensors or none."""
     return Layout.pack((name, (max(size, 1),), torch.uint8) for name, size in sizes.items())
 
 
 def to_tensors(**texts: bytes) -> FlatTensors:
-    """Return strings of bytes as tensors, in the layout of `layout_of`."""
+    """Return byte strings as tensors, in the layout of `layout_of`."""
     made = {name: torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8) for name, text in texts.items()}
     return FlatTensors.from_named(made)
 
 
 def to_bytes(flat: FlatTensors, name: str) -> bytes:
-    """Return one string of bytes."""
+    """Return the byte string called ``name``."""
     return flat[name].cpu().numpy().tobytes()
 
 
 def split(text: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
-    """Split joined pieces by member, in the order of ``sizes``."""
+    """Split a joined byte string into the members' pieces, in the order of ``sizes``."""
     pieces, start = {}, 0
     for key, size in sizes.items():
         pieces[key] = text[start : start + size]
@@ -137,10 +137,10 @@ def split(text: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
 
 
 def sizes_from(coverage: Coverage, sender: int, receivers: Iterable[int]) -> dict[int, int]:
-    """Return the length of a sender's share for each receiver.
+    """Return the number of bytes of a sender's share for each receiver.
 
     Args:
-        coverage: cells of the group.
+        coverage: cells of the group's submodels.
         sender: key of the member that shares.
         receivers: keys of members; the sender may be among them.
     """
@@ -148,33 +148,33 @@ def sizes_from(coverage: Coverage, sender: int, receivers: Iterable[int]) -> dic
 
 
 def sizes_for(coverage: Coverage, receiver: int, senders: Iterable[int]) -> dict[int, int]:
-    """Return the length of each sender's share for a receiver.
+    """Return the number of bytes of each sender's share for a receiver.
 
     Args:
-        coverage: cells of the group.
-        receiver: key of the member that is shared with.
+        coverage: cells of the group's submodels.
+        receiver: key of the member that receives the shares.
         senders: keys of members; the receiver may be among them.
     """
     return {key: share_bytes(coverage, key) for key in senders if key != receiver}
 
 
 def reveal_sizes(coverage: Coverage, senders: Iterable[int], left: frozenset[int], min_cover: int) -> dict[int, int]:
-    """Return, for each member that sent shares, the length of its part in what a survivor reveals.
+    """Return, for each member that sent shares, the number of bytes that a survivor reveals about it.
 
     Args:
-        coverage: cells of the group.
-        senders: members that sent shares.
-        left: those whose masked numbers arrived.
-        min_cover: least contributors to an opened cell.
+        coverage: cells of the group's submodels.
+        senders: keys of members that sent shares.
+        left: keys of members whose masked numbers arrived.
+        min_cover: smallest number of contributors to an opened cell.
     """
     return {key: reveal_bytes(coverage, key, left, min_cover) for key in senders}
 
 
 def shares_layout(coverage: Coverage, sender: int, receivers: Iterable[int]) -> Layout:
-    """Return the layout of a member's message in the step of shares.
+    """Return the layout of the message in which a member sends its shares.
 
     Args:
-        coverage: cells of the group.
+        coverage: cells of the group's submodels.
         sender: key of the member.
         receivers: keys of all members.
     """

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ServerSetup:
-    """An experiment's parts on the server's side, built and checked."""
+    """Parts of an experiment on the server's side, built and checked."""
 
     experiment: Experiment
     data: FederatedData
@@ -64,10 +64,10 @@ def load_data(experiment: Experiment) -> FederatedData:
 
 
 def user_model(experiment: Experiment) -> LightningModule:
-    """Build the user's model, ready to be trained, with the exits that ``submodels.exits`` asks for.
+    """Build the user's model, prepared for training, with the exits that ``submodels.exits`` asks for.
 
     Raises:
-        BadInput: it cannot have them, or be trained; see `raafl.local.preparation.prepare`.
+        BadInput: the model cannot have these exits, or cannot be trained; see `raafl.local.preparation.prepare`.
     """
     module: LightningModule = prepare(experiment.model())
     give_exits(module, experiment.submodels.exits or ())
@@ -99,9 +99,9 @@ def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: obj
     """Return the submodels of a module, which must be equal on server and clients.
 
     Args:
-        options: of the config.
-        module: the model.
-        example_batch: of its data; None = there is none.
+        options: section ``submodels`` of the config.
+        module: model whose submodels they are.
+        example_batch: batch of the model's data; None = there is none.
     """
     return Submodels(module, example_batch, residual_width=options.residual_width, batch_norm=options.batch_norm)
 
@@ -110,16 +110,17 @@ def proven_submodels(
     options: SubmodelOptions, module: nn.Module, batch: object, select: Select,
     plain: Callable[[], nn.Module] | None = None,
 ) -> Submodels:  # fmt: skip
-    """Return the submodels of ``module`` without the axes that a step does not prove: for the server.
+    """Return the submodels of ``module`` without the axes that a step does not prove; only the server needs this.
 
-    Where ``select`` gives everyone the whole model there is nothing to prove.
+    If ``select`` gives every client the whole model, nothing needs to be proven.
 
     Args:
-        options: how the model is cut.
-        module: the model as it is trained.
-        batch: a real one.
-        select: of the run's algorithm.
-        plain: makes the model as the user has it, to be proven in the place of ``module``; None = ``module`` is proven.
+        options: section ``submodels`` of the config.
+        module: model as it is trained.
+        batch: a real batch of its data.
+        select: select part of the run's algorithm.
+        plain: function that makes the user's own model, on which axes are proven in place of ``module``; None = on
+            ``module``.
     """
     submodels = submodels_of(options, module, batch)
     if type(select) is not Full:
@@ -133,9 +134,9 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
     """Return the submodels of a module without the axes that are not proven.
 
     Args:
-        experiment: the run.
-        module: its model.
-        data: of the run.
+        experiment: settings of the run.
+        module: model of the run.
+        data: data of the run.
     """
 
     def plain() -> LightningModule:
@@ -147,7 +148,7 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
 
 
 def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
-    """Describe clients 1..N as they are known before they join."""
+    """Return descriptions of clients 1..N, as far as they are known before the clients join."""
     try:
         profiles = experiment.profiles()
     except ValueError as error:  # of a run folder's config, which nobody has checked as a whole
@@ -159,16 +160,17 @@ def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo
 def build(
     experiment: Experiment, *, pace: bool, min_clients: int | None = None, count_lost: bool = True
 ) -> ServerSetup:
-    """Build the server's parts.
+    """Build the parts of a run on the server's side.
 
     Args:
-        experiment: validated by `Experiment.check`.
-        pace: clients on the wall clock take their device's time.
-        min_clients: work starts once so many have joined; None = all that are available at the start.
-        count_lost: clients lost before the start count as joined.
+        experiment: settings of the run, validated by `Experiment.check`.
+        pace: whether clients in a wall-clock run take the time of their device profiles.
+        min_clients: number of clients that must have joined before work starts; None = all that are available at the
+            start.
+        count_lost: whether clients lost before the start count as joined.
 
     Raises:
-        BadInput: data and clients, or clients and submodels, do not go together.
+        BadInput: data and clients, or clients and submodels, do not fit each other.
     """
     set_numerics(experiment.threads, experiment.fabric)
     data = load_data(experiment)
@@ -200,7 +202,7 @@ def assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
     are merged, of float32 parameters: sums around privacy, and none of the last three.
 
     Raises:
-        BadInput: an option does not go with the algorithm.
+        BadInput: an option does not work with the algorithm.
     """
     privacy = experiment.privacy
     key = noise_key(privacy, experiment.seed) if privacy.is_on else b""
@@ -213,18 +215,18 @@ def assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
 
 
 def max_norm_ratio(experiment: Experiment) -> float | None:
-    """Return the guard's bound; None with privacy or secure aggregation, where each update is bounded and summed without a look."""
+    """Return the guard's bound on norms; None with privacy or secure aggregation, which bound each update and see only sums."""
     is_off = experiment.privacy.is_on or experiment.secure_aggregation.is_on
     return None if is_off else experiment.guard.max_norm_ratio
 
 
 def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True) -> Limits:
-    """Return the coordinator's limits.
+    """Return the limits that the coordinator observes.
 
     Args:
-        experiment: the run's config.
-        min_clients: how many clients must have joined before work starts.
-        count_lost: clients that were lost before the start count as joined.
+        experiment: settings of the run.
+        min_clients: number of clients that must have joined before work starts.
+        count_lost: whether clients lost before the start count as joined.
     """
     trigger, clients = experiment.algorithm.trigger, experiment.clients
     about_n = 1 if trigger.restart == "merge" else max(1, clients // int(getattr(trigger, "size", 1)))
@@ -241,13 +243,13 @@ def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True)
 
 
 def compression_plan(experiment: Experiment, submodels: Submodels) -> CompressionPlan | None:
-    """Plan the compression of transfers, equally on server and clients; None = nothing is compressed."""
+    """Plan the compression of transfers, equally on server and clients; None = no compression."""
     algorithm = experiment.algorithm
     return CompressionPlan.of(submodels, experiment.compress, sends_of(experiment), algorithm.local)
 
 
 def data_notes(parts: ServerSetup) -> list[str]:
-    """Return notes, before a run, on the data that metrics are measured on, and on batches that are never full."""
+    """Return notes, before a run, on the data on which metrics are measured, and on batches that are never full."""
     size, sizes = parts.coordinator.fleet.batch_size, parts.data.sizes
     small = [n for n in sizes if n < size]
     found = list(parts.data.notes)
@@ -264,15 +266,15 @@ def coordinator_of(
     experiment: Experiment, data: FederatedData, algorithm: Algorithm, state: GlobalState, limits: Limits, *,
     pace: bool = False,
 ) -> Coordinator:  # fmt: skip
-    """Make the coordinator of a run.
+    """Build the coordinator of a run.
 
     Args:
-        experiment: its config, as far as it decides costs of tasks.
-        data: of the run.
-        algorithm: of the run.
+        experiment: settings of the run, which decide the costs of tasks.
+        data: data of the run.
+        algorithm: algorithm of the run.
         state: the global model.
-        limits: at which the run ends.
-        pace: let tasks take the time of their device profiles.
+        limits: limits at which the run ends.
+        pace: whether tasks take the time of their device profiles.
     """
     return Coordinator(
         algorithm, state, limits, training=experiment.train, batch_size=batch_size_of(experiment, data),
@@ -295,10 +297,10 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
     """Return a trainer for the experiment's local part.
 
     Args:
-        experiment: the run.
-        submodels: of the model.
-        options: of Fabric.
-        max_built: submodels kept for reuse.
+        experiment: settings of the run.
+        submodels: submodels of the model.
+        options: options of Fabric.
+        max_built: number of small modules that are kept for reuse.
     """
     algorithm = experiment.algorithm
     if (problem := device_problem(options)) is not None:
@@ -318,13 +320,13 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
 def client_parts(
     experiment: Experiment, data: FederatedData, options: FabricOptions, max_built: int = 1
 ) -> tuple[Submodels, LocalTrainer]:
-    """Build the model that a client's own process needs: its structure, and the values of parameters that are frozen.
+    """Build the model parts that a client's own process needs: the structure, and the values of frozen parameters.
 
     Args:
-        experiment: the run.
-        data: of the run.
-        options: of Fabric.
-        max_built: submodels kept for reuse.
+        experiment: settings of the run.
+        data: data of the run.
+        options: options of Fabric.
+        max_built: number of small modules that are kept for reuse.
     """
     drawn = generators()
     with skeleton():
@@ -345,13 +347,13 @@ MAX_BUILT = 16
 def make_executor(
     parts: ServerSetup, workers: int, own: Mapping[int, ClientData] | None = None, *, ranks: bool = False
 ) -> Executor:
-    """Make the executor of a simulated run or a replay.
+    """Build the executor of a simulated run or a replay.
 
     Args:
-        parts: of the run.
+        parts: parts of the run on the server's side.
         workers: number of processes that train.
-        own: data of clients that train on their own instead of a share of the run's; None = no such client.
-        ranks: other ranks train, too (`RankExecutor.take_on`).
+        own: data of each client that trains on data of its own instead of a share of the run's; None = no such client.
+        ranks: whether other ranks train, too (`RankExecutor.take_on`).
     """
     from raafl.local.evaluation.evaluate import Evaluator
     from raafl.runtime.executors import Pool, RankExecutor
@@ -371,12 +373,12 @@ def make_executor(
 
 
 def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:
-    """Make the executor that trains tasks in this process, one by one or in batches.
+    """Build the executor that trains tasks in this process, one by one or in batches.
 
     Args:
-        experiment: the run.
-        trainer: of this process.
-        data: returns the data of a client, by id.
+        experiment: settings of the run.
+        trainer: trainer of this process.
+        data: function that returns the data of a client, by its id.
     """
     from raafl.runtime.executors import Inline
 

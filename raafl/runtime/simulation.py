@@ -101,7 +101,7 @@ class Simulation(Driver):
         }
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Restore what `save` returned; the coordinator and the record are restored separately."""
+        """Restore the state from the result of `save`; the coordinator and the record are restored separately."""
         self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s

@@ -35,12 +35,12 @@ def compare(site: SiteBooks, run: Path, books: Books) -> tuple[list[str], list[s
     """Compare the receipts of a site with the journal of a run; return findings, and notes on what is open.
 
     Args:
-        site: the receipts.
-        run: the run's folder.
-        books: of the run, with all heads of its journal.
+        site: receipts of the site.
+        run: folder of the run.
+        books: books of the run, with all heads of its journal.
 
     Raises:
-        ValueError: the journal has a line that is none.
+        ValueError: the journal has an invalid line.
     """
     findings, notes = list(site.findings), list[str]()
     assigned, arrived = _rows_of(run, site.client)
@@ -97,12 +97,12 @@ def _head_problems(receipt: Receipt, books: Books) -> list[str]:
 
 @dataclass(frozen=True)
 class Retrained:
-    """Tasks that were trained again.
+    """Result of training tasks again at a site.
 
     Attributes:
-        num_tasks: how many.
-        num_receipts: of how many that the site answered.
-        findings: what came out otherwise, a line each.
+        num_tasks: number of tasks that were trained again.
+        num_receipts: number of tasks that the site had answered.
+        findings: descriptions of different results, a line each.
     """
 
     num_tasks: int
@@ -111,12 +111,12 @@ class Retrained:
 
 
 def retrain(site: SiteBooks, setup: ClientSetup, share: float) -> Retrained:
-    """Train a share of a site's tasks again, from the inputs that it kept.
+    """Train a share of a site's tasks again, from the inputs that it stored.
 
     Args:
-        site: its receipts.
-        setup: the client, with the data that it had.
-        share: of all tasks; of more kept inputs so many are drawn.
+        site: receipts of the site.
+        setup: parts of the client, with the data that it had.
+        share: share of all tasks to train again; if more inputs are stored, tasks are drawn at random.
     """
     kept = list(site.inputs())
     most = math.ceil(share * len(site.receipts))
@@ -147,5 +147,5 @@ def _problem_of_task(receipt: Receipt, path: Path, setup: ClientSetup) -> str | 
 
 
 def site_notes(site: SiteBooks, here: dict[str, Any]) -> list[str]:
-    """Return a line for each condition of the site's results that is another one here."""
+    """Return a line for each condition of the site's results that differs here."""
     return [f"{line}: tasks trained again need not give the same bits" for line in differences(site.conditions, here)]

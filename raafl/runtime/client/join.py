@@ -42,23 +42,24 @@ def join(
     say: Callable[[str], None] = lambda text: None,
     gate: Gate | None = None,
 ) -> str:
-    """Work for a server until it dismisses the client; return its reason.
+    """Work for a server until it dismisses the client; return the reason of the dismissal.
 
     Args:
         address: ``HOST:PORT`` of the server.
         client: id of this client.
-        credentials: certificate or token with which it proves who it is.
-        make_site: builds the client from the server's config (checked text), or from the client's own config when given None.
-        needs_config: ask the server for its config.
-        proxy: see `raafl.transport.ConnectOptions`.
-        alone_s: seconds to look for a server that is absent; None = `Timeouts.alone_s`.
-        say: shows a line to the user.
-        gate: of the client's site; None = all passes.
+        credentials: certificate or token with which the client authenticates.
+        make_site: function that builds the client from the server's config (checked text), or from its own config if
+            given None.
+        needs_config: whether to ask the server for its config.
+        proxy: URL of an HTTP proxy; see `raafl.transport.ConnectOptions`.
+        alone_s: seconds for which to look for an absent server; None = `Timeouts.alone_s`.
+        say: function that shows a line to the user.
+        gate: gate of the client's site; None = everything passes.
 
     Raises:
         BadInput: the address, the credentials or the config is wrong.
         Replaced: another client with the same id took over.
-        RunFailed: the server refused the client, or was absent for ``alone_s``.
+        RunFailed: the server refused the client, or was absent for ``alone_s`` seconds.
         PolicyRefusal: the site's policy does not allow the run.
     """
     gate = gate or Gate()
@@ -157,10 +158,10 @@ class _Search:
         self._say(f"joined {self._address}")
 
     def find(self) -> Connection:
-        """Return a connection to the server.
+        """Look for the server and return a connection to it.
 
         Raises:
-            RunFailed: it refuses this client, or there has been none for ``alone_s``.
+            RunFailed: the server refuses this client, or none has been found for ``alone_s`` seconds.
         """
         doubts, told = 0, False
         while True:
@@ -186,7 +187,7 @@ class _Search:
         return True
 
     def pause(self, problem: str = "") -> None:
-        """Wait a while, longer each time; raises `RunFailed` when the time is up."""
+        """Wait before the next attempt, longer each time; raise `RunFailed` when the time is up."""
         if self._taken_in:
             self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
         left = self._alone_s - (time.monotonic() - self._since)
@@ -197,11 +198,11 @@ class _Search:
 
 
 def tell_not_joining(pair: Connection, reason: str) -> None:
-    """Tell a server, in the place of a HELLO, that this client does not join, and wait until it lets go.
+    """Tell a server, in place of a HELLO, that this client does not join; wait until the server closes the connection.
 
     Args:
-        pair: the connection.
-        reason: `POLICY` or `DRY_RUN`.
+        pair: connection to the server.
+        reason: reason for not joining, `POLICY` or `DRY_RUN`.
     """
     with suppress(PeerLost, PeerTimeout, Refused):
         pair.send(Message(Kind.FAILED, meta=Failed(reason).to_meta()))
@@ -209,7 +210,7 @@ def tell_not_joining(pair: Connection, reason: str) -> None:
 
 
 def ask_config(pair: Connection) -> str:
-    """Return the server's config, checked; raises `RunFailed` where it has more than names and plain values."""
+    """Ask the server for its config and return it, checked; raise `RunFailed` if it has more than names and plain values."""
     pair.send(Message(Kind.CONFIG))
     answer = pair.recv(no_tensors, _CONFIG_S)
     if answer.kind is Kind.STOP:

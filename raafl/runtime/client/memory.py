@@ -36,16 +36,16 @@ def with_memory(
     place: Place,
     num_processes: int = 1,
 ) -> tuple[ClientInfo, list[str]]:
-    """Return this client's description with its memory, once its process holds everything but a task, and notes for the user.
+    """Return this client's description with its memory, measured once its process holds all but a task, and notes for the user.
 
     Args:
-        experiment: of the run.
-        info: of the client, with or without declared memory.
-        submodels: of the model.
-        data: of the run.
-        device: that computes.
-        place: GPU and processes of this rank.
-        num_processes: that train the client together.
+        experiment: settings of the run.
+        info: description of the client, with or without declared memory.
+        submodels: submodels of the model.
+        data: data of the run.
+        device: device that computes.
+        place: position of this process, from which its GPU follows.
+        num_processes: number of processes that train the client together.
 
     Raises:
         BadInput: no submodel of the algorithm fits into the memory.
@@ -76,18 +76,19 @@ def settle_heap(
     experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: torch.device,
     num_processes: int = 1,
 ) -> None:  # fmt: skip
-    """Keep freed memory for the next step, or return it to the system at once where memory is scarce.
+    """Make the allocator keep freed memory for the next step, or return it to the system at once if memory is scarce.
 
-    Memory suffices if the whole model could train in it including fragmentation, and always where another device holds the model.
-    A sharded client is taken for one whose memory is scarce: gathered parameters leave so many holes that they cost all it saves.
+    Memory suffices if the whole model could train in it, fragmentation included, and always if another device holds the
+    model. A sharded client is treated as one with scarce memory: gathered parameters leave so many holes in kept memory
+    that they cost all that sharding saves.
 
     Args:
-        experiment: of the run.
-        info: of the client, with its memory.
-        submodels: of the model.
-        data: of the run.
-        device: that computes.
-        num_processes: that train the client together.
+        experiment: settings of the run.
+        info: description of the client, with its memory.
+        submodels: submodels of the model.
+        data: data of the run.
+        device: device that computes.
+        num_processes: number of processes that train the client together.
     """
     if experiment.fabric.shard and num_processes > 1:
         malloc.free_at_once()

@@ -59,14 +59,14 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
     """Train one client in all processes that torchrun started; return the exit code.
 
     Args:
-        make_site: builds the client from the server's config, or from its own config when given None.
-        work: runs in the leader: talks to the server, given the function that builds the client.
+        make_site: function that builds the client from the server's config, or from its own config if given None.
+        work: function that runs in the leader and talks to the server, given the function that builds the client.
         client: id of the client.
-        say: shows a line to the user.
+        say: function that shows a line to the user.
 
     Raises:
         BadInput: the algorithm cannot train one client in several processes.
-        RunFailed: the processes do not find each other, or differ in version, config, model or data.
+        RunFailed: the processes cannot reach each other, or differ in version, config, model or data.
     """
     if num_processes() == 1:
         return work(make_site)
@@ -78,7 +78,7 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
 
 
 def refuse(site: ClientSetup) -> None:
-    """Raise `BadInput` for an algorithm whose steps are more than gradients that can be averaged."""
+    """Raise `BadInput` for an algorithm whose steps use more than gradients, which can be averaged."""
     if not site.experiment.algorithm.local.supports_data_parallel:
         raise BadInput(
             f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot span several processes: join with one, "
@@ -125,7 +125,7 @@ class ClientGroup:
     # ---- the leader ----
 
     def leading(self, make_site: MakeSite) -> MakeSite:
-        """Wrap ``make_site`` so that it also has the followers build theirs, and compares them."""
+        """Wrap ``make_site`` so that it also makes the followers build their parts, and compares them."""
 
         def make(config_yaml: str | None) -> ClientSetup:
             site = make_site(config_yaml)

@@ -46,16 +46,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Record of an update that was sent.
+    """Record of an update that a site sent.
 
     Attributes:
-        assignment: plain data of the assignment, as it came.
-        head: the journal's head that came with it, as `SignedHead.to_meta`; None where none came.
-        trained: fingerprint of what was trained.
-        sent: fingerprint that the journal must have for the update; None where the server computes another, since values
-            are compressed or the server trained a part.
-        num_samples: samples that were claimed.
-        inputs: fingerprint of the values received, where they are kept.
+        assignment: plain data of the assignment, as received.
+        head: head of the journal that came with the assignment, as `SignedHead.to_meta`; None = none came.
+        trained: fingerprint of the trained values.
+        sent: fingerprint that the journal must have for the update; None if the server computes another one, since
+            values are compressed or the server trained a part.
+        num_samples: number of samples that the client reported.
+        inputs: fingerprint of the received values, if they are stored.
     """
 
     assignment: dict[str, Any]
@@ -67,10 +67,10 @@ class Receipt:
 
 
 class Receipts:
-    """Writer of a site's receipts; the worker's thread calls it, a thread of its own writes inputs.
+    """Writer of a site's receipts. The worker's thread calls it; a thread of its own writes inputs.
 
     Attributes:
-        folder: that holds them.
+        folder: folder of the receipts.
     """
 
     def __init__(
@@ -113,15 +113,15 @@ class Receipts:
         own_data: bool,
         signer: Signer | None = None,
     ) -> Self | None:
-        """Return a writer in a new folder of this user's state folder; None where no file can be written for the user.
+        """Return a writer in a new folder of this user's state folder; None if no file can be written for the user.
 
         Args:
             client: id of this client.
-            config_yaml: see `__init__`.
-            conditions: see `__init__`.
-            share: see `__init__`.
-            own_data: see `__init__`.
-            signer: see `__init__`; None = this user's own.
+            config_yaml: text of the config; see `__init__`.
+            conditions: conditions of the results; see `__init__`.
+            share: share of the tasks whose inputs are stored; see `__init__`.
+            own_data: whether the client trains on data of its own; see `__init__`.
+            signer: signer of the receipts; None = this user's own.
         """
         try:
             signer = signer or Signer.own()
@@ -136,11 +136,11 @@ class Receipts:
             return None
 
     def sent(self, receipt: Receipt, received: FlatTensors, *, repeatable: bool) -> None:
-        """Write the receipt of an update that was sent.
+        """Write the receipt of an update that was sent, and possibly the task's inputs.
 
         Args:
-            receipt: without inputs.
-            received: values that the task started from; read before this returns.
+            receipt: receipt without inputs.
+            received: values from which the task started; they are read before this returns.
             repeatable: whether one process can train the task again by itself.
         """
         data = asdict(receipt)
@@ -168,7 +168,7 @@ class Receipts:
                 gone.unlink()
 
     def close(self) -> None:
-        """Finish writing."""
+        """Finish writing, and end the thread."""
         self._writer.shutdown()
         self._file.close()
 
@@ -176,14 +176,14 @@ class Receipts:
 def receipt_of(
     assignment: Assignment, head: SignedHead | None, *, trained: str, sent: str | None, num_samples: int
 ) -> Receipt:  # fmt: skip
-    """Return the receipt of an update, without inputs.
+    """Return the receipt of an update, without the task's inputs.
 
     Args:
-        assignment: of the task.
-        head: that came with it; None = none.
-        trained: see `Receipt`.
-        sent: see `Receipt`.
-        num_samples: see `Receipt`.
+        assignment: assignment of the task.
+        head: head of the journal that came with the assignment; None = none.
+        trained: fingerprint of the trained values; see `Receipt`.
+        sent: fingerprint that the journal must have; see `Receipt`.
+        num_samples: number of samples that the client reported.
     """
     told = None if head is None else head.to_meta()
     return Receipt(assignment_to_json(assignment), told, trained, sent, num_samples)
@@ -191,15 +191,15 @@ def receipt_of(
 
 @dataclass(frozen=True)
 class SiteBooks:
-    """Receipts of a site, read back.
+    """Receipts of a site, as read from their folder.
 
     Attributes:
-        folder: that holds them.
+        folder: folder of the receipts.
         client: id of the client.
-        own_data: whether it trained on data of its own.
-        conditions: on which the bits of its results depended.
-        receipts: in the order in which updates were sent.
-        findings: receipts that were altered, a line each.
+        own_data: whether the client trained on data of its own.
+        conditions: conditions on which the bits of its results depended.
+        receipts: receipts in the order in which updates were sent.
+        findings: descriptions of receipts that were altered, a line each.
     """
 
     folder: Path
@@ -214,7 +214,7 @@ class SiteBooks:
         """Read a folder of receipts, and check their signatures.
 
         Raises:
-            BadInput: the folder is none of `raafl join`.
+            BadInput: the folder was not written by `raafl join`.
         """
         try:
             site = json.loads((folder / SITE).read_text(encoding="utf-8"))
@@ -232,7 +232,7 @@ class SiteBooks:
         return cls(folder, client, site.get("own_data") is True, known, receipts, findings)
 
     def inputs(self) -> Iterator[tuple[Receipt, Path]]:
-        """Yield the receipts whose inputs are there, with their files."""
+        """Yield each receipt whose inputs are stored, with the file of the inputs."""
         for receipt in self.receipts:
             path = self.folder / INPUTS / f"{receipt.assignment['id']:09d}.pt"
             if receipt.inputs is not None and path.is_file():
@@ -258,10 +258,10 @@ def _head(meta: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read_inputs(path: Path, layout_of: Callable[[], Layout]) -> FlatTensors:
-    """Read the values that a task started from, in the layout of its spec.
+    """Read the values from which a task started, in the layout of its spec.
 
     Raises:
-        BadInput: the file is damaged, or of another model.
+        BadInput: the file is damaged, or belongs to another model.
     """
     try:
         return FlatTensors.from_named(torch.load(path, map_location="cpu", weights_only=True), layout_of())

@@ -29,7 +29,7 @@ from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout, Re
 
 
 class SecureSide:
-    """A client's side of masked tasks. The training thread asks; the receiving thread passes replies on."""
+    """A client's side of masked tasks: the training thread sends messages and waits; the receiving thread passes on replies."""
 
     def __init__(self, pair: Connection, submodels: Submodels, merge: SecureSum) -> None:
         """Prepare.
@@ -46,7 +46,7 @@ class SecureSide:
         self._replies: queue.SimpleQueue[tuple[Meta, FlatTensors | None] | int | None] = queue.SimpleQueue()
 
     def refusal(self, assignment: Assignment, update: Update) -> str | None:
-        """Return why an update cannot be encoded, or None."""
+        """Return the reason why an update cannot be encoded, or None."""
         if update.refusal is not None:
             return update.refusal
         try:
@@ -56,16 +56,16 @@ class SecureSide:
         return None
 
     def mask(self, assignment: Assignment, update: Update, answer: Answer) -> FlatTensors:
-        """Send an update masked; return what this client reveals to open the sum, for the task's last message.
+        """Send an update masked; return the shares that this client reveals to open the sum, for the task's last message.
 
         Args:
-            assignment: of the task.
-            update: trained, not refused.
-            answer: what the server may know of the task.
+            assignment: assignment of the task.
+            update: trained update, which is not refused.
+            answer: fields of the answer that the server may see.
 
         Raises:
-            CannotOpen: the group is not what this client agrees to, or too few are left.
-            Stopped: the server has given the task up, or is gone.
+            CannotOpen: the group is not one that this client agrees to, or too few members are left.
+            Stopped: the server has ended the task, or is gone.
         """
         self._assignment, options = assignment, self._merge.options
         member, ring = Member(options.min_cover or 0, options.threshold), Ring(self._submodels)
@@ -109,7 +109,7 @@ class SecureSide:
         return reply
 
     def expect(self, assignment: int) -> FlatTensors | None:
-        """Return the storage of a reply; called on the receiving thread."""
+        """Return the storage for a reply's tensors; called on the receiving thread."""
         if not self._is_asking or self._assignment is None or assignment != self._assignment.id:
             raise Refused("bad-kind", f"a reply for assignment {assignment}, which waits for none")
         self._is_asking = False
@@ -120,5 +120,5 @@ class SecureSide:
         self._replies.put((meta, tensors))
 
     def stop(self, assignment: int | None = None) -> None:
-        """Wake a task that waits for a reply: there will be none; None = for no task any more."""
+        """Wake a task that waits for a reply, since none will come; None = any task, now and later."""
         self._replies.put(assignment)

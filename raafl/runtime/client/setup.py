@@ -32,16 +32,16 @@ from raafl.transport import Connection
 
 @dataclass
 class ClientSetup:
-    """Model, data and trainer of a client, reused for every connection.
+    """Model, data and trainer of a client, which all of its connections use.
 
     Attributes:
-        submodels: of the model, without values.
+        submodels: submodels of the model, without values.
         sections: digest of each section of the config that the server compares.
-        notes: for the user, one line each.
+        notes: notes for the user, one line each.
         process_group: processes that train this client together; None = only this one.
-        gate: checks each task for the client's site.
-        receipts: of what is sent to the server; None = none are kept.
-        config_yaml: text of its config.
+        gate: gate that checks each task for the client's site.
+        receipts: writer of receipts for what is sent to the server; None = no receipts.
+        config_yaml: text of the client's config.
     """
 
     experiment: Experiment
@@ -63,14 +63,14 @@ class ClientSetup:
         """Build a client from a config.
 
         Args:
-            experiment: its config.
-            config_yaml: the config's text, for digests.
-            client: its id.
-            own_data: all of the training data is this client's; otherwise its share.
-            data_named: the data section is the client's own, and is not compared with the server's.
+            experiment: config of the client.
+            config_yaml: text of the config, for digests.
+            client: id of the client.
+            own_data: whether all of the training data belongs to this client; else it gets its share.
+            data_named: whether the section ``data`` is the client's own, and is not compared with the server's.
 
         Raises:
-            BadInput: there is no such client, its model or data cannot be built, or its memory is too small.
+            BadInput: the client does not exist, its model or data cannot be built, or its memory is too small.
         """
         replace(experiment, output=None, resume=None).check(needs_end=False)
         if not 1 <= client <= experiment.clients:
@@ -91,10 +91,10 @@ class ClientSetup:
         """Build a client of a checked experiment.
 
         Args:
-            experiment: its config.
-            client: its id.
-            place: which GPU it uses.
-            own_data: all of the training data is this client's; otherwise its share.
+            experiment: config of the client.
+            client: id of the client.
+            place: position of this process, from which its GPU follows.
+            own_data: whether all of the training data belongs to this client; else it gets its share.
             alike: digests of the config's sections that the server compares.
             num_processes: that train it together.
         """
@@ -117,12 +117,12 @@ class ClientSetup:
     def receipts_kept(
         self, share: float, say: Callable[[str], None], signer: Signer | None = None
     ) -> Iterator[None]:  # fmt: skip
-        """Return a context in which receipts of what is sent are kept, and the inputs of a ``share`` of the tasks.
+        """Return a context in which receipts of sent updates are stored, with the inputs of a ``share`` of the tasks.
 
         Args:
-            share: from 0 to 1.
-            say: shows a line to the user.
-            signer: of this site; None = this user's own key.
+            share: share of the tasks, from 0 to 1.
+            say: function that shows a line to the user.
+            signer: signer of this site; None = this user's own key.
         """
         self.receipts = Receipts.open(
             self.info.id,
@@ -146,9 +146,9 @@ class ClientSetup:
         """Return a worker for a connection; see `Client`.
 
         Args:
-            pair: the connection to the server.
+            pair: connection to the server.
             unsent: id of an assignment whose update was not sent on an earlier connection; None = there is none.
-            on_welcome: called once the server has accepted the client.
+            on_welcome: function called once the server has accepted the client.
         """
         merge = masking(self.experiment)
         client = Client(

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Client:
-    """Worker for one connection to a server.
+    """Worker that runs the client's side of one connection to a server.
 
     Threads: one receives all the time, so that a stop or a broken connection interrupts the current task, whose result nobody
     needs. The other trains and answers. While a task is out, the server sends only stop, keepalive, and messages of the task's
@@ -51,8 +51,8 @@ class Client:
     Attributes:
         unsent: id of an assignment whose answer could not be sent; None = none.
         num_answered: number of tasks answered on this connection.
-        gate: checks each task for the client's site; lets all pass unless it is set before `run`.
-        receipts: of what is sent; None = none are kept.
+        gate: gate that checks each task for the client's site; lets all pass unless it is set before `run`.
+        receipts: writer of receipts for what is sent; None = no receipts.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class Client:
         self._received: queue.SimpleQueue[tuple[Assignment, FlatTensors] | str | Exception] = queue.SimpleQueue()
 
     def run(self) -> str:
-        """Work until the server dismisses the client; return its reason, with the connection closed.
+        """Work until the server dismisses the client; return the reason of the dismissal, with the connection closed.
 
         Raises:
-            TaskFailed: the user's code failed; the server was told.
-            PolicyRefusal: the site's policy ends the session; the server was told that a task is refused.
+            TaskFailed: the user's code failed; the server was sent the failure.
+            PolicyRefusal: the site's policy ends the session; the server was sent a refusal of the task.
             PeerLost: the server is gone.
-            PeerTimeout: it sent nothing for ``Timeouts.idle_s``.
-            Refused: it sent something that is not raafl's protocol.
+            PeerTimeout: the server sent nothing for ``Timeouts.idle_s``.
+            Refused: the server sent something that is not raafl's protocol.
         """
         self.gate.stopped = self._stop.is_set
         self._pair.send(Message(Kind.HELLO, 0, self._info.incarnation, self._hello().to_meta()))

@@ -28,12 +28,13 @@ def kind_of(assignment: Assignment) -> Like:
 
 
 class Executor(ABC):
-    """Trains tasks: `submit` them in any order, then call `result` or `cancel` once for each.
+    """Interface for training tasks: call `submit` in any order, then `result` or `cancel` once for each task.
 
     Attributes:
-        note: shows a line to the user.
-        warn: shows a warning; called on any thread.
-        needed: results that will still be requested if none is refused, beyond which training ahead is wasted; None = unknown.
+        note: function that shows a line to the user.
+        warn: function that shows a warning; called on any thread.
+        needed: number of results that will still be requested if none is refused; training more tasks ahead is wasted.
+            None = unknown.
     """
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
@@ -46,7 +47,7 @@ class Executor(ABC):
         return 1
 
     def most(self, assignment: Assignment) -> int:
-        """Return the largest number of tasks like this one that are trained together."""
+        """Return the largest number of tasks of this one's kind that are trained together."""
         return 1
 
     @abstractmethod
@@ -54,7 +55,7 @@ class Executor(ABC):
         """Accept a task for training.
 
         Args:
-            assignment: of the task.
+            assignment: assignment of the task.
             snapshot: values to send; they stay unchanged until `result` or `cancel`.
             needed_at: virtual time in seconds at which the result is due; tasks are trained in this order.
         """
@@ -64,8 +65,8 @@ class Executor(ABC):
         """Return the update of a task; its tensors are valid until the next call of any method.
 
         Args:
-            assignment_id: of the task.
-            context: lets the task be stopped; used only where it is trained in this process.
+            assignment_id: id of the task's assignment.
+            context: context by which the task can be stopped; used only if it is trained in this process.
 
         Raises:
             TaskFailed: the user's code failed in the task.
@@ -73,27 +74,27 @@ class Executor(ABC):
 
     @abstractmethod
     def cancel(self, assignment_id: int) -> None:
-        """Drop a task whose result will not be requested; unknown ids are ignored."""
+        """Remove a task whose result will not be requested; unknown ids are ignored."""
 
     def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
-        """Evaluate the global model, in as many processes as can help, with the bits of one process; see `Evaluator`."""
+        """Evaluate the global model, in as many processes as can help, with the same bits as one process; see `Evaluator`."""
         return evaluator(values)
 
     def counted(self) -> dict[str, Any]:
-        """Return counts of how tasks were trained, for `summed`; empty where tasks are trained one by one."""
+        """Return counts of how tasks were trained, for `summed`; empty if tasks are trained one by one."""
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Report for the summary the way in which tasks were trained; empty where they are trained one by one."""
+        """Return an entry for the summary on how tasks were trained; empty if they are trained one by one."""
         return summed([self.counted()])
 
     def close(self) -> None:
-        """Release processes and memory; may be called twice."""
+        """Release processes and memory; further calls do nothing."""
         return
 
 
 class Inline(Executor):
-    """Trains each task in this process when its result is asked for."""
+    """Executor that trains each task in this process when its result is requested."""
 
     def __init__(self, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> None:
         """Train with ``trainer``; ``data(i)`` is client i's."""
@@ -115,7 +116,7 @@ class Inline(Executor):
 
 
 def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Add the counts of several processes up to a share and a mean; empty where none counts."""
+    """Add up the counts of several processes to a share and a mean; empty if no process has counts."""
     found = [one for one in counts if one]
     if not found:
         return {}

@@ -69,11 +69,11 @@ class _Standing:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the timed batch took about as long as its tasks one by one."""
+        """Whether a batch took about as long as its tasks one by one."""
         return self.cohort_s * _GAIN >= self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
-        """Record a trial in which both ways gave equal bits; of its times, the most favourable to batches is used."""
+        """Record a trial in which both ways gave equal bits; of its times, the one most favourable to batches is used."""
         self.trials += 1
         self.seen |= trained.seen.keys()
         if not self.size or seconds * self.size * self.task_s <= self.cohort_s * loop_s:
@@ -86,7 +86,7 @@ def _kind(assignment: Assignment) -> Like:
 
 
 class BatchedExecutor(Executor):
-    """Trains waiting tasks together; trains sequentially, like `Inline`, what cannot be batched or gains nothing."""
+    """Executor that trains waiting tasks together; tasks that cannot be batched, or gain nothing, are trained one by one."""
 
     def __init__(
         self, trainer: LocalTrainer, data: Callable[[int], ClientData], most: int | Literal["auto"] = "auto"
@@ -113,7 +113,7 @@ class BatchedExecutor(Executor):
         self._reasons: dict[str, None] = {}
 
     def most(self, assignment: Assignment) -> int:
-        """Return the largest batch for such tasks; 1 where they are trained sequentially."""
+        """Return the largest batch for tasks of this kind; 1 if they are trained one by one."""
         standing = self._standing.get(_kind(assignment))
         is_left = self._refusal is not None or (standing is not None and standing.reason is not None)
         return 1 if is_left else max(self._cap(assignment.spec), 1)
@@ -126,7 +126,7 @@ class BatchedExecutor(Executor):
             heapq.heappush(self._order[kind], (needed_at, assignment.id))
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Return the update, training it together with waiting tasks if it is not there yet."""
+        """Return the update of a task; if it is not there yet, train the task together with waiting ones."""
         self._num_tasks += 1
         if assignment_id not in self._kept:
             self._train(assignment_id, context)
@@ -145,7 +145,7 @@ class BatchedExecutor(Executor):
             return attempt(self._trainer, *found.member(assignment_id), context)
 
     def cancel(self, assignment_id: int) -> None:
-        """Delete the stored task, or its result."""
+        """Remove a task, or its result; see `Executor.cancel`."""
         kind = self._kinds.pop(assignment_id, None)
         if kind is not None:
             self._waiting[kind].pop(assignment_id, None)
@@ -158,7 +158,7 @@ class BatchedExecutor(Executor):
         self._waiting.clear()
 
     def counted(self) -> dict[str, Any]:
-        """Return counts of tasks, batched tasks, batches and wasted results, and why others were trained sequentially."""
+        """Return counts of tasks, batched tasks, batches and wasted results, and why the others were trained one by one."""
         return {
             "tasks": self._num_tasks, "together": self._num_together, "cohorts": self._num_cohorts,
             "in_cohorts": self._num_in_cohorts, "in_vain": self._num_in_vain + len(self._kept),

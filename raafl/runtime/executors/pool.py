@@ -28,7 +28,10 @@ _PASSED_OVER = (signal.SIGINT, signal.SIGTERM)  # a terminal or a cluster sends 
 
 
 class Pool(RankExecutor):
-    """Executor over ``num_processes`` processes, this one included; the others are forked, so CPU only, no Windows."""
+    """Executor over ``num_processes`` processes, this one included.
+
+    The others are forked, so only on a CPU, and not on Windows.
+    """
 
     def __init__(
         self, trainer: LocalTrainer, inner: Executor, num_processes: int, evaluator: Callable[[], Evaluator]

@@ -28,20 +28,20 @@ _Received = tuple[Assignment | Measure, FlatTensors | None, bool]
 
 
 def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Callable[[], Evaluator]) -> None:
-    """Train and evaluate what rank 0 sends over ``pair``, until it says that the run has ended.
+    """Train and evaluate what rank 0 sends over ``pair``, until it ends the run.
 
     A second thread receives at all times, so that the end of the run interrupts the current task.
 
     Args:
         pair: connection to rank 0.
-        trainer: with which ``inner`` trains.
-        inner: trains here.
-        evaluator: builds this rank's evaluator on first use.
+        trainer: trainer that ``inner`` uses.
+        inner: executor that trains in this process.
+        evaluator: function that builds this rank's evaluator on first use.
 
     Raises:
-        GpuLost: this process's GPU is; another rank trains the task.
+        GpuLost: the GPU of this process has failed; another rank trains the task.
         PeerLost: rank 0 is gone.
-        Refused: it has sent what is not raafl's.
+        Refused: rank 0 has sent a message that is not raafl's.
     """
     stop, made, out = threading.Event(), cache(evaluator), list[Assignment]()
     inbox: queue.SimpleQueue[_Received | Exception | None] = queue.SimpleQueue()

@@ -53,7 +53,7 @@ class _Task:
 class RankExecutor(Executor):
     """Executor over this process and the ranks added by `take_on`; tasks of a lost rank are trained by the others.
 
-    Threads: one condition guards all shared state; nobody holds it while training, sending or receiving.
+    Threads: one condition guards all shared state; no thread holds it while training, sending or receiving.
     """
 
     def __init__(self, trainer: LocalTrainer, inner: Executor) -> None:
@@ -77,7 +77,10 @@ class RankExecutor(Executor):
         self._measures_alone = False  # what is measured cannot be shared
 
     def take_on(self, name: str, connect: Callable[[], Connection]) -> None:
-        """Let a rank work from the time it connects until `close`; returns at once. `warn` reports its loss, on any thread."""
+        """Let a rank work from the time it connects until `close`; return at once.
+
+        `warn` reports the rank's loss, on any thread.
+        """
         thread = threading.Thread(target=self._serve, args=(name, connect), name=name, daemon=True)
         self._threads.append(thread)
         self._num_ranks += 1
@@ -85,11 +88,11 @@ class RankExecutor(Executor):
 
     @property
     def num_processes(self) -> int:
-        """Count this process and the ranks that are not lost."""
+        """Number of this process and the ranks that are not lost."""
         return 1 + self._num_ranks
 
     def most(self, assignment: Assignment) -> int:
-        """Return the inner executor's limit, which holds for the other processes, too."""
+        """Return the inner executor's limit, which applies to the other processes, too."""
         return self._inner.most(assignment)
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
@@ -101,7 +104,7 @@ class RankExecutor(Executor):
                 self._changed.notify()
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Return the update; while another rank trains it, train the next needed task here."""
+        """Return the update of a task; while another rank trains it, train the next needed task here."""
         while True:
             with self._changed:
                 task = self._tasks[assignment_id]
@@ -145,7 +148,7 @@ class RankExecutor(Executor):
         return some
 
     def cancel(self, assignment_id: int) -> None:
-        """Drop the task; a rank that has begun it finishes it in vain."""
+        """Remove the task; a rank that has begun it finishes it, but the result is dropped."""
         with self._changed:
             task = self._tasks.get(assignment_id)
             if task is None:  # a replay submits only what will be asked for
@@ -183,7 +186,7 @@ class RankExecutor(Executor):
                 self._shared, self._measures_alone = None, shared.is_refused
 
     def report(self) -> dict[str, Any]:
-        """Count the tasks that all processes trained, one by one and batched."""
+        """Return counts of the tasks that all processes trained, one by one and batched."""
         here = self._inner.counted()
         with self._changed:
             kept = sum(task.result is not None for task in self._tasks.values())
@@ -191,7 +194,7 @@ class RankExecutor(Executor):
         return summed([here, *there, {"in_vain": self._num_in_vain + kept}]) if here else {}
 
     def close(self) -> None:
-        """Dismiss the ranks, also in the middle of a task."""
+        """Dismiss the ranks, even in the middle of a task."""
         self._end()
         with self._changed:
             while any(task.sending for task in self._tasks.values()):  # a message at a time; no other is begun any more

@@ -19,7 +19,7 @@ _PARTS = 8
 
 
 class Shared:
-    """One shared evaluation.
+    """One evaluation that several ranks share.
 
     Attributes:
         is_refused: whether a rank found that the evaluation cannot be shared, or failed in it.
@@ -41,17 +41,17 @@ class Shared:
 
     @property
     def has_more(self) -> bool:
-        """Whether batches are left that nobody has begun; the caller holds the condition."""
+        """Whether batches are left that no rank has begun; the caller holds the condition."""
         return self._first < self._last and not (self.is_refused or self._is_closed)
 
     def close(self) -> None:
-        """Let no rank begin another part, and wait for those at work; the caller holds the condition."""
+        """Give no rank another part, and wait for those at work; the caller holds the condition."""
         self._is_closed = True
         while self._num_out:  # in its middle only where measuring here has failed
             self._changed.wait()
 
     def measure(self) -> dict[str, float]:
-        """Return the metrics, evaluating here while other ranks help."""
+        """Return the metrics, evaluating batches here while other ranks help."""
         for place, (start, stop) in enumerate(self._parts):
             partials = self._of_another(place)
             if partials is None:
@@ -71,7 +71,7 @@ class Shared:
             return self._found.pop(place)
 
     def measure_at(self, pair: Connection) -> None:
-        """Have one rank evaluate parts while there are any; runs on that rank's thread."""
+        """Make one rank evaluate parts while there are any; runs on that rank's thread."""
         values: FlatTensors | None = self._values  # with the first
         while (place := self._take()) is not None:
             partials = None

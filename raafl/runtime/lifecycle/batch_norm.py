@@ -28,8 +28,8 @@ from raafl.trainer_stand_in import stage
 class StaticStatistics:
     """Collector of running statistics from the server's training data; see docs/submodels.md.
 
-    The global state never contains them, so that a run replays and resumes equally whatever was evaluated. The same samples are
-    drawn each time, by the run's seed; a model's statistics depend on its values alone.
+    The global state never contains them, so that a run replays and resumes equally whatever was evaluated. The run's
+    seed draws the same samples each time, so a model's statistics depend on its values alone.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class StaticStatistics:
             yield
 
     def untouched(self, values: FlatTensors) -> AbstractContextManager[None]:
-        """Return a context that restores the running statistics of ``values`` on exit, if they are static."""
+        """Return a context that restores the running statistics of ``values`` when it ends, if they are static."""
         return self._norms.untouched(values)
 
     def _run(self, module: nn.Module, numbered: tuple[int, Tensor]) -> None:
@@ -124,7 +124,7 @@ class StaticStatistics:
 
 
 class StatisticsHookList(HookList):
-    """Observers that see models with static running statistics where they save them."""
+    """List of observers that get static running statistics filled in wherever they save a model."""
 
     def __init__(self, statistics: StaticStatistics, *hooks: RunHooks) -> None:
         """Call ``hooks`` in order."""
@@ -139,7 +139,7 @@ class StatisticsHookList(HookList):
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
         """Call each observer; see `RunHooks.on_checkpoint`.
 
-        At the end of a run it sees the final model's statistics, before that those of the last evaluation.
+        At the end of a run the checkpoint has the final model's statistics, before that those of the last evaluation.
         """
         with self._filler.filled(coordinator.state.values, anew=coordinator.finished is not None):
             super().on_checkpoint(coordinator, version, clock)

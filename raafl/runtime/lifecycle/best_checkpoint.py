@@ -26,7 +26,7 @@ class BestCheckpoint(RunHooks):
     """Observer that writes `checkpoints/best.ckpt` whenever an evaluated model is better than all before; ties keep the first.
 
     Attributes:
-        best: version, metric and value of the kept checkpoint, for the summary; None = none yet.
+        best: version, metric and value of the stored checkpoint, for the summary; None = none yet.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BestCheckpoint(RunHooks):
         self._warned = False
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Write the model if it is better than the kept one; see `RunHooks.on_values`."""
+        """Write the model if it is better than the stored one; see `RunHooks.on_values`."""
         value = metrics.get(self._metric, math.nan) if self._metric is not None else math.nan
         if not math.isfinite(value) or not self._is_better(value):
             return

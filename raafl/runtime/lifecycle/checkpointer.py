@@ -32,7 +32,7 @@ class Checkpointer(RunHooks):
     A write error does not end the run: it is reported, the previous checkpoint stays, and the next one is tried again.
 
     Attributes:
-        num_failed: failed checkpoints since the last successful one.
+        num_failed: number of failed checkpoints since the last successful one.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Checkpointer(RunHooks):
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
         """Copy the state and write it in the background; see `RunHooks.on_checkpoint`.
 
-        Waits for the previous write, so that at most one copy exists.
+        It waits for the previous write, so that at most one copy exists.
         """
         self.wait()
         self._saved_s = self._clock()
@@ -107,22 +107,22 @@ class Checkpointer(RunHooks):
         return path
 
     def wait(self) -> Path | None:
-        """Return the path of the last checkpoint once it is written; None if there is none, or writing failed."""
+        """Wait for the last checkpoint; return its path, or None if there is none or writing failed."""
         return self._last.result() if self._last is not None else None
 
     def close(self) -> None:
-        """Finish writing."""
+        """Finish writing, and end the thread."""
         self.wait()
         self._writer.shutdown()
 
 
 def check_space(folder: Path, num_bytes: int, keep: int) -> None:
-    """Raise `BadInput` where a disk has less room than the run's checkpoints and model need.
+    """Raise `BadInput` if a disk has less room than the run's checkpoints and model need.
 
     Args:
-        folder: of the run; need not exist yet.
-        num_bytes: size of the global values.
-        keep: checkpoints that are kept; one more is written before the oldest is deleted.
+        folder: folder of the run, which need not exist yet.
+        num_bytes: number of bytes of the global values.
+        keep: number of checkpoints that are kept; one more is written before the oldest is deleted.
     """
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     needed, free = (keep + 2) * num_bytes, shutil.disk_usage(place).free
@@ -135,7 +135,7 @@ def check_space(folder: Path, num_bytes: int, keep: int) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """Return the operating system's error behind ``error``, in words, if there is one."""
+    """Describe the operating system's error behind ``error`` in words; if there is none, the error itself."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.strerror:
@@ -145,7 +145,7 @@ def cause(error: BaseException) -> str:
 
 
 def with_ties(module: nn.Module, values: FlatTensors) -> dict[str, torch.Tensor]:
-    """Return ``values`` under every name of the module's state dict; a tied parameter appears under each of its names."""
+    """Return ``values`` by the names of the module's state dict; a tied parameter appears under each of its names."""
     owners: dict[int, str] = {}
     named: dict[str, torch.Tensor] = {}
     flat = dict(values.items())

@@ -17,7 +17,7 @@ class Divergence(RunHooks):
     """Observer that looks for metrics that became NaN, and for updates refused as non-finite or far too large.
 
     Attributes:
-        failure: reason to end the run; None = continue.
+        failure: reason to end the run; None = the run goes on.
     """
 
     failure: str | None = None
@@ -39,7 +39,7 @@ class Divergence(RunHooks):
         self._said = False
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Check the metrics, and the data where one was never a number; see `RunHooks.on_evaluate`."""
+        """Check the metrics; if one was never a number, check the data, too. See `RunHooks.on_evaluate`."""
         if version == 0 and not all(map(math.isfinite, metrics.values())) and (fault := self._fault(None)) is not None:
             self._find(f"{_names(metrics)} at the start: {fault} has NaN or an infinity: correct it, or leave it out")
         bad = [name for name, value in metrics.items() if name in self._finite and not math.isfinite(value)]

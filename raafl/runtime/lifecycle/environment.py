@@ -17,8 +17,8 @@ def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]
     """Return the versions, hardware and settings on which a run's bits depend, once its parts are built.
 
     Args:
-        experiment: its config.
-        trains: whether this process trains, or clients do.
+        experiment: config of the run.
+        trains: whether this process trains, rather than clients.
     """
     fabric = experiment.fabric
     found = {

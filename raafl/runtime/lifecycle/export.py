@@ -38,16 +38,16 @@ def save_model(
 ) -> str | None:
     """Save the final model; return its path relative to the run folder, or None if it could not be saved.
 
-    An error (disk full, read-only) does not end the run: it is reported, a folder of an earlier attempt stays, and the last
-    checkpoint is what remains.
+    An error (disk full, read-only) does not end the run: it is reported, a folder of an earlier attempt stays, and the
+    last checkpoint remains.
 
     Args:
-        run_folder: of the run.
-        checkpoint: the last that was written; None = none.
+        run_folder: folder of the run.
+        checkpoint: path of the last checkpoint; None = none was written.
         module: instance into which the final values are copied.
-        state: of the server.
-        data: whose ``tokenizer`` is saved too, if transformers made it.
-        progress: shows errors.
+        state: the server's global model.
+        data: data whose ``tokenizer`` is saved, too, if it is one of transformers.
+        progress: view that shows errors.
     """
     found = None
     if callable(getattr(module, "save_pretrained", None)):
@@ -67,15 +67,15 @@ def save_model(
 
 
 def save_copy(run_folder: Path, module: LightningModule, state: GlobalState, progress: Progress) -> str | None:
-    """Save the model to the system's temporary folder, for a run folder without room; return its path, or None if that fails, too.
+    """Save the model to the system's temporary folder if the run folder has no room; return its path, or None if that fails, too.
 
     Training may have taken days, and the temporary folder is often on another disk.
 
     Args:
-        run_folder: of the run.
-        module: provides hyper-parameters and tensor names.
-        state: of the server.
-        progress: shows where the copy is.
+        run_folder: folder of the run.
+        module: module that provides hyper-parameters and names of tensors.
+        state: the server's global model.
+        progress: view that shows where the copy is.
     """
     folder: Path | None = None
     try:

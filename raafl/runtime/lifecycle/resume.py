@@ -37,7 +37,7 @@ class SavedRun:
     """The last checkpoint of a run, loaded to resume it.
 
     Attributes:
-        folder: of the run.
+        folder: folder of the run.
         state_dict: global values by name.
         section: saved state: ``runtime``, ``finished``, ``coordinator``, ``record``, and ``clock``, which is the runtime's own.
     """
@@ -52,7 +52,7 @@ class SavedRun:
         return bool(self.section["runtime"] != "simulated")
 
     def values(self, layout: Layout) -> FlatTensors:
-        """Return the global values in ``layout``."""
+        """Return the global values of the checkpoint in ``layout``."""
         return FlatTensors.from_named({entry.name: self.state_dict[entry.name] for entry in layout.entries}, layout)
 
 
@@ -60,7 +60,7 @@ def load(folder: Path, runtime: str) -> SavedRun:
     """Load the last checkpoint of a run.
 
     Raises:
-        BadInput: there is none, it is from before the first task, or the run was on the other clock.
+        BadInput: there is no checkpoint, it was written before the first task, or the run was on the other clock.
     """
     if not folder.is_dir():
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
@@ -100,9 +100,9 @@ def _refuse_links(folder: Path) -> None:
 
 @contextmanager
 def restoring(saved: SavedRun) -> Iterator[None]:
-    """Return a context that turns missing or malformed saved state into `BadInput`.
+    """Return a context that turns missing or malformed saved state into a `BadInput`.
 
-    A checkpoint may come from somebody else: each of its fields may have any type.
+    A checkpoint may come from another person, so each of its fields may have any type.
     """
     try:
         yield
@@ -152,7 +152,7 @@ def check_limits(saved: SavedRun, limits: Limits) -> None:
 
 
 def after_restart(experiment: Experiment) -> Experiment:
-    """Return ``experiment`` set to resume the previous attempt, if torchrun restarted the ranks.
+    """Return ``experiment``, changed to resume the previous attempt if torchrun has restarted the ranks.
 
     With ``--max-restarts`` torchrun ends all ranks when one fails and starts them again. The first attempt leaves the name of
     its run folder in ``runs/.torchrun``; a later one resumes from that folder's last checkpoint, or starts over in a folder
@@ -169,7 +169,7 @@ def after_restart(experiment: Experiment) -> Experiment:
 
 
 def leave_note(folder: Path) -> None:
-    """Write the name of the run folder to a file for the next attempt, under a torchrun that restarts ranks."""
+    """Write the name of the run folder to a file for the next attempt, if torchrun may restart ranks."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         _note().parent.mkdir(parents=True, exist_ok=True)
         _note().write_text(str(folder.absolute()), encoding="utf-8")
@@ -192,9 +192,9 @@ class Mended:
 
 
 def mend(saved: SavedRun) -> Mended:
-    """Cut the folder's journal and tables back to the checkpoint, and record in them what was lost.
+    """Cut the folder's journal and tables back to the checkpoint, and record what is lost by that.
 
-    Rows of a simulated run after the checkpoint are dropped, since the resumed run repeats them. Of a wall-clock run,
+    Rows of a simulated run after the checkpoint are dropped, since the resumed run repeats them. In a wall-clock run,
     tasks assigned after the checkpoint are marked lost:restart, whatever their outcome was.
     """
     section, folder = saved.section, saved.folder
@@ -230,8 +230,8 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     Args:
         saved: the checkpoint.
         mended: result of `mend`, which cut the tables back to the checkpoint.
-        coordinator: of the same config.
-        record: of the same folder.
+        coordinator: new coordinator with the same config.
+        record: new record with the same folder.
     """
     record.restore(saved.section["record"])
     coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))
@@ -248,7 +248,7 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
 
 
 def missing(folder: Path, num_events: int) -> str:
-    """Return the warning about a journal in which events are missing."""
+    """Return a warning about a journal in which events are missing."""
     return (
         f"{num_events} events from before the checkpoint are missing in {folder / JOURNAL}, which could not be "
         "written at the time: the run goes on from the checkpoint, but cannot be replayed, and clients.csv may lack rows"

@@ -42,11 +42,11 @@ def ends_process() -> Iterator[None]:
 class Interrupt:
     """Context in which the first SIGINT or SIGTERM only sets ``asked``, so that the run ends in order.
 
-    Nested contexts are one; the outermost restores the previous handlers on exit. Outside the main thread, where
-    signals cannot be handled, ``asked`` is never set.
+    Nested contexts act as one; the outermost restores the previous handlers when it ends. Outside the main thread,
+    where signals cannot be handled, ``asked`` is never set.
 
     Args:
-        on_insist: called, in any thread, before the process ends at once.
+        on_insist: function called, on any thread, before the process ends at once.
     """
 
     def __init__(self, on_insist: Callable[[], None] = lambda: None) -> None:
@@ -61,7 +61,7 @@ class Interrupt:
 
     @property
     def by_manager(self) -> bool:
-        """Whether what asked is SIGTERM, as a service manager sends it, and not a person's Ctrl-C."""
+        """Whether the signal was SIGTERM, as a service manager sends it, rather than a person's Ctrl-C."""
         return self._signals is not None and self._signals.first == signal.SIGTERM
 
     def __enter__(self) -> Self:
@@ -133,7 +133,7 @@ class _Signals:
             signal.signal(number, before)
 
     def let_go(self) -> None:
-        """Restore signals in a forked process: Ctrl-C is ignored, since its parent handles it, and SIGTERM ends the process."""
+        """Reset signals in a forked process: Ctrl-C is ignored, since the parent handles it, and SIGTERM ends the process."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._ends_process:

@@ -52,17 +52,17 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Child:
-    """A server or a client, over all of its lives.
+    """A server or a client as a child process, over all of its restarts.
 
     Attributes:
-        name: for people.
-        command: returns the command line of the next life.
-        environment: of each life.
-        log: where its output goes; None = where the supervisor's own goes.
-        fds: file descriptors it inherits.
-        process: its present or last life.
-        due_s: when it is to be started, on the monotonic clock; None = it runs, or is not to be started again.
-        settled: what to do about the end of this life has been decided.
+        name: name to print.
+        command: function that returns the command line of the next start.
+        environment: environment of the process.
+        log: file for its output; None = the supervisor's own output.
+        fds: file descriptors that it inherits.
+        process: present or last process.
+        due_s: time of its next start on the monotonic clock; None = it runs, or is not started again.
+        settled: whether it is decided what follows the end of this process.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Child:
     _started_s: float = 0.0
 
     def start(self) -> None:
-        """Start its next life; the kernel kills it when the supervisor dies."""
+        """Start the process; the kernel kills it if the supervisor dies."""
         output = self.log.open("ab") if self.log is not None else None
         with output or contextlib.nullcontext():
             self.process = subprocess.Popen(
@@ -88,7 +88,7 @@ class Child:
         self._started_s, self.due_s, self.settled = time.monotonic(), None, False
 
     def exit_code(self) -> int | None:
-        """Of its present life: minus the signal's number for one that was killed, None while it runs or is to start."""
+        """Return the exit code of its process: minus the signal's number if killed, None while it runs or is due to start."""
         if self.process is None or self.due_s is not None:
             return None
         if self.process.returncode is None and _has_ended(self.process.pid):
@@ -96,7 +96,7 @@ class Child:
         return self.process.poll()
 
     def start_again(self, policy: RestartPolicy) -> float:
-        """Have it started again; return in how many seconds."""
+        """Schedule a restart; return the seconds until then."""
         now = time.monotonic()
         sound = now - self._started_s >= policy.sound_s
         self._wait_s = policy.first_s if sound or not self._wait_s else min(2 * self._wait_s, policy.longest_s)
@@ -104,7 +104,7 @@ class Child:
         return self._wait_s
 
     def send(self, number: int, *, group: bool = True) -> None:
-        """Send it a signal, and with ``group`` whatever it has started too."""
+        """Send the process a signal; with ``group``, also to the processes that it has started."""
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 (os.killpg if group else os.kill)(self.process.pid, number)
@@ -134,7 +134,7 @@ def _die_with(parent: int) -> Callable[[], None]:
 
 
 class Signals:
-    """While entered, signals are noted and wake `wait`; afterwards they are handled as before. Main thread only."""
+    """Context in which signals are recorded and wake `wait`; afterwards they are handled as before. Main thread only."""
 
     def __enter__(self) -> Self:
         self._came: list[int] = []
@@ -160,7 +160,7 @@ class Signals:
             self._came.append(number)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Return the signals since the last call, but for SIGCHLD; wait up to ``timeout_s`` for one of any kind."""
+        """Return the signals since the last call, without SIGCHLD; wait up to ``timeout_s`` for a signal of any kind."""
         if not self._came:
             select.select([self._ours], [], [], max(timeout_s, 0.0))
         with contextlib.suppress(BlockingIOError):
@@ -172,14 +172,14 @@ class Signals:
 
 @dataclass
 class Supervisor:
-    """Runs a server and its clients until the server has ended.
+    """Supervisor of a server and its clients, which runs until the server has ended.
 
-    A server that a signal killed, and a client that was killed or failed, are started again after a wait. A server that ends by
-    itself ends the run. A client that says bad input is left away, and not spoken of before the server has begun its run:
-    both read the same config, and the server says what is wrong with it.
+    If a signal killed the server, or a client was killed or failed, it is started again after a wait. A server that
+    ends by itself ends the run. A client that reports bad input is not started again, and this is not shown before the
+    server has begun its run: both read the same config, and the server reports what is wrong with it.
 
-    ``begun`` says whether the server has begun its run; ``listener`` is its socket, closed when it has ended for good,
-    so that no client waits for another.
+    ``begun`` tells whether the server has begun its run. ``listener`` is its socket, which is closed when it has ended
+    for good, so that no client waits for another server.
     """
 
     server: Child
@@ -194,7 +194,10 @@ class Supervisor:
     _away: set[int] = field(default_factory=set, init=False)  # clients given up
 
     def run(self) -> int:
-        """Return the exit code: the server's, 1 if it was killed too often or all clients are lost, 130 if it was to end."""
+        """Run until the server has ended.
+
+        Return its exit code, 1 if it was killed too often or all clients are lost, 130 if asked to end.
+        """
         with Signals() as signals:
             try:
                 code: int | None = None
@@ -211,7 +214,7 @@ class Supervisor:
         return [self.server, *self.clients.values()]
 
     def start_due(self) -> None:
-        """Start whoever's time has come."""
+        """Start each process that is due."""
         for child in self._everyone():
             if child.due_s is not None and child.due_s <= time.monotonic():
                 child.start()
@@ -328,7 +331,7 @@ class Supervisor:
 
 
 def fate(code: int, words: Sequence[str] = ()) -> str:
-    """Say in words the end of a process: "was killed by SIGKILL", or "failed: " and what it said last."""
+    """Describe the end of a process in words: "was killed by SIGKILL", or "failed: " with the last line that it printed."""
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"

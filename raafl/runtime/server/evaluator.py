@@ -12,10 +12,10 @@ from raafl.submodel import FlatTensors
 
 
 class SnapshotEvaluator(threading.Thread):
-    """Evaluates the newest snapshot offered; one that is overtaken while an earlier one is measured is skipped.
+    """Evaluator of snapshots on a thread of its own; a snapshot is skipped if a newer one is offered before it is measured.
 
     Attributes:
-        failure: why it has ended, if the user's code has failed.
+        failure: error of the user's code that ended the evaluations; None = none.
     """
 
     def __init__(self, evaluator: Evaluator, on_values: Callable[[int, dict[str, float], FlatTensors], None]) -> None:
@@ -29,12 +29,12 @@ class SnapshotEvaluator(threading.Thread):
         self.failure: CodeFailed | None = None
 
     def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
-        """Copy values for a later measurement; returns once they are copied.
+        """Copy values for a later evaluation, replacing a waiting snapshot; return once they are copied.
 
         Args:
-            version: of the values.
-            at_s: seconds on the run's clock.
-            values: of the global model.
+            version: version of the values.
+            at_s: time of the snapshot, in seconds on the run's clock.
+            values: values of the global model.
         """
         with self._changed:
             # One that nobody has begun to measure is overwritten. One that is being measured is in neither place.

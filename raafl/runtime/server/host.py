@@ -40,18 +40,18 @@ def host(
     """Coordinate the clients that a transport brings; return the summary and the run folder.
 
     Args:
-        experiment: the run.
-        config_yaml: its config as text, for the run folder.
-        transport: the server's end; its context is entered here.
-        inbox: through which events pass; None = a new one.
-        max_failures: equal failures of clients' code that do not end the run, see `Server`; None = no number of
-            them ends it.
-        terms: settings on which clients must agree; None = none.
-        rules: returns what a client's site may claim, when the client joins.
-        min_clients: clients with which the run starts; None = all of them, or as many as the run to resume began
-            with.
-        note: called with the run folder before a client is admitted; may raise `BadInput`.
-        observer: called during the run; None = nobody.
+        experiment: settings of the run.
+        config_yaml: config of the run as text, for the run folder.
+        transport: transport of the server's end; its context is entered here.
+        inbox: queue through which events pass; None = a new one.
+        max_failures: number of equal failures of clients' code that do not end the run, see `Server`; None = no number
+            of failures ends it.
+        terms: settings on which clients must agree with the server; None = none.
+        rules: function that returns what a client's site may claim, called when the client joins.
+        min_clients: number of clients with which the run starts; None = all of them, or as many as the run to resume
+            began with.
+        note: function called with the run folder before a client is admitted; may raise `BadInput`.
+        observer: observer called during the run; None = none.
     """
     with transport:
         saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None

@@ -9,7 +9,7 @@ from raafl.runtime.server.secure import SecureStep
 
 
 class Inbox:
-    """Queue of events from the sessions' threads to the loop, with a deadline on every wait.
+    """Queue of events from the sessions' threads to the server's loop; every wait has a deadline.
 
     The order in which threads add events is the order of the run, which the journal records and a replay repeats.
     """
@@ -18,11 +18,11 @@ class Inbox:
         self._queue: queue.SimpleQueue[Event | SecureStep] = queue.SimpleQueue()
 
     def put(self, event: Event | SecureStep) -> None:
-        """Add an event; called from any thread."""
+        """Add an event to the queue; callable from any thread."""
         self._queue.put(event)
 
     def get(self, timeout_s: float) -> Event | SecureStep | None:
-        """Return the next event, or None after ``timeout_s``."""
+        """Return the next event, or None if there is none within ``timeout_s``."""
         try:
             return self._queue.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:

@@ -45,12 +45,12 @@ NEXT: dict[Phase, Phase] = {"ready": "shares", "shares": "masked", "masked": "op
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A message for a session to send its client, and the layout of the client's next one.
+    """A message that a session sends to its client, with the layout of the client's next message.
 
     Attributes:
         meta: fields of the message.
-        tensors: of the message; None = none.
-        expect: layout of the client's next tensors.
+        tensors: tensors of the message; None = none.
+        expect: layout of the tensors in the client's next message.
     """
 
     meta: dict[str, Any]
@@ -60,15 +60,15 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class SecureStep:
-    """A client's message of the exchange, on its way from its session to the desk.
+    """A client's message in the exchange of masked updates, passed from its session to the desk.
 
     Attributes:
-        assignment: of its task.
-        phase: which message it is.
-        answer: of the first message: what the server may know of the task.
-        tensors: of the message, on the CPU; the desk's to change.
-        moved: bytes of the task so far, down and up.
-        replies: where the session waits; None for the last message.
+        assignment: assignment of the client's task.
+        phase: phase of the exchange to which the message belongs.
+        answer: fields of the answer that the server may see; only in the first message.
+        tensors: tensors of the message, on the CPU; the desk may change them.
+        moved: number of bytes of the task so far, down and up.
+        replies: queue in which the session waits for a reply; None for the last message.
     """
 
     assignment: Assignment
@@ -80,11 +80,11 @@ class SecureStep:
 
     @property
     def life(self) -> tuple[int, int]:
-        """Client and incarnation."""
+        """Client and incarnation of the task."""
         return self.assignment.client, self.assignment.incarnation
 
     def update(self, tensors: FlatTensors, moved: tuple[int, int]) -> Update:
-        """Return the update of the task."""
+        """Return the update of the task with these tensors."""
         answer, (down, up) = self.answer, moved
         return Update(
             self.assignment.id, *self.life, tensors, answer.num_samples, answer.num_steps, bytes_down=down, bytes_up=up
@@ -98,7 +98,7 @@ def _refused(step: SecureStep) -> Update:
 
 
 class SecureSession:
-    """Takes one client through the exchange of a task, on its session's thread."""
+    """A session's side of masked updates, which takes one client through the exchange, on the session's thread."""
 
     def __init__(
         self, put: Callable[[SecureStep], None], checked: Callable[[Meta], Answer], talk: Conversation,
@@ -117,10 +117,10 @@ class SecureSession:
         self._keep_alive, self._every_s, self._since = keep_alive, every_s, time.monotonic()
 
     def run(self, assignment: Assignment) -> None:
-        """Exchange all messages; the desk reports the update.
+        """Exchange all messages of a task with the client; the desk reports the update.
 
         Args:
-            assignment: of the task.
+            assignment: assignment of the task.
 
         Raises:
             Refused: a message was invalid, or the group's sum cannot be opened.
@@ -196,12 +196,12 @@ class _Running:
     gone: set[int] = field(default_factory=set)
 
     def await_(self, phase: Phase, keys: Iterable[int]) -> None:
-        """Await the next messages, of those who are still there."""
+        """Wait for the next messages of those members that are still there."""
         self.phase, self.waiting, self.here = phase, set(keys) - self.gone, {}
 
 
 class SecureDesk:
-    """Forms groups of clients that are ready, takes them through the exchange, and opens their sums; in the server's loop."""
+    """Desk in the server's loop that forms groups of ready clients, takes them through the exchange, and opens their sums."""
 
     def __init__(self, groups: SecureGroups, note: Callable[[str], None]) -> None:
         """Start without clients; ``note`` is told why a sum could not be opened."""
@@ -214,11 +214,11 @@ class SecureDesk:
 
     @property
     def is_running(self) -> bool:
-        """Whether a group is at work, so that the coordinator is to hear of nothing else."""
+        """Whether a group is in its exchange; the coordinator then gets no other events."""
         return self._running is not None
 
     def take(self, step: SecureStep) -> None:
-        """Take in a client's message."""
+        """Accept a client's message of the exchange."""
         key, running = step.assignment.id, self._running
         if step.phase == "ready" and key in self._groups.coordinator.roster.active:
             self._ready[key] = step
@@ -231,7 +231,7 @@ class SecureDesk:
             self._late.append(_refused(step))
 
     def lose(self, client: int, incarnation: int) -> None:
-        """Go on without a client whose connection has ended."""
+        """Continue without a client whose connection has ended."""
         life = (client, incarnation)
         self._ready = {key: step for key, step in self._ready.items() if step.life != life}
         if self._running is not None:
@@ -240,7 +240,10 @@ class SecureDesk:
             self._running.waiting -= gone
 
     def look(self, now: float) -> list[Update]:
-        """Go on with what can go on; return the updates of a group that has ended, and those that came too late for theirs."""
+        """Advance the exchange as far as possible.
+
+        Return the updates of a group that has ended, and those that came too late for theirs.
+        """
         if self._running is None:
             active = self._groups.coordinator.roster.active  # a client that has joined anew has left its task
             self._ready = {key: step for key, step in self._ready.items() if key in active}

@@ -53,10 +53,11 @@ class _Task:
 
 
 class Session(threading.Thread):
-    """Greets one client, then sends an assignment and receives its answer in turn, until stopped or the client is lost.
+    """The server's session with one client, which sends an assignment and receives its answer, in turn, until it ends.
 
-    Everything that happens goes to the inbox as an event. The received tensors are this session's own storage, used
-    again for the next answer; that cannot come before the coordinator has seen this one, since it assigns the next.
+    Everything that happens goes to the inbox as an event. Received tensors lie in this session's own storage, which the
+    next answer uses again. The next answer cannot come before the coordinator has seen this one, since it makes the
+    next assignment.
     """
 
     def __init__(
@@ -95,17 +96,17 @@ class Session(threading.Thread):
         self._side = ServerSide(self._local, device, torch.get_num_threads())  # as many as where the run was set up
 
     def assign(self, assignment: Assignment, snapshot: FlatTensors, head: str | None = None) -> None:
-        """Send work; returns at once.
+        """Queue an assignment to be sent to the client; return at once.
 
         Args:
-            assignment: of the task.
-            snapshot: values to send; unchanged until the answer.
-            head: of the journal once it had the assignment; None = there is none.
+            assignment: assignment to send.
+            snapshot: values to send; they stay unchanged until the answer.
+            head: head of the journal after it recorded the assignment; None = there is none.
         """
         self._outbox.put(_Task(assignment, snapshot, head))
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:
-        """Tell the client to stop, even in the middle of a task or while it builds its model.
+        """Tell the client to stop, even in mid-task or while it builds its model.
 
         ``wait_s`` bounds the wait for a client that does not receive.
         """
@@ -119,12 +120,12 @@ class Session(threading.Thread):
                 self._sending.release()
 
     def abandon(self) -> None:
-        """Close the connection although its thread has not ended in time; the client sees a lost server."""
+        """Close the connection, although its thread has not ended in time; the client sees a lost server."""
         if self._pair is not None:
             self._pair.close()
 
     def run(self) -> None:
-        """Serve the client; every end becomes a `Lost` event, but for a client that was told to stop before."""
+        """Serve the client until the session ends; the end becomes a `Lost` event, except for a client that was told to stop."""
         pair: Connection | None = None
         failure: TaskFailed | None = None
         counts = False

@@ -11,13 +11,13 @@ from raafl.transport import Refused
 
 @dataclass(frozen=True, slots=True)
 class SiteRules:
-    """Rules for the clients of one site.
+    """Rules for the clients of one site, which limit what they may claim.
 
     Attributes:
-        clients: ids that it may use.
-        max_samples: most training samples that one of them may claim; None = any number.
-        own_data: whether they may train on data of their own.
-        profile: least and largest value of fields of the profile that they may claim.
+        clients: client ids that the site may use.
+        max_samples: largest number of training samples that one client may claim; None = any number.
+        own_data: whether clients may train on data of their own.
+        profile: smallest and largest value that clients may claim for fields of the profile.
     """
 
     clients: frozenset[int] = frozenset()
@@ -26,7 +26,7 @@ class SiteRules:
     profile: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def check(self, info: ClientInfo) -> None:
-        """Raise `Refused` for a client that claims more than its site may; the detail is for the client."""
+        """Raise `Refused` for a client that claims more than its site may; the error's detail is sent to the client."""
         if info.own_data and not self.own_data:
             raise Refused("own-data", f"client {info.id} has data of its own, which the server forbids its site")
         if self.max_samples is not None and info.num_samples > self.max_samples:

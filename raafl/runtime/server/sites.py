@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 class Sites:
     """The allow-list and the list of revoked certificates, read anew when one of the files changes.
 
-    A file that cannot be read, or makes no sense, leaves the earlier rules in force, and a warning in the log: a slip of an
-    editor must not end everybody's session. The first reading raises instead.
+    If a file cannot be read or is invalid, the earlier rules stay in force, with a warning in the log: an editing
+    mistake must not end everybody's session. Only the first reading raises.
     """
 
     def __init__(self, path: Path, revoked: Callable[[], frozenset[int]], watched: tuple[Path, ...] = ()) -> None:
@@ -54,7 +54,7 @@ class Sites:
         self._sites, self._revoked = read_sites(path), revoked()
 
     def authorize(self, peer: Peer) -> None:
-        """Raise `Refused` for a peer whose certificate was revoked, or whose site may not be that client."""
+        """Raise `Refused` for a peer whose certificate was revoked, or whose site may not use that client id."""
         if peer.holder is None or peer.holder.site is None:
             return
         site = peer.holder.site
@@ -68,12 +68,15 @@ class Sites:
             raise Refused("unknown-client", f"site '{site}' may not be client {peer.client}: it may be {known}")
 
     def rules(self, client: int) -> SiteRules:
-        """Return the rules of the site that has a client's id."""
+        """Return the rules of the site that may use the id ``client``."""
         return next((rules for rules in self._sites.values() if client in rules.clients), ANYTHING)
 
     @contextmanager
     def watch(self, changed: Callable[[], None]) -> Iterator[None]:
-        """Watch the files within the context; ``changed`` is called on a thread of its own after new rules are in force."""
+        """Return a context in which the files are watched.
+
+        ``changed`` is called on a thread of its own after new rules are in force.
+        """
         stop = threading.Event()
         thread = threading.Thread(target=self._watch, args=(stop, changed), name="sites", daemon=True)
         thread.start()
@@ -110,10 +113,10 @@ class Sites:
 
 
 def read_sites(path: Path) -> dict[str, SiteRules]:
-    """Return the rules of each site in an allow-list.
+    """Read an allow-list; return the rules of each site.
 
     Raises:
-        BadInput: an entry makes no sense, or two sites have one client.
+        BadInput: an entry is invalid, or two sites have the same client.
     """
     try:
         tree = load_untrusted_yaml(read(path).decode("utf-8") or "{}") if path.stat().st_size else {}

@@ -14,12 +14,13 @@ class Terms:
     """Terms on which a client must agree with the server.
 
     Attributes:
-        config_yaml: the run's config, for a client that has none.
-        sections: digest of each section of it that both must have alike; None = not compared (they share one file).
-        own_data: whether it may train on data of its own.
+        config_yaml: config of the run, for a client without one.
+        sections: digest of each section of the config that both must have in common; None = not compared (they share
+            one file).
+        own_data: whether the client may train on data of its own.
         site: rules of the client's site.
-        masked: whether it masks its updates (docs/secure-aggregation.md).
-        signer: signs the journal's head that goes with each assignment; None = unsigned.
+        masked: whether the client masks its updates (docs/secure-aggregation.md).
+        signer: signer of the journal's head that goes with each assignment; None = unsigned.
     """
 
     config_yaml: str = ""

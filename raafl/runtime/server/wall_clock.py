@@ -103,11 +103,11 @@ class Server(Driver):
         return time.perf_counter() - self._start
 
     def save(self) -> dict[str, Any]:
-        """Return the time and the timers as plain data."""
+        """Return the run's time and its timers as plain data."""
         return {"now": self.now, "timers": [[at, number] for at, number in self._timers]}
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Restore what `save` returned; clients must connect again."""
+        """Restore the state from the result of `save`; clients must connect again."""
         self._resumed_at = data["now"]
         self._timers = [(at, number) for at, number in data["timers"] if number != TIME_UP]
         limit = self.coordinator.limits.max_time_s
@@ -116,13 +116,13 @@ class Server(Driver):
         heapq.heapify(self._timers)
 
     def enter(self, client: int, make: Callable[[int], Session]) -> None:
-        """Admit a client, from any thread; ``make(incarnation)`` returns its session.
+        """Admit a client, from any thread; ``make(incarnation)`` returns the client's session.
 
-        Once it has joined it replaces the client's earlier session, if there is one: a client that comes back may be
-        the first to know that its old connection is dead.
+        Once the client has joined, it replaces its earlier session, if there is one: a client that comes back may be
+            the first to know that its old connection is dead.
 
         Raises:
-            Refused: too many connections of this client are on their way in.
+            Refused: too many connections of this client are being admitted already.
         """
         if self._patience_s is None:
             self.sessions[client] = make(self.coordinator.roster.joins[client])
@@ -320,7 +320,7 @@ class Server(Driver):
             session.join(timeout=max(deadline - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Close the connections of clients that have not disconnected by now."""
+        """Close the connections of clients that have not disconnected yet."""
         with self._enter_lock:
             everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]
         for session in everyone:

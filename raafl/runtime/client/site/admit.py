@@ -16,17 +16,18 @@ from raafl.submodel import skeleton
 
 
 def open_gate(file: str | None, say: Callable[[str], None], *, looks: bool = False) -> SiteGate | None:
-    """Return the gate of a site's policy; None where there is none, or another process of this client has it.
+    """Return the gate of a site's policy; None if there is no policy, or another process of this client has the gate.
 
-    Of several processes of a client the first alone talks to the server, and asks the others for nothing that it refuses.
+    If a client has several processes, only the first talks to the server, and it forwards nothing that it refuses.
 
     Args:
-        file: of the policy; None = everything is allowed.
-        say: shows a line to the site's user.
-        looks: the client does not join: neither is anybody asked, nor does it wait for the site's hours.
+        file: path of the policy; None = everything is allowed.
+        say: function that shows a line to the site's user.
+        looks: whether the client only looks at the run: then it asks nobody for consent, and does not wait for the
+            site's hours.
 
     Raises:
-        BadInput: the policy, or what the site has kept, is wrong.
+        BadInput: the policy, or the site's stored state, is invalid.
     """
     policy = None if file is None else load_policy(file)
     if policy is not None and looks:
@@ -37,13 +38,13 @@ def open_gate(file: str | None, say: Callable[[str], None], *, looks: bool = Fal
 def admit(
     gate: SiteGate | None, experiment: Experiment, config_yaml: str, build: Callable[[], ClientSetup]
 ) -> ClientSetup:
-    """Return a client's parts behind its site's gate, which is asked before anything large is made.
+    """Return a client's parts with its site's gate, which is asked before anything large is built.
 
     Args:
-        gate: of the site; None = all passes.
-        experiment: the run.
-        config_yaml: its config as text.
-        build: makes the client's parts.
+        gate: gate of the site; None = everything passes.
+        experiment: settings of the run.
+        config_yaml: config of the run, as text.
+        build: function that builds the client's parts.
 
     Raises:
         PolicyRefusal: the site does not allow the run.

@@ -27,13 +27,13 @@ _LOCK = "lock"
 
 @dataclass(slots=True)
 class Used:
-    """Counters of a site's use.
+    """Counters of a site's use of bytes and privacy.
 
     Attributes:
-        day: of local time, of which ``bytes`` are; empty = none yet.
-        bytes: to and from servers on that day.
+        day: day, in local time, to which ``bytes`` refers; empty = none yet.
+        bytes: number of bytes to and from servers on that day.
         releases: number of updates that have left with noise, or clipped alone.
-        inverse_squares: sum over them of 1 / sigma^2; infinite once one had no noise.
+        inverse_squares: sum over these updates of 1 / sigma^2; infinite once an update had no noise.
     """
 
     day: str = ""
@@ -42,21 +42,21 @@ class Used:
     inverse_squares: float = 0.0
 
     def bytes_on(self, day: date) -> int:
-        """Return the bytes of a day."""
+        """Return the number of bytes of a day."""
         return self.bytes if self.day == day.isoformat() else 0
 
 
 class BudgetSpent(Exception):
-    """No update may leave any more; the message says what it would spend."""
+    """Raised if no further update may leave; the message says what it would spend."""
 
 
 def after(used: Used, privacy: SitePrivacy) -> float:
-    """Return `Used.inverse_squares` after one more release."""
+    """Return the value of `Used.inverse_squares` after one more release."""
     return used.inverse_squares + (privacy.noise_multiplier**-2 if privacy.noise_multiplier else math.inf)
 
 
 class SiteBooks:
-    """The books of one site; each call reads them anew, since another client of the site may have written them."""
+    """The books of one site. Each call reads them anew, since another client of the site may have written them."""
 
     def __init__(self, folder: str) -> None:
         """Open the books in ``folder``, which is made where there is none; only its owner may read it.
@@ -75,7 +75,7 @@ class SiteBooks:
             ) from None
 
     def used(self) -> Used:
-        """Read the counters; raises `BadInput` where they cannot be read."""
+        """Read the counters; raise `BadInput` if they cannot be read."""
         file = self._folder / FILE
         try:
             found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -90,20 +90,20 @@ class SiteBooks:
             ) from None
 
     def add_bytes(self, num: int, day: date) -> None:
-        """Count bytes of a day; an earlier day is forgotten."""
+        """Count bytes of a day; the count of an earlier day is dropped."""
         with self._changing() as used:
             used.bytes = used.bytes_on(day) + num
             used.day = day.isoformat()
 
     def release(self, privacy: SitePrivacy, about: Mapping[str, Any]) -> float | None:
-        """Account for an update that is about to leave; return the epsilon spent by then, None = infinite.
+        """Charge an update that is about to leave to the budget; return the epsilon spent with it, None = infinite.
 
         Args:
-            privacy: the site's options.
-            about: the update, for a row of the ledger, which has a row for each release.
+            privacy: privacy options of the site.
+            about: description of the update, for its row in the ledger of releases.
 
         Raises:
-            BudgetSpent: the release would exceed ``max_epsilon``; nothing was accounted.
+            BudgetSpent: the release would exceed ``max_epsilon``; nothing was charged.
         """
         with self._changing(lasting=True) as used:
             used.inverse_squares, used.releases = after(used, privacy), used.releases + 1
@@ -122,7 +122,7 @@ class SiteBooks:
         return epsilon
 
     def check_budget(self, privacy: SitePrivacy) -> None:
-        """Raise `BudgetSpent` where no further update may leave."""
+        """Raise `BudgetSpent` if no further update may leave."""
         epsilon = spent(after(self.used(), privacy), privacy.delta)
         if privacy.max_epsilon is not None and (epsilon is None or epsilon > privacy.max_epsilon):
             raise BudgetSpent(f"the budget is spent: policy.privacy.max_epsilon is {privacy.max_epsilon:g}")

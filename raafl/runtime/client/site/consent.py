@@ -24,7 +24,7 @@ _LOOK_S = 0.2
 
 
 class Consents:
-    """Asks for what a policy wants consent to."""
+    """Asks people for the consent that a policy requires."""
 
     def __init__(self, consent: Consent | None, ended: Callable[[], bool] = lambda: False) -> None:
         """Prepare; the folder of a spool is made where there is none.
@@ -46,11 +46,11 @@ class Consents:
                 ) from None
 
     def given(self, every: Literal["run", "task", "update"], request: Mapping[str, Any]) -> bool:
-        """Check whether a person consents; True where the policy wants no consent to this.
+        """Check whether a person consents; True if the policy requires no consent for this occasion.
 
         Args:
-            every: what is asked for.
-            request: what the person is to know of it, plain data.
+            every: occasion of the consent.
+            request: plain data that describes to the person what to consent to.
         """
         consent = self._consent
         if consent is None or consent.every != every:

@@ -38,11 +38,11 @@ _LONGEST_S = 60.0  # between two looks at the clock, which may be set meanwhile
 
 
 class PolicyRefusal(RunFailed):
-    """A run or a task that the site's policy does not allow; the message is for the site alone.
+    """Raised for a run or a task that the site's policy does not allow; the message is for the site alone.
 
     Attributes:
         then: what the client does next.
-        server_reason: why the client does not join, as the server is told.
+        server_reason: reason that the server is given why the client does not join.
     """
 
     server_reason: ClassVar[str] = POLICY
@@ -53,7 +53,7 @@ class PolicyRefusal(RunFailed):
 
 
 class Gate:
-    """Lets every task pass: what a client without a policy has."""
+    """Gate that lets every task pass, for a client without a policy."""
 
     hides_tracebacks = False
     """Whether a server is told only the kind and the place of an error, as where a client has data of its own."""
@@ -62,36 +62,36 @@ class Gate:
     """Whether the task at hand is no longer wanted; set by the client."""
 
     def wait(self) -> bool:
-        """Wait until the site is open; return whether it was not."""
+        """Wait until the site is open; return whether it was closed."""
         return False
 
     def connection(self, pair: Connection) -> Connection:
-        """Return a connection through which the site's traffic is seen."""
+        """Return a connection that lets the gate count the site's traffic."""
         return pair
 
     def before(self, assignment: Assignment) -> None:
-        """Check a task that has been received; raises `PolicyRefusal`."""
+        """Check a task that has been received; raise `PolicyRefusal` if it is not allowed."""
 
     def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
-        """Return the update as it may leave.
+        """Return the update in the form in which it may leave the site.
 
         Args:
-            assignment: its task.
-            update: as trained.
+            assignment: assignment of the task.
+            update: update, as trained.
             received: values from which it was trained; unchanged.
 
         Raises:
-            PolicyRefusal: it may not leave.
+            PolicyRefusal: the update may not leave.
         """
         return update
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers that may leave beside an update."""
+        """Return the metrics that may leave with an update."""
         return dict(metrics)
 
 
 class SiteGate(Gate):
-    """A client's gate by its site's policy."""
+    """Gate that applies the policy of a client's site."""
 
     def __init__(
         self, policy: SitePolicy, say: Callable[[str], None] = _log.info, now: Callable[[], datetime] = datetime.now,
@@ -119,14 +119,14 @@ class SiteGate(Gate):
     # ---- before a client joins ----
 
     def check_config(self, config_yaml: str, digests: Mapping[str, str]) -> None:
-        """Check which parts a run names, before any is made.
+        """Check the parts that a run names, before any of them is built.
 
         Args:
-            config_yaml: the run's config.
-            digests: of its sections.
+            config_yaml: config of the run, as text.
+            digests: digests of the config's sections.
 
         Raises:
-            PolicyRefusal: it names a model, data or a method that the site does not allow.
+            PolicyRefusal: the run names a model, data or a method that the site does not allow.
         """
         config = yaml.safe_load(config_yaml) or {}
         self._asks = {kind: config.get(kind) for kind in KINDS.values()}
@@ -147,7 +147,7 @@ class SiteGate(Gate):
             raise PolicyRefusal(f"this run: its {KINDS[field]} has digest {digest}, and policy.{field} is {entries}")
 
     def check_size(self, num_parameters: int) -> None:
-        """Raise `PolicyRefusal` for a model of more parameters than the site allows; those that are frozen count."""
+        """Raise `PolicyRefusal` for a model with more parameters than the site allows; frozen parameters count, too."""
         most = self.policy.max_parameters
         if most is not None and num_parameters > most:
             raise PolicyRefusal(
@@ -157,13 +157,13 @@ class SiteGate(Gate):
     def check_parts(
         self, submodels: Submodels, trainer: LocalTrainer, data: ClientData, digests: Mapping[str, str]
     ) -> None:
-        """Check the model and the data that were made for a run, which this gate is for from now on.
+        """Check the model and the data that were built for a run; from now on this gate belongs to that run.
 
         Args:
-            submodels: of the model.
-            trainer: of its tasks.
-            data: the client's.
-            digests: of the config's sections.
+            submodels: submodels of the model.
+            trainer: trainer of the run's tasks.
+            data: data of the client.
+            digests: digests of the config's sections.
 
         Raises:
             PolicyRefusal: the model is not the one allowed, there are too few samples, what tasks send cannot be made private,
@@ -186,7 +186,7 @@ class SiteGate(Gate):
     # ---- between connections ----
 
     def wait(self) -> bool:
-        """Wait until it is one of the site's hours and there are bytes left in the day."""
+        """Wait until it is one of the site's hours and the day's bytes are not used up; see `Gate.wait`."""
         waited = False
         while (closed := self._closed()) is not None:
             until, why = closed
@@ -197,7 +197,7 @@ class SiteGate(Gate):
         return waited
 
     def connection(self, pair: Connection) -> Connection:
-        """Count the connection's bytes where the policy bounds them."""
+        """Count the connection's bytes if the policy limits them; see `Gate.connection`."""
         if self.policy.max_bytes is None:
             return pair
         return MeteredConnection(pair, self._moved)
@@ -225,7 +225,7 @@ class SiteGate(Gate):
     # ---- tasks ----
 
     def before(self, assignment: Assignment) -> None:
-        """Refuse a task outside the site's hours or bytes, or one that trains on too few samples."""
+        """Refuse a task outside the site's hours or byte limit, or one that trains on too few samples; see `Gate.before`."""
         self._check_hours()
         self._check_bytes(assignment)
         epochs, steps = self._trainer.length(assignment)
@@ -244,7 +244,7 @@ class SiteGate(Gate):
         return update
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the numbers that `SitePolicy.metrics` names."""
+        """Return the metrics that `SitePolicy.metrics` allows."""
         allowed = self.policy.metrics
         if allowed is None:
             return dict(metrics)
@@ -306,11 +306,11 @@ class SiteGate(Gate):
 
 
 def model_digest(submodels: Submodels, digests: Mapping[str, str]) -> str:
-    """Return 16 digits that change with the model's class, its arguments, its tensors' shapes, or its frozen parameters.
+    """Return 16 hex digits that change with the model's class, its arguments, its tensors' shapes, or its frozen parameters.
 
     Args:
-        submodels: of the model.
-        digests: of the config's sections.
+        submodels: submodels of the model.
+        digests: digests of the config's sections.
     """
     base = "" if submodels.base is None else submodels.base.digest
     text = "\n".join((digests["model"], submodels.layout().fingerprint, base))

@@ -22,7 +22,7 @@ class MeteredConnection(Connection):
 
     @property
     def received_bytes(self) -> int:  # type: ignore[override]
-        """Size of the last received message."""
+        """Size of the last received message in bytes."""
         return self._inner.received_bytes
 
     @property

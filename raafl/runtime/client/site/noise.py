@@ -30,14 +30,14 @@ NEIGHBOURS = "this site's data replaced by any other data"
 
 
 def spent(inverse_squares: float, delta: float) -> float | None:
-    """Return the epsilon of releases by this site.
+    """Return the epsilon that the releases of this site have spent.
 
     Args:
-        inverse_squares: sum over the releases of 1 / sigma^2; 0 = none, infinite = one had no noise.
+        inverse_squares: sum over the releases of 1 / sigma^2; 0 = no release, infinite = one had no noise.
         delta: probability with which epsilon may fail to hold.
 
     Returns:
-        epsilon, or None where it is infinite.
+        The epsilon, or None if it is infinite.
     """
     if inverse_squares == 0:
         return 0.0
@@ -45,7 +45,7 @@ def spent(inverse_squares: float, delta: float) -> float | None:
 
 
 def problem(trainer: LocalTrainer) -> str | None:
-    """Return why what this trainer's tasks send cannot be made private by noise on tensors, or None."""
+    """Return the reason why noise on tensors cannot make what this trainer's tasks send private, or None."""
     local, submodels = trainer.local, trainer.submodels
     if local.exchange(submodels) is not None:
         return "its method sends activations in the middle of a task"
@@ -66,14 +66,15 @@ def privatise(
 ) -> None:
     """Replace what leaves, in place, by ``d min(1, C / ||d||) + N(0, (sigma C)^2)``, added to the received values again if sent so.
 
-    d is the difference of all tensors, those of bundles too, from what was received; its norm is over all of them together.
+    d is the difference of all tensors, with those of bundles, from the received values; its norm is over all of them
+    together.
 
     Args:
-        privacy: C and sigma.
-        trainer: of the task.
-        spec: of its submodel.
-        trained: what leaves.
-        received: what came; unchanged.
+        privacy: privacy options, with C and sigma.
+        trainer: trainer of the task.
+        spec: submodel of the task.
+        trained: values that leave.
+        received: values that were received; unchanged.
 
     Raises:
         ValueError: a number is not finite.

@@ -16,7 +16,7 @@ from raafl.units import size
 
 
 class DryRun(PolicyRefusal):
-    """Reason for which a client does not join that only looks."""
+    """Raised for a client that only looks at a run, as the reason for which it does not join."""
 
     server_reason = DRY_RUN
 
@@ -25,12 +25,12 @@ class DryRun(PolicyRefusal):
 
 
 def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str], None]) -> NoReturn:
-    """Show what a run would have a client do, or why its site refuses that; raises `DryRun`.
+    """Show what a run would have a client do, or why its site refuses the run; then raise `DryRun`.
 
     Args:
-        make: builds the client's parts behind its site's gate.
-        config_yaml: the run's config.
-        say: shows a line to the user.
+        make: function that builds the client's parts behind its site's gate.
+        config_yaml: config of the run, as text.
+        say: function that shows a line to the user.
     """
     for line in named_parts(config_yaml):
         say(line)
@@ -43,10 +43,10 @@ def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str],
 
 
 def named_parts(config_yaml: str) -> list[str]:
-    """Return a line for each part that a run names, known before any is made.
+    """Return a line for each part that a run's config names, before any part is built.
 
     Args:
-        config_yaml: the run's config.
+        config_yaml: config of the run, as text.
     """
     config, digests = yaml.safe_load(config_yaml) or {}, sections(config_yaml)
     lines = [f"model: {_section(config.get('model'))}"]
@@ -54,11 +54,11 @@ def named_parts(config_yaml: str) -> list[str]:
 
 
 def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
-    """Return, a line each, what tasks of a run would do at this client, and what would leave it.
+    """Describe, a line each, what a run's tasks would do at this client, and what would leave it.
 
     Args:
-        setup: the client's parts, as it would join with them.
-        config_yaml: the run's config.
+        setup: parts of the client, as it would join with them.
+        config_yaml: config of the run, as text.
     """
     trainer, submodels, data, experiment = setup.trainer, setup.submodels, setup.data, setup.experiment
     batch = trainer.training.batch_size or data.batch_size or 1

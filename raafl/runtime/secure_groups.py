@@ -24,11 +24,11 @@ NOT_OPENED = "not-opened"
 
 @dataclass(frozen=True)
 class SecureGroups:
-    """Groups of one run.
+    """Groups of clients in one run whose updates are summed.
 
     Attributes:
-        coordinator: of the run; read only.
-        merge: its merge of sums.
+        coordinator: coordinator of the run; read only.
+        merge: merge of sums that the run uses.
     """
 
     coordinator: Coordinator
@@ -36,20 +36,20 @@ class SecureGroups:
 
     @classmethod
     def of(cls, coordinator: Coordinator) -> Self | None:
-        """Return the groups of a run; None where updates are not masked."""
+        """Return the groups of a run; None if updates are not masked."""
         merge = coordinator.algorithm.merge
         return cls(coordinator, merge) if isinstance(merge, SecureSum) else None
 
     @property
     def least(self) -> int:
-        """Fewest clients of which a sum is opened."""
+        """Smallest number of clients of which a sum is opened."""
         return max(self.merge.min_cover, 3)
 
     def is_complete(self, ready: Collection[int]) -> bool:
-        """Check whether clients that have trained are to be summed now, rather than wait for more.
+        """Check whether the clients that have trained are to be summed now, rather than wait for more.
 
         Args:
-            ready: ids of their assignments.
+            ready: ids of the assignments of these clients.
         """
         trigger, num_out = self.coordinator.algorithm.trigger, self.coordinator.roster.num_out
         if not ready:
@@ -59,7 +59,10 @@ class SecureGroups:
         return num_out == len(ready)
 
     def scale(self, assignments: Iterable[Assignment]) -> float:
-        """Return the largest weight in a group, by which all weights are divided; clients count as they joined."""
+        """Return the largest weight in a group, by which all weights are divided.
+
+        Clients count with the samples that they joined with.
+        """
         clients = self.coordinator.roster.clients
         return max((self._product(one, clients[one.client].num_samples) for one in assignments), default=1.0) or 1.0
 
@@ -67,9 +70,9 @@ class SecureGroups:
         """Return the factor, from 0 to 1, by which a client multiplies its change.
 
         Args:
-            assignment: of its task.
-            num_samples: that it has trained on; no more than it joined with.
-            scale: of its group.
+            assignment: assignment of the client's task.
+            num_samples: number of samples that it has trained on; at most the number with which it joined.
+            scale: scale of its group.
         """
         return min(self._product(assignment, num_samples) / scale, 1.0)
 
@@ -80,12 +83,12 @@ class SecureGroups:
         return weight * factor
 
     def encode(self, assignment: Assignment, update: Update, scale: float) -> None:
-        """Replace a trained update by what its client would send, unmasked; refuse it if it is out of range.
+        """Replace a trained update by what its client would send, unmasked; refuse the update if it is out of range.
 
         Args:
-            assignment: of its task.
-            update: changed in place: without metrics and extra, which stay with the client.
-            scale: of its group.
+            assignment: assignment of the client's task.
+            update: trained update, changed in place; metrics and extra are removed, since they stay with the client.
+            scale: scale of its group.
         """
         update.metrics, update.extra = {}, {}
         if update.refusal is not None:
@@ -98,11 +101,11 @@ class SecureGroups:
             update.refusal = OUT_OF_RANGE
 
     def sum(self, pairs: Sequence[tuple[Assignment, Update]], scale: float) -> None:
-        """Mark encoded updates as one group, masked where a simulation is to do so; refuse them if they are too few.
+        """Mark encoded updates as one group, and mask them if the simulation is to do so; refuse them if they are too few.
 
         Args:
-            pairs: assignments and updates, without refused ones.
-            scale: of the group.
+            pairs: assignments with their updates, without refused ones.
+            scale: scale of the group.
         """
         masked, opened = self.merge.options.simulate_masks, len(pairs) >= self.least
         if masked and opened:
@@ -119,10 +122,10 @@ class SecureGroups:
 
 
 def secure(experiment: Experiment, algorithm: Algorithm) -> Algorithm:
-    """Return ``algorithm``, of a run with secure aggregation, with a merge of sums.
+    """Return ``algorithm`` with a merge of sums, for a run with secure aggregation.
 
     Raises:
-        BadInput: an option or the algorithm does not go with it.
+        BadInput: an option or the algorithm does not work with secure aggregation.
     """
     return secured(
         algorithm, experiment.secure_aggregation, experiment.rounds, experiment.guard, experiment.privacy,
@@ -131,12 +134,12 @@ def secure(experiment: Experiment, algorithm: Algorithm) -> Algorithm:
 
 
 def sends_of(experiment: Experiment) -> Literal["values", "delta"]:
-    """Return the form of an update: trained values or, as sums of masked updates need, their difference from those received."""
+    """Return the content of updates: "values", or "delta", their difference from the received ones, as masked sums need it."""
     return "delta" if experiment.secure_aggregation.is_on else experiment.algorithm.merge.sends
 
 
 def masking(experiment: Experiment) -> SecureSum | None:
-    """Return the merge whose encoding a client uses, by its own config; None = its updates are not masked."""
+    """Return the merge whose encoding a client uses, according to its own config; None = its updates are not masked."""
     if not experiment.secure_aggregation.is_on:
         return None
     merge = secure(experiment, experiment.algorithm).merge

@@ -208,7 +208,7 @@ def test_a_client_may_train_on_data_that_only_it_has(tmp_path):
     "tests/distributed/test_fit_local.py::test_a_run_lives_through_the_death_of_its_server_and_of_a_client"
 )
 def test_rank_0_is_killed_and_resumed_and_its_clients_come_back_by_themselves(tmp_path, free_port):
-    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=300", "--checkpoint_every=5")
+    experiment, config = parsed(tmp_path, "--clients=3", "--max_updates=80", "--checkpoint_every=5")
     resumed = replace(experiment, resume=str(tmp_path / "run"))
     with remote(experiment, config, tmp_path, [1, 2, 3], servers=[experiment, resumed], port=free_port) as fleet:
         first, second = fleet.servers

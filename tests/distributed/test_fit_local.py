@@ -108,11 +108,12 @@ def test_bad_input_is_said_once_and_before_anything_starts(fit, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-class FailsWhereTheLabelIsNine(MLP):
+class FailsAtClientTwo(MLP):
     """Fails in the process of client 2, whichever batch it is at."""
 
     def training_step(self, batch, batch_idx):
-        if "join" in sys.argv and sys.argv[-1] == "2" and len(batch[1]) > 2:
+        is_client_2 = "join" in sys.argv and sys.argv[sys.argv.index("--client") + 1] == "2"
+        if is_client_2 and len(batch[1]) > 2:
             raise ValueError(f"batch of {batch[1].sum()}")
         return super().training_step(batch, batch_idx)
 
@@ -122,7 +123,7 @@ class FailsWhereTheLabelIsNine(MLP):
 )
 def test_a_client_whose_code_fails_twice_alike_ends_the_run(fit, tmp_path):
     """Once may be the machine: it is started again. What it says of its batch may differ."""
-    local = fit("--local", "2", "--json", "--model", f"{__name__}.FailsWhereTheLabelIsNine", "--max_updates", "100000")
+    local = fit("--local", "2", "--json", "--model", f"{__name__}.FailsAtClientTwo", "--max_updates", "100000")
     code, out, err = local.end()
     summary = json.loads(out)
     assert code == 1 and summary["finished"].startswith("failed: client 2, task ")

@@ -273,7 +273,7 @@ class Submodels:
         return CopyPlan(spec, full, small, self.selections(spec))
 
     def cached(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return a cached result; compute it if there is none. Arguments as for `Caches.get`."""
+        """Return a cached result, computing it if there is none; arguments as for `Caches.get`."""
         return self._caches.get(what, key, make)
 
     # ---- what does not travel ----
@@ -284,8 +284,7 @@ class Submodels:
         Args:
             values: a real instance of this model, or the global state. Its frozen values are shared, not copied: they must not
                 change.
-            rebuild: function that builds that instance anew, to keep only the precision of the last task, see `Bases`;
-                None = keep all.
+            rebuild: function that builds that instance anew, to keep only the last task's precision; None = keep all.
         """
         if not self.frozen:
             return

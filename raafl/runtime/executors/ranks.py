@@ -77,10 +77,7 @@ class RankExecutor(Executor):
         self._measures_alone = False  # what is measured cannot be shared
 
     def take_on(self, name: str, connect: Callable[[], Connection]) -> None:
-        """Let a rank work from the time it connects until `close`; return at once.
-
-        `warn` reports the rank's loss, on any thread.
-        """
+        """Let a rank work from the time it connects until `close`; return at once. `warn` reports its loss, on any thread."""
         thread = threading.Thread(target=self._serve, args=(name, connect), name=name, daemon=True)
         self._threads.append(thread)
         self._num_ranks += 1

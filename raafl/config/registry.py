@@ -16,8 +16,8 @@ from raafl import data, parts
 from raafl.algorithms import ALGORITHMS
 
 DATA: Final = (
-    "AGNews", "CIFAR10", "CIFAR100", "Digits", "FPB", "FineTuning", "HuggingFace", "HuggingFaceText", "MNIST", "SST2",
-    "Shakespeare", "TextFolder",
+    "AGNews", "CIFAR10", "CIFAR100", "Digits", "FPB", "FineTuning", "GaussianClusters", "HuggingFace", "HuggingFaceText", "MNIST",
+    "SST2", "Shakespeare", "TextFolder",
 )  # fmt: skip
 PARTITIONS: Final = ("ByColumn", "ClassesPerClient", "Dirichlet", "Iid", "QuantitySkew")
 _STAND_INS: Final = {"model": "Module", "data": "Data", "algorithm": "algorithm", "partition": "partition"}

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raafl.data.clusters import GaussianClusters
     from raafl.data.federated import ClientData, FederatedData
     from raafl.data.fine_tuning import FineTuning
     from raafl.data.partition import ByColumn, ClassesPerClient, Dirichlet, Iid, Partition, QuantitySkew
@@ -33,6 +34,7 @@ _HOME = {
     "FPB": "text",
     "FederatedData": "federated",
     "FineTuning": "fine_tuning",
+    "GaussianClusters": "clusters",
     "HuggingFace": "sources",
     "HuggingFaceText": "text",
     "Iid": "partition",

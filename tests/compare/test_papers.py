@@ -23,6 +23,7 @@ def test_each_entry_is_a_comparison_or_says_why_not(of, exhibit):
 def test_each_file_of_the_folder_that_is_a_papers_is_in_the_catalogue():
     listed = {target.partition("#")[0] for _, exhibit in EXHIBITS for target in exhibit.scales.values()}
     own = {
+        "async-local-sgd-toy",
         "cifar10-gre-raa-windows",
         "diloco-shakespeare",
         "fed-prox-stragglers-mnist",

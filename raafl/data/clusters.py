@@ -1,0 +1,69 @@
+"""Draw labelled points from a mixture of Gaussians for each class: a task of any size without a download."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch.utils.data import TensorDataset
+
+from raafl.data.sources import Classes
+from raafl.errors import BadInput, at_least
+
+
+class GaussianClusters(Classes):
+    """Points `(num_features,)` around the centres of several clusters for each class, in equal numbers.
+
+    With its defaults the task of the public toy of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024:
+    32 centres on the unit sphere in 512 dimensions, 8 for each of 4 classes, and normal noise on each coordinate. That toy measures
+    on some of the points that it trains on; here the test points are others.
+
+    Args:
+        batch_size: points in a batch.
+        num_features: dimensions.
+        num_classes: classes.
+        clusters: clusters of a class.
+        noise: standard deviation of each coordinate around its centre.
+        num_train: points to train on; a multiple of the number of clusters.
+        num_test: points of the test set; a multiple of it, too.
+        seed: of centres and points.
+
+    Raises:
+        BadInput: a number is below 1, or not a multiple of the number of clusters.
+    """
+
+    num_classes: ClassVar[int]
+
+    def __init__(
+        self, batch_size: int = 32, num_features: int = 512, num_classes: int = 4, clusters: int = 8, noise: float = 0.5,
+        num_train: int = 128_000, num_test: int = 9_600, seed: int = 0,
+    ) -> None:  # fmt: skip
+        sizes = {"num_features": num_features, "num_classes": num_classes, "clusters": clusters}
+        for name, number in sizes.items():
+            at_least(f"GaussianClusters: {name}", number, 1)
+        at_least("GaussianClusters: noise", noise, 0)
+        super().__init__(batch_size, num_train, num_test)
+        num = num_classes * clusters
+        for name, number in (("num_train", num_train), ("num_test", num_test)):
+            if number % num:
+                raise BadInput(
+                    f"GaussianClusters: {name} is {number}: give a multiple of {num}, so that clusters are equally large"
+                )
+        self.num_classes, self.num_features, self.clusters = num_classes, num_features, clusters  # type: ignore[misc]
+        self.noise, self.seed = noise, seed
+
+    def setup(self, stage: str | None = None) -> None:
+        """Draw the points."""
+        if hasattr(self, "train"):
+            return
+        draws = torch.Generator().manual_seed(self.seed)
+        centres = torch.randn(self.num_classes * self.clusters, self.num_features, generator=draws)
+        centres /= centres.norm(dim=1, keepdim=True)
+        labels = torch.arange(self.num_classes).repeat_interleave(self.clusters)
+        sets = []
+        for number in (self.num_train, self.num_test):
+            assert number is not None
+            of = torch.arange(len(centres)).repeat(number // len(centres))  # the clusters in turn
+            points = torch.randn(number, self.num_features, generator=draws).mul_(self.noise).add_(centres[of])
+            sets.append(TensorDataset(points, labels[of]))
+        self.train, self.test = sets

@@ -49,9 +49,9 @@ def _row(config: str, name: str, updates: int, options: Sequence[str]) -> Row:
     ]  # fmt: skip
     if name == "fed_buff":
         chosen += ["--algorithm.buffer_size", "3"]
-    plan = _raafl(["plan", *chosen, "--algorithms", "", "--json"])["algorithms"][0]
+    plan = raafl(["plan", *chosen, "--algorithms", "", "--json"])["algorithms"][0]
     with tempfile.TemporaryDirectory(prefix="raafl-plan-") as folder:
-        run = _raafl(
+        run = raafl(
             ["fit", *chosen, "--local", "4", "--output", f"{folder}/run", "--progress", "quiet", "--json"],
         )
     row: Row = {"algorithm": name, "updates": run["updates_merged"], "versions": run["versions"]}
@@ -67,7 +67,8 @@ def _slower(devices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: float(v) / SLOWER if k.endswith("_per_s") else v for k, v in one.items()} for one in devices]
 
 
-def _raafl(arguments: Sequence[str], timeout_s: float = 600.0) -> Any:
+def raafl(arguments: Sequence[str], timeout_s: float = 600.0) -> Any:
+    """Run a command of raafl in a process of its own, with one thread, and return the JSON that it printed."""
     done = subprocess.run(
         [sys.executable, "-m", "raafl", *arguments], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, timeout=timeout_s, check=True,

@@ -61,6 +61,8 @@ usage: raafl COMMAND [options]
                  raafl reproduce [PAPER [TABLE]] [--scale small|full] [--jobs N] [--plan]
   plan         say what a run will take by device and algorithm, before it is run; or measure this machine:
                  raafl plan --config C [--json] | raafl plan --measure [FILE] [--address HOST:PORT]
+  calibrate    fit device profiles to the tasks of a real run, with their error; check the virtual clock against real runs:
+                 raafl calibrate RUN [--check RUN ...] [--output calibrated.yaml]
   axes         list what of a model shrinks, how much that leaves, and what stays whole and why:
                  raafl axes --config C [--rate 0.25 ...] [--json] | raafl axes --model CLASS --data CLASS
   algorithms   list the algorithms and what each does; raafl algorithms NAME says what one takes
@@ -106,7 +108,7 @@ def _main(argv: list[str]) -> int:
         "audit": _audit,
         "watch": _watch, "report": _page, "compare": _comparing("compare"),
         "reproduce": _comparing("reproduce"),
-        "plan": _printed("plan"), "axes": _printed("axes"), "algorithms": _algorithms,
+        "plan": _printed("plan"), "calibrate": _printed("calibrate"), "axes": _printed("axes"), "algorithms": _algorithms,
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)

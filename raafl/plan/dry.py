@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raafl.config.experiment import Experiment
-from raafl.core.algorithm import Algorithm, Merge, SelectContext
+from raafl.core.algorithm import Algorithm, Merge, SelectContext, Trigger
 from raafl.core.coordinator import Coordinator
 from raafl.core.payload import Payload
 from raafl.core.state import GlobalState
@@ -137,7 +137,9 @@ class World:
             state = GlobalState(submodels, FlatTensors.empty(submodels.layout(), "meta"))
         there = max(sum(client.profile.available(0.0) for client in self.clients), 1)
         limits = replace(limits_of(experiment, there), max_updates=max_updates, checkpoint_every=None)
-        unmerged = replace(algorithm, merge=Unmerged(algorithm.merge))
+        # a trigger that merges some of the waiting updates reads from the merge's memory which they are
+        reads_memory = type(algorithm.trigger).merged_now is not Trigger.merged_now
+        unmerged = algorithm if reads_memory else replace(algorithm, merge=Unmerged(algorithm.merge))
         return coordinator_of(experiment, self.data, unmerged, state, limits)
 
 

@@ -121,7 +121,7 @@ def test_of_a_large_model_other_algorithms_are_predicted_when_asked_for(world, m
     assert len(planning.make_plan(world.experiment, None, 8).algorithms) == 1 + len(ALGORITHMS)
 
 
-@pytest.mark.quick_cases(3, 5, 6)
+@pytest.mark.quick_cases(3, 5, 6, 8)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -133,6 +133,7 @@ def test_of_a_large_model_other_algorithms_are_predicted_when_asked_for(world, m
         ("fed_raa", ["--partition.test_share", "0.3"]),
         ("hetero_fl", []),
         ("fed_async", ["--algorithm.concurrency", "2"]),
+        ("fed_compass", ["--algorithm.min_steps", "5", "--algorithm.max_steps", "25"]),
     ],
 )
 def test_a_prediction_is_what_the_simulated_run_takes(name, options, tmp_path):

@@ -1,0 +1,330 @@
+"""Fit device profiles to the tasks of a real run, and compare real runs with the virtual clock.
+
+A task's seconds are those between its assignment and its arrival, both on the server's clock: the transfers, the training and
+what the server does between them. They are fitted by ``slowdown x predicted computation + overhead + predicted transfers``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raafl.config.experiment import Experiment
+from raafl.core.algorithm import SelectContext
+from raafl.core.records_json import assignment_from_json, client_from_json
+from raafl.core.types import Assignment, ClientInfo, Work
+from raafl.devices.profiles import Device, Profile
+from raafl.errors import BadInput
+from raafl.plan.dry import World, predict
+from raafl.runfolder.events import read_run
+from raafl.runfolder.schema import JournalRow
+
+MOST_FITTED = 20
+"""Tasks of a client that its profile is fitted to, at most; the others are held out."""
+_SPREAD = 1.25
+"""The computation of a client's tasks must differ by this factor before an overhead can be told from a slower device."""
+_OUTLIER = 5.0
+"""A task that takes this many times what the fit says is left out of it: the machine slept, or was swapped out."""
+_ROUNDING_S = 1e-4
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedTask:
+    """One finished task of a real run.
+
+    Attributes:
+        client: its id.
+        incarnation: of the client.
+        assigned_s, arrived_s: seconds on the run's clock.
+        compute_s: predicted seconds of its computation on the client's base profile.
+        link_s: predicted seconds of its transfers on that profile.
+        pace_s: seconds of the emulated device, which it took at least; 0 = not emulated.
+    """
+
+    client: int
+    incarnation: int
+    assigned_s: float
+    arrived_s: float
+    compute_s: float
+    link_s: float
+    pace_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the real duration."""
+        return self.arrived_s - self.assigned_s
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Difference between one client's tasks and the prediction with its base profile.
+
+    Attributes:
+        client: its id.
+        slowdown: factor of the predicted computation.
+        overhead_s: seconds of each task that do not depend on its size.
+        jitter: standard deviation of the logarithm of a task's speed.
+        num_fitted: tasks that the fit has seen.
+        num_held_out: tasks that it has not.
+        task_error: median over the held-out tasks of the relative error of a task's seconds; None = no task was held out.
+        sum_error: predicted over real seconds of the held-out tasks together, minus 1; None = no task was held out.
+        warm_up_s: seconds by which the first task took longer than the fit says; None = unknown.
+    """
+
+    client: int
+    slowdown: float
+    overhead_s: float
+    jitter: float
+    num_fitted: int
+    num_held_out: int = 0
+    task_error: float | None = None
+    sum_error: float | None = None
+    warm_up_s: float | None = None
+
+    def expected_s(self, task: TimedTask) -> float:
+        """Return the expected seconds of a task; the mean of the jitter is in them."""
+        return self.slowdown * task.compute_s * math.exp(self.jitter**2 / 2) + self.overhead_s + task.link_s
+
+    def profile(self, base: Profile) -> Profile:
+        """Return ``base`` with these speeds; what ``base`` says of changing speeds is in the jitter instead."""
+        slower = self.slowdown
+        traffic = None if base.bytes_per_s is None else base.bytes_per_s / slower
+        return replace(
+            base, name=f"client-{self.client}", flops_per_s=base.flops_per_s / slower, bytes_per_s=traffic,
+            launch_s=base.launch_s * slower, latency_s=base.latency_s + self.overhead_s / 2, speed_jitter=self.jitter,
+            speed_changes=None, link_changes=None, repeat_s=None, speed_drift=0.0, link_drift=0.0, link_jitter=0.0,
+            drift_s=None,
+        )  # fmt: skip
+
+    def really(self, declared: Profile) -> Profile:
+        """Return ``declared`` with the real speed hidden from predictions, for a run that chose its tasks by ``declared``."""
+        return replace(
+            declared, latency_s=declared.latency_s + self.overhead_s / 2, speed_jitter=self.jitter,
+            speed_changes=((0.0, 1 / self.slowdown),), link_changes=None, repeat_s=None, speed_drift=0.0, link_drift=0.0,
+            link_jitter=0.0, drift_s=None,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The virtual clock with calibrated profiles beside a real run.
+
+    Attributes:
+        run: its folder.
+        updates: merged in the real run.
+        predicted_s, real_s: seconds from the first assignment to the last arrival.
+        predicted_update_s, real_update_s: the same for each merged update.
+        error: predicted over real seconds of the whole run, minus 1.
+        task_error: median over its tasks, of calibrated clients, of the relative error of a task's seconds.
+        problem: why the virtual clock cannot run it; then there are no predictions.
+    """
+
+    run: str
+    updates: int
+    real_s: float
+    real_update_s: float
+    predicted_s: float | None = None
+    predicted_update_s: float | None = None
+    error: float | None = None
+    task_error: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    """Timed tasks of one run on the wall clock, and its clients as they joined."""
+
+    folder: Path
+    experiment: Experiment
+    world: World
+    clients: Mapping[int, ClientInfo]
+    tasks: Sequence[TimedTask]
+    num_merged: int
+
+    @property
+    def num_paced(self) -> int:
+        """Return the number of tasks that took as long as an emulated device, whatever this machine can do."""
+        return sum(task.pace_s > 0.5 * task.seconds for task in self.tasks)
+
+
+def read_real(folder: Path, experiment: Experiment, base: Profile | None = None) -> RealRun:
+    """Read the tasks of a run folder and predict each on its client's base profile.
+
+    Args:
+        folder: of the run.
+        experiment: of the run, as its config says.
+        base: profile whose figures for FLOPs, traffic, launches and link the fit starts from; None = each client's own,
+            as it was when it joined.
+
+    Raises:
+        BadInput: it is no folder of a run on the wall clock, or no task arrived in it.
+    """
+    journal, summary = read_run(folder)
+    world = World(experiment)
+    fleet = world.fleet(experiment.algorithm)
+    clients: dict[int, ClientInfo] = {}
+    out: dict[int, Assignment] = {}
+    tasks = []
+    for row in journal:
+        match row.get("event"):
+            case "run" if row.get("runtime") == "simulated":
+                raise BadInput(
+                    f"'{folder}' is a simulated run: give one on the wall clock, of raafl fit or raafl serve"
+                )
+            case "joined":
+                info = client_from_json(row)
+                clients[info.id] = info if base is None else replace(info, profile=base)
+            case "assigned":
+                plain = {name: value for name, value in row.items() if name not in ("event", "time_s")}
+                out[row["id"]] = assignment_from_json(plain)
+            case "arrived" if _answers(row, out.get(row["assignment"])):
+                task = out.pop(row["assignment"])
+                tasks.append(_timed(task, row["time_s"], clients[task.client], fleet))
+    if not tasks:
+        raise BadInput(f"'{folder}' has no finished task: let each client finish a few")
+    merged = len(tasks) if summary is None else summary.get("updates_merged", len(tasks))
+    return RealRun(folder, experiment, world, clients, tasks, merged)
+
+
+def _answers(row: JournalRow, task: Assignment | None) -> bool:
+    """Check whether an arrival is the first answer to ``task``, from the client that has it."""
+    return task is not None and (task.client, task.incarnation) == (row["client"], row["incarnation"])
+
+
+def _timed(task: Assignment, arrived_s: float, client: ClientInfo, fleet: SelectContext) -> TimedTask:
+    work = Work(task.spec, task.region, task.num_epochs, task.num_steps, task.extra)
+    time = fleet.task_time(client, work)
+    return TimedTask(
+        task.client, task.incarnation, task.assigned_s, arrived_s, time.compute_s, time.down_s + time.up_s, task.pace_s
+    )
+
+
+def calibrate(run: RealRun, most: int = MOST_FITTED) -> dict[int, Fit]:
+    """Fit each client of a run that finished a task; the keys are their ids.
+
+    The first task after a client joined is left out where there are others, and half of the rest, at least, is held out.
+
+    Args:
+        run: the real run.
+        most: tasks of a client to fit, at most.
+
+    Raises:
+        BadInput: nothing is to be computed in a client's tasks, as its profile has no limit of speed.
+    """
+    by_client = sorted(run.tasks, key=lambda task: (task.client, task.assigned_s))
+    return {client: _fit(client, list(tasks), most) for client, tasks in groupby(by_client, lambda task: task.client)}
+
+
+def _fit(client: int, tasks: Sequence[TimedTask], most: int) -> Fit:
+    firsts = [next(group) for _, group in groupby(tasks, lambda task: task.incarnation)]
+    warm = [task for task in tasks if task not in firsts] or list(tasks)
+    seen = warm[: min(most, (len(warm) + 1) // 2)]
+    held = warm[len(seen) :]
+    fit = fit_tasks(client, seen)
+    first_s = firsts[0].seconds - fit.expected_s(firsts[0]) if len(tasks) > len(firsts) else None
+    if not held:
+        return replace(fit, warm_up_s=first_s)
+    expected, real = np.array([fit.expected_s(task) for task in held]), np.array([task.seconds for task in held])
+    return replace(
+        fit, num_held_out=len(held), task_error=float(np.median(np.abs(expected / real - 1))),
+        sum_error=float(expected.sum() / real.sum() - 1), warm_up_s=first_s,
+    )  # fmt: skip
+
+
+def fit_tasks(client: int, tasks: Sequence[TimedTask]) -> Fit:
+    """Fit slowdown, overhead and jitter to tasks of one client, by least squares of relative errors.
+
+    An overhead is fitted where the tasks' predicted computations differ enough; else all of it counts as slower computation.
+
+    Args:
+        client: its id.
+        tasks: at least one.
+
+    Raises:
+        BadInput: a task has no predicted computation.
+    """
+    compute = np.array([task.compute_s for task in tasks])
+    real = np.array([max(task.seconds - task.link_s, _ROUNDING_S) for task in tasks])
+    if not (compute > 0).all():
+        raise BadInput(
+            f"client {client} has no limit of flops_per_s: give `--base FILE`, of `raafl plan --measure FILE`"
+        )
+    slowdown, overhead_s = _line(compute, real)
+    sound = real <= _OUTLIER * (slowdown * compute + overhead_s)
+    if sound.any() and not sound.all():
+        compute, real = compute[sound], real[sound]
+        slowdown, overhead_s = _line(compute, real)
+    logs = np.log(np.maximum(real - overhead_s, _ROUNDING_S) / (slowdown * compute))
+    jitter = float(np.std(logs)) if len(logs) > 2 else 0.0
+    jitter = 0.0 if jitter < 1e-3 else min(jitter, 2.0)
+    # a task's computation is divided by a lognormal factor, whose inverse has this mean
+    return Fit(client, slowdown / math.exp(jitter**2 / 2), overhead_s, jitter, len(tasks))
+
+
+def _line(compute: Numbers, real: Numbers) -> tuple[float, float]:
+    """Return slope and intercept, none below 0, with the least squares of relative errors."""
+    alone = float((real / compute).mean()), 0.0
+    if compute.max() < _SPREAD * compute.min():
+        return alone
+    columns = np.stack([compute / real, 1 / real], axis=1)
+    slope, intercept = map(float, np.linalg.lstsq(columns, np.ones(len(real)), rcond=None)[0])
+    return (slope, intercept) if slope > 0 and intercept > 0 else alone
+
+
+def check(run: RealRun, fits: Mapping[int, Fit]) -> Check:
+    """Run the config of a real run on the virtual clock, without training, and compare the times.
+
+    Each client keeps the profile that the run's methods knew, so that it gets the same work; what it really takes is the fit.
+
+    Args:
+        run: the real run, read with the same base profile as the fitted one.
+        fits: by client; a client without one takes what its profile says.
+    """
+    last, real_s = (
+        run.num_merged,
+        max(task.arrived_s for task in run.tasks) - min(task.assigned_s for task in run.tasks),
+    )
+    declared = [run.clients.get(info.id, info).profile for info in run.world.clients]
+    known = [fits[i].really(own) if i in fits else own for i, own in enumerate(declared, start=1)]
+    experiment = replace(run.experiment, devices=devices_of(known))
+    timed = [(fits[task.client].expected_s(task), task.seconds) for task in run.tasks if task.client in fits]
+    errors = [abs(expected / real - 1) for expected, real in timed]
+    found = Check(
+        str(run.folder), last, real_s, real_s / max(last, 1), task_error=float(np.median(errors)) if errors else None
+    )
+    predicted = predict(World(experiment), experiment.algorithm, "", last)
+    if predicted.problem is not None or predicted.update_s is None:
+        return replace(found, problem=predicted.problem)
+    return replace(
+        found, predicted_s=predicted.time_s, predicted_update_s=predicted.update_s, error=predicted.time_s / real_s - 1
+    )
+
+
+def devices_of(profiles: Iterable[Profile]) -> list[Device]:
+    """Return a device for each profile, with all its fields given."""
+    return [Device(**{one.name: getattr(profile, one.name) for one in fields(Profile)}) for profile in profiles]
+
+
+def device_rows(profiles: Iterable[Profile]) -> list[dict[str, Any]]:
+    """Return the entries of a device file, without the fields that are at their default."""
+    default = Profile()
+    rows = []
+    for profile in profiles:
+        said = {name: value for name, value in asdict(profile).items() if value != getattr(default, name)}
+        rows.append(
+            {"name": profile.name, "flops_per_s": profile.flops_per_s}
+            | {
+                name: [list(pair) for pair in value] if isinstance(value, tuple) else value
+                for name, value in said.items()
+            }
+        )
+    return rows

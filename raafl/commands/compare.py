@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raafl.compare.comparison import Comparison, read
+from raafl.compare.grid import is_grid
 from raafl.config.argv import options_of
 from raafl.errors import BadInput, RunFailed, at_least
 
@@ -25,6 +26,10 @@ def compare(argv: Sequence[str]) -> str:
         KeyboardInterrupt: Ctrl-C or SIGTERM ended it; the same command continues.
     """
     options = options_in(parser(), argv)
+    if is_grid(options.file):
+        from raafl.commands.compare_grid import run_file
+
+        return run_file(options)
     return run(read(options.file, options.variant), options)
 
 
@@ -78,8 +83,21 @@ def parser() -> ArgumentParser:
         description="Run rows of settings over several seeds on the virtual clock, and say what they show. Runs that have "
         "ended are taken as they are, those that were cut off go on: the same command continues.",
     )  # fmt: skip
-    found.add_argument("file", type=Path, metavar="FILE.yaml", help="the comparison: config, rows, seeds, search, ...")
+    found.add_argument(
+        "file", type=Path, metavar="FILE.yaml", help="the comparison: config, rows, seeds, ...; or a grid"
+    )
     found.add_argument("--variant", metavar="NAME", help="one of the file's variants; default: the file as it is")
+    found.add_argument(
+        "--add", nargs="+", type=Path, default=[], metavar="FILE", help="of a grid: files of further methods and fleets"
+    )
+    found.add_argument(
+        "--beside", type=Path, metavar="RESULT", help="of a grid: show the rows of another result that it has in common"
+    )
+    found.add_argument(
+        "--finished_only",
+        action="store_true",
+        help="of a grid: start nothing; write the result of the runs that have ended",
+    )
     return with_common(found)
 
 

@@ -203,20 +203,20 @@ def read(path: Path, variant: str | None = None) -> Comparison:
     if not isinstance(raw, dict):
         raise BadInput(f"comparison '{path}' is not a mapping: give config, rows and seeds")
     raw = _variant({"name": path.stem, **raw}, variant)
-    _known(raw, Comparison, "")
+    known(raw, Comparison, "")
     for name in ("config", "rows", "seeds"):
         if name not in raw:
             raise BadInput(f"{name} is missing in '{path}': a comparison needs config, rows and seeds")
-    rows = _mapping("rows", raw["rows"])
+    rows = mapping("rows", raw["rows"])
     given = {
         **raw,
         "name": str(raw["name"]),
         "rows": {str(label): words(f"rows.{label}", text) for label, text in rows.items()},
-        "seeds": _seeds("seeds", raw["seeds"]),
+        "seeds": seeds_of("seeds", raw["seeds"]),
         "options": words("options", raw.get("options")),
-        "targets": tuple(_numbers("targets", raw.get("targets", []))),
+        "targets": tuple(numbers("targets", raw.get("targets", []))),
         "search": _search(raw["search"]) if raw.get("search") else None,
-        "published": _mapping("published", raw.get("published", {})),
+        "published": mapping("published", raw.get("published", {})),
     }
     return Comparison(**given)
 
@@ -224,11 +224,11 @@ def read(path: Path, variant: str | None = None) -> Comparison:
 def _variant(raw: dict[str, Any], variant: str | None) -> dict[str, Any]:
     """Return a file's fields as one of its variants has them."""
     variants = {
-        name: _mapping(f"variants.{name}", fields)
-        for name, fields in _mapping("variants", raw.get("variants", {})).items()
+        name: mapping(f"variants.{name}", fields)
+        for name, fields in mapping("variants", raw.get("variants", {})).items()
     }
     for name, given in variants.items():
-        _known(given, Comparison, f"variants.{name}.")
+        known(given, Comparison, f"variants.{name}.")
     if variant is not None and variant not in variants:
         raise BadInput(f"variant is '{variant}', which the comparison does not have: {nearest(variant, variants)}")
     fields_of_file = {name: value for name, value in raw.items() if name != "variants"}
@@ -252,44 +252,54 @@ def words(name: str, text: object) -> Options:
 
 
 def _search(raw: object) -> Search:
-    given = _mapping("search", raw)
-    _known(given, Search, "search.")
+    given = mapping("search", raw)
+    known(given, Search, "search.")
     for name in ("grid", "seeds"):
         if name not in given:
             raise BadInput(f"search.{name} is missing: give search.grid (--OPTION: [VALUE, ...]) and search.seeds")
     halving = given.get("halving")
     if halving is not None:
-        _known(_mapping("search.halving", halving), Halving, "search.halving.")
+        known(mapping("search.halving", halving), Halving, "search.halving.")
     return Search(**{
         **given,
-        "grid": _mapping("search.grid", given["grid"]),
-        "seeds": _seeds("search.seeds", given["seeds"]),
-        "rows": {label: _mapping(f"search.rows.{label}", grid) for label, grid in given.get("rows", {}).items()},
+        "grid": mapping("search.grid", given["grid"]),
+        "seeds": seeds_of("search.seeds", given["seeds"]),
+        "rows": {label: mapping(f"search.rows.{label}", grid) for label, grid in given.get("rows", {}).items()},
         "options": words("search.options", given.get("options")),
         "halving": Halving(**halving) if halving is not None else None,
     })  # fmt: skip
 
 
-def _known(given: Mapping[str, Any], kind: type, prefix: str) -> None:
+def known(given: Mapping[str, Any], kind: type, prefix: str) -> None:
+    """Raise `BadInput` for a key that is no field.
+
+    Args:
+        given: a mapping of a file.
+        kind: dataclass with the fields.
+        prefix: goes before the key in the message.
+    """
     names = [one.name for one in fields(kind)]
     for name in given:
         if name not in names:
             raise BadInput(f"{prefix}{name} is unknown: {nearest(str(name), names)}")
 
 
-def _mapping(name: str, value: object) -> Mapping[str, Any]:
+def mapping(name: str, value: object) -> Mapping[str, Any]:
+    """Return ``value``; raises `BadInput` that names the field ``name`` unless it is a mapping."""
     if not isinstance(value, dict):
         raise BadInput(f"{name} is {value!s:.80}: give a mapping")
     return value
 
 
-def _seeds(name: str, value: object) -> tuple[int, ...]:
+def seeds_of(name: str, value: object) -> tuple[int, ...]:
+    """Return ``value`` as seeds; raises `BadInput` that names the field ``name`` unless it is a list of them."""
     if not isinstance(value, list) or not all(type(seed) is int and seed >= 0 for seed in value):
         raise BadInput(f"{name} is {value!s:.80}: give a list of whole numbers from 0")
     return tuple(value)
 
 
-def _numbers(name: str, value: object) -> Iterator[float]:
+def numbers(name: str, value: object) -> Iterator[float]:
+    """Yield the numbers of ``value``; raises `BadInput` that names the field ``name`` unless it is a list of them."""
     if not isinstance(value, list) or not all(type(number) in (int, float) for number in value):
         raise BadInput(f"{name} is {value!s:.80}: give a list of numbers")
     return map(float, value)

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from raafl.compare.comparison import Comparison
+from raafl.compare.energy import energy_kj
 from raafl.compare.provenance import file_digest
 from raafl.compare.runs import Outcome, made_by
 from raafl.compare.statistics import Interval, censored_median, gini, interval, paired, smoothed, time_to
 from raafl.runfolder.schema import CLIENTS, JOURNAL, METRICS, TESTED, Summary
 
 COLUMNS = (
-    "final", "best", "time_s", "megabytes", "updates", "versions", "utilisation", "participation", "participation_gini",
-    "clients_mean", "worst_client", "peak_memory_mb", "wall_s",
+    "final", "best", "time_s", "megabytes", "energy_kj", "updates", "versions", "utilisation", "participation",
+    "participation_gini", "clients_mean", "worst_client", "peak_memory_mb", "wall_s",
 )  # fmt: skip
 """What is measured of a run, beside the metrics of its model."""
 
@@ -50,6 +51,8 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
         return {**known, "error": f"{comparison.metric} is {curve[-1][1]} at the end"}
     values = [value for _, value in curve if math.isfinite(value)]
     smooth = smoothed(curve, comparison.smooth)
+    times = {f"{target:g}": time_to(smooth, target, comparison.maximize) for target in comparison.targets}
+    sent = _megabytes_at(outcome.folder)
     known |= {
         "finished": summary["finished"],
         "model_digest": summary["model_digest"],
@@ -57,10 +60,18 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
         "metrics": {name: value for name, value in summary["final"].items() if math.isfinite(value)},
         "final": smooth[-1][1] if smooth else None,
         "best": (max if comparison.maximize else min)(values) if values else None,
-        "time_to": {f"{target:g}": time_to(smooth, target, comparison.maximize) for target in comparison.targets},
+        "time_to": times,
+        "megabytes_to": {target: sent.get(time_s) for target, time_s in times.items()},
         "curve": [[round(time_s, 6), value] for time_s, value in curve],
     }
-    return known | _costs(summary) | _clients(outcome.folder, comparison)
+    return known | _costs(summary) | {"energy_kj": energy_kj(outcome.folder)} | _clients(outcome.folder, comparison)
+
+
+def _megabytes_at(folder: Path) -> dict[float | None, float]:
+    """Return the megabytes sent and received until each evaluation, by its time in seconds."""
+    with (folder / METRICS).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {float(row["time_s"]): (float(row["bytes_up"]) + float(row["bytes_down"])) / 1e6 for row in rows}
 
 
 def _costs(summary: Summary) -> dict[str, Any]:
@@ -121,6 +132,9 @@ def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Compari
         **{name: figure for name, figure in figures.items() if figure is not None},
         "metrics": {name: _plain(interval(_values([run["metrics"] for run in done], name))) for name in metrics},
         "time_to": {target: reached([run.get("time_to", {}).get(target) for run in runs]) for target in targets},
+        "megabytes_to": {
+            target: censored_median([run.get("megabytes_to", {}).get(target) for run in runs]) for target in targets
+        },
     }
 
 

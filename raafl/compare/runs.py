@@ -22,6 +22,7 @@ from raafl.compare.comparison import Options
 from raafl.compare.processes import check_free, in_processes, start
 from raafl.compare.provenance import code_digest, file_digest, provenance
 from raafl.config.bundled import with_paths
+from raafl.devices import fleets
 from raafl.errors import BadInput
 from raafl.report.groups import NOT_THE_EXPERIMENT
 from raafl.runfolder.append_file import atomic_file
@@ -103,7 +104,9 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
     row = parsed(config, label, options, seeds[0])
     fields = yaml.safe_load(row.config_yaml)
     experiment = {name: value for name, value in fields.items() if name not in NOT_THE_EXPERIMENT}
-    experiment["contents"] = {str(path): file_digest(path) for path in named_files(fields)}
+    experiment["contents"] = {
+        path.name if path == fleets.FILE else str(path): file_digest(path) for path in named_files(fields)
+    }
     limits = (row.experiment.max_updates, seconds("max_time", row.experiment.max_time))
     return [
         Run(label, config, options, seed, _digest({**experiment, "seed": seed}), limits) for seed in seeds
@@ -141,7 +144,9 @@ def named_files(fields: Mapping[str, Any]) -> list[Path]:
 
     devices = fields.get("devices")
     found = set()
-    if isinstance(devices, str) and Path(devices).is_file():
+    if isinstance(devices, str) and fleets.is_fleet(devices):
+        found |= set(fleets.files(devices))
+    elif isinstance(devices, str) and Path(devices).is_file():
         found.add(Path(devices))
         devices = [{"recorded": device.recorded} for device in load_devices(devices)]
     if isinstance(devices, list):

@@ -14,6 +14,7 @@ _FIGURES = (
     ("best", "best"), ("megabytes", "MB"), ("updates", "updates"), ("utilisation", "utilisation"),
     ("participation", "participation"), ("participation_gini", "Gini"), ("clients_gaining", "clients gaining"),
     ("clients_mean", "clients' own test"), ("worst_client", "worst client"), ("peak_memory_mb", "peak MB"),
+    ("energy_kj", "kJ"),
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from raafl.compare.processes import in_processes, start
+from raafl.runfolder.schema import Summary
 
 
 def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
@@ -37,30 +38,42 @@ def verify(runs: Sequence[Mapping[str, Any]], root: Path, jobs: int = 1) -> Iter
         KeyboardInterrupt: Ctrl-C or SIGTERM was received; the replays in progress have been ended.
     """
 
-    def replay(run: Mapping[str, Any]) -> BaseProcess:
-        log = _log(root, run)
-        log.unlink(missing_ok=True)
-        return start(["replay", str(root / run["folder"]), "--json"], log)
+    def replay_one(run: Mapping[str, Any]) -> BaseProcess:
+        return replay(root / run["folder"])
 
-    for run, process, _ in in_processes(list(runs), jobs, replay, lambda _: None):
-        why = _difference(run, _log(root, run), process)
+    for run, _, _ in in_processes(list(runs), jobs, replay_one, lambda _: None):
+        why = difference(run, log_of(root / run["folder"]))
         verdict = {"row": run["row"], "seed": run["seed"], "equal": why is None}
         yield verdict if why is None else verdict | {"why": why}
 
 
-def _log(root: Path, run: Mapping[str, Any]) -> Path:
-    return (root / str(run["folder"])).with_suffix(".replay.log")
+def replay(folder: Path) -> BaseProcess:
+    """Start the replay of a run folder in a process of its own, which prints into `log_of` of it."""
+    log = log_of(folder)
+    log.unlink(missing_ok=True)
+    return start(["replay", str(folder), "--json"], log)
 
 
-def _difference(run: Mapping[str, Any], log: Path, process: BaseProcess) -> str | None:
-    """Return why a replay does not give what the result says; None where it does."""
+def log_of(folder: Path) -> Path:
+    """Return the file into which the replay of a run folder prints."""
+    return folder.with_suffix(".replay.log")
+
+
+def difference(run: Mapping[str, Any] | Summary | None, log: Path) -> str | None:
+    """Return why a replay does not give what is said of the run; None where it does.
+
+    Args:
+        run: has the `model_digest` that is said.
+        log: what the replay printed.
+    """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     try:
         replayed = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
     except (StopIteration, ValueError):
-        return lines[-1] if lines else f"the replay ended with exit code {process.exitcode}"
-    if replayed["model_digest"] != run["model_digest"]:
-        return f"the result says {run['model_digest'][:16]}, the replay {replayed['model_digest'][:16]}"
+        return lines[-1] if lines else "the replay printed nothing"
+    said = str(run["model_digest"]) if run is not None else ""
+    if replayed["model_digest"] != said:
+        return f"the result says {said[:16]}, the replay {str(replayed['model_digest'])[:16]}"
     if not replayed["equal"]:
         return f"the run folder's summary says {str(replayed['recorded_digest'])[:16]}"
     return None

@@ -34,6 +34,12 @@ def figures(name: str) -> dict[str, float]:
     return {}
 
 
+def watts(name: str) -> float | None:
+    """Return the power of a bundled device at work, in watts; None where its profile has none."""
+    figure = catalogue()["devices"].get(name, {}).get("watts")
+    return None if figure is None else float(figure["value"])
+
+
 def is_drawn(name: str) -> bool:
     """Check whether ``name`` is a generator, which draws another device for each client."""
     return name in catalogue()["generators"]
@@ -48,7 +54,7 @@ def rows() -> list[dict[str, Any]]:
     """Return a row for each bundled figure: device, field, value and source."""
     found = []
     for name, device in catalogue()["devices"].items():
-        for field in (*FIGURES, "bandwidth"):
+        for field in (*FIGURES, "bandwidth", *(["watts"] if "watts" in device else [])):
             found.append(
                 {"device": name, "field": field, "value": device[field]["value"], "source": device[field]["source"]}
             )

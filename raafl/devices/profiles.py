@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from raafl.devices import catalog, recordings, sampling
+from raafl.devices import catalog, fleets, recordings, sampling
 from raafl.devices.checks import CHANGES, change_problems, joined, rate_problems, spread_problems, window_problems
 from raafl.devices.files import is_list, read_list, read_rows, values
 from raafl.devices.sampling import Presence
@@ -290,7 +290,8 @@ def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
 def load_devices(path: str | Path) -> list[Device]:
     """Read a device file: YAML or JSON (a list of mappings, alone or under `devices:`) or CSV (one device per row).
 
-    A text such as ``[{name: a100}]`` is not taken as a path but as the list itself.
+    A text such as ``[{name: a100}]`` is not taken as a path but as the list itself; ``fleet:gpus`` names a fleet, see
+    `raafl.devices.fleets`.
 
     Keys and CSV column names are the fields of `Device`; an empty CSV cell leaves the default. In CSV, availability is
     written `start:stop`, and speed_changes and link_changes are written `seconds:factor`, with `;` between pairs.
@@ -302,7 +303,10 @@ def load_devices(path: str | Path) -> list[Device]:
     known = [f.name for f in fields(Device) if f.init]
     devices, problems = [], []
     text = path if isinstance(path, str) and is_list(path) else None
-    rows = read_rows(Path(path)) if text is None else read_list(text)
+    if isinstance(path, str) and fleets.is_fleet(path):
+        rows: Sequence[object] = fleets.rows(path)
+    else:
+        rows = read_rows(Path(path)) if text is None else read_list(text)
     path = "devices" if text is not None else path
     for number, row in enumerate(rows, start=1):
         try:

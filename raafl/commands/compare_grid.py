@@ -1,0 +1,80 @@
+"""Run a grid of comparisons, or verify one (`raafl compare GRID.yaml`)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from raafl.compare.grid import Grid, read_grid
+from raafl.errors import BadInput, RunFailed
+
+_log = logging.getLogger(__name__)
+
+
+def run_file(options: Namespace) -> str:
+    """Run the grid that a file describes, or with `--verify` rerun and replay a share of its runs; return the text to print.
+
+    Args:
+        options: of `raafl compare`.
+
+    Raises:
+        BadInput: an option, or one of the grid's files, is wrong; before anything is run.
+        RunFailed: some runs failed, or a run is not what the result says.
+    """
+    from raafl.compare.grid_result import cell_table, grid_result, write_grid
+    from raafl.compare.grid_runs import GridRuns, root_of, run_grid
+    from raafl.compare.runs import Runner
+    from raafl.compare.tables import text
+
+    grid = read_grid(options.file, options.add)
+    if options.variant or options.plan:
+        raise BadInput("variant and plan are of comparisons, and this file is a grid: leave them out")
+    if options.rows:
+        grid = grid.only(options.rows)
+    folder: Path = options.output or Path("comparisons") / grid.name
+    if options.verify is not None:
+        return _verify(grid, folder, options)
+    runner = Runner(root_of(folder), options.jobs, options.any_code, _tell)
+
+    def write(runs: GridRuns) -> dict[str, Any]:
+        found = grid_result(grid, runs, folder)
+        write_grid(found, folder)
+        return found
+
+    runs = run_grid(grid, runner, options.jobs, _tell, write, finished_only=options.finished_only)
+    found = write(runs)
+    if options.beside is not None:
+        from raafl.compare.grid_verify import beside
+
+        found = beside(found, options.beside)
+    shown = [f"{cell['task']} on {cell['fleet']}\n{text(cell_table(cell))}" for cell in found["cells"] if cell["rows"]]
+    refused = [f"{cell['task']} on {cell['fleet']}: {row['row']}" for cell in found["cells"] for row in cell["rows"]
+               if row["accepted"] is False]  # fmt: skip
+    if refused:
+        raise RunFailed(f"{len(refused)} rows are refused, since a replay is not equal; the first: {refused[0]}")
+    return json.dumps(found) if options.json else "\n\n".join([*shown, f"wrote {folder / 'result.json'}"])
+
+
+def _verify(grid: Grid, folder: Path, options: Namespace) -> str:
+    from raafl.compare.grid_verify import verify_grid
+
+    path = options.beside or folder / "result.json"
+    verdicts = []
+    for verdict in verify_grid(grid, path, options.verify, folder, options.jobs):
+        verdicts.append(verdict)
+        _tell(
+            f"{verdict['cell']}, {verdict['row']}, seed {verdict['seed']}: {verdict['why'] or 'equal, to the last bit'}"
+        )
+    differing = [verdict for verdict in verdicts if verdict["why"]]
+    if differing:
+        raise RunFailed(f"{len(differing)} of {len(verdicts)} runs are not what {path} says")
+    if options.json:
+        return json.dumps({"verified": len(verdicts), "equal": True})
+    return f"{len(verdicts)} runs made again and replayed, each equal to what {path} says, to the last bit"
+
+
+def _tell(line: str) -> None:
+    _log.info(line, extra={"prefix": ""})

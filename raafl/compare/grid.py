@@ -1,0 +1,295 @@
+"""Read a grid: tasks by fleets by methods, each a file of its own, from which the comparisons of its cells are made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raafl.compare.comparison import Comparison, Options, Search, known, mapping, numbers, seeds_of, words
+from raafl.errors import BadInput, at_least, nearest
+
+Cell = tuple[str, str]
+"""Name of a task and of a fleet."""
+
+TASK_S = "{task_s}"
+"""Stands in a method's options for the seconds that a task should take: the fleet's `task_s` of the task."""
+
+
+@dataclass(frozen=True)
+class GridTask:
+    """A model with its data: one config.
+
+    Attributes:
+        name: the file's.
+        config: of all runs: a file, relative to the task's own, or the name of one that comes with raafl.
+        options: of all runs.
+        search: values of each option that a method tries, unless it has values of its own for this task.
+        metric, maximize, targets, smooth: see `Comparison`; ranks are by the first target.
+        about: for the page.
+    """
+
+    name: str
+    config: str
+    search: Mapping[str, Sequence[Any]]
+    targets: tuple[float, ...]
+    options: Options = ()
+    metric: str = "accuracy"
+    maximize: bool = True
+    smooth: int = 1
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class GridFleet:
+    """Devices, with the virtual time that each task gets on them.
+
+    Attributes:
+        name: the file's.
+        devices: as in a config: `fleet:NAME`, a device file, or a list of devices.
+        max_time: of a run, by task: seconds, or 90s, 5m, 2h.
+        task_s: seconds that a task of a submodel should take, by task; for methods whose options have `{task_s}`.
+        about: for the page.
+    """
+
+    name: str
+    devices: str
+    max_time: Mapping[str, float | str]
+    task_s: Mapping[str, float] = field(default_factory=dict)
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class GridMethod:
+    """A row of each cell.
+
+    Attributes:
+        name: its label.
+        options: of its runs.
+        tasks: further options by task.
+        search: values of options that are tried, by task; else those of the task, and equally many.
+        about: for the page.
+    """
+
+    name: str
+    options: Options
+    tasks: Mapping[str, Options] = field(default_factory=dict)
+    search: Mapping[str, Mapping[str, Sequence[Any]]] = field(default_factory=dict)
+    about: str = ""
+
+
+@dataclass(frozen=True)
+class GridSearch:
+    """Search of a grid: each method gets the same number of trials for each task, on one fleet.
+
+    Attributes:
+        fleet: on which trials run; what is best there is taken on all fleets.
+        seeds: of the trials; none of them is a seed of the grid.
+        options: of trials alone.
+    """
+
+    fleet: str
+    seeds: tuple[int, ...]
+    options: Options = ()
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A checked grid.
+
+    Attributes:
+        name: for its folder; the file's unless given.
+        tasks, fleets, methods: by name, in order.
+        seeds: of the runs that are reported.
+        search: settings of each method.
+        baseline: label of the method that the others are compared with; None = the first.
+        replays: seeds of each row that are replayed; a row is accepted if these replays are equal.
+        about: what a reader should know.
+    """
+
+    name: str
+    tasks: Mapping[str, GridTask]
+    fleets: Mapping[str, GridFleet]
+    methods: Mapping[str, GridMethod]
+    seeds: tuple[int, ...]
+    search: GridSearch
+    baseline: str | None = None
+    replays: int = 1
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        for name, value in (("tasks", self.tasks), ("fleets", self.fleets), ("methods", self.methods)):
+            if not value:
+                raise BadInput(f"{name} is empty: give at least one file")
+        at_least("replays", self.replays, 1)
+        if self.search.fleet not in self.fleets:
+            raise BadInput(
+                f"search.fleet is '{self.search.fleet}', no fleet: {nearest(self.search.fleet, self.fleets)}"
+            )
+        if self.baseline is not None and self.baseline not in self.methods:
+            raise BadInput(f"baseline is '{self.baseline}', which is no method: {nearest(self.baseline, self.methods)}")
+        for fleet in self.fleets.values():
+            for task in self.tasks:
+                if task not in fleet.max_time:
+                    raise BadInput(
+                        f"fleet '{fleet.name}' has no max_time for task '{task}': give max_time.{task}, such as 90s"
+                    )
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Return task and fleet of each cell, in order."""
+        return [(task, fleet) for task in self.tasks for fleet in self.fleets]
+
+    def comparison(self, cell: Cell, settings: Mapping[str, Options] | None = None) -> Comparison:
+        """Return the comparison of a cell.
+
+        Args:
+            cell: task and fleet.
+            settings: the best settings of each method for this task; None = with the search for them.
+
+        Raises:
+            BadInput: a method needs a `task_s` that the fleet does not have, or searches differ in size.
+        """
+        task, fleet = self.tasks[cell[0]], self.fleets[cell[1]]
+        rows = {label: self._options(method, task, fleet) for label, method in self.methods.items()}
+        search = None
+        if settings is None:
+            search = Search(
+                task.search, self.search.seeds, options=self.search.options,
+                rows={label: method.search[task.name] for label, method in self.methods.items() if task.name in method.search},
+            )  # fmt: skip
+        else:
+            rows = {label: (*options, *settings[label]) for label, options in rows.items()}
+        return Comparison(
+            name="--".join(cell), config=task.config, rows=rows, seeds=self.seeds, search=search, metric=task.metric,
+            options=(*task.options, "--devices", fleet.devices, "--max_time", str(fleet.max_time[task.name])),
+            maximize=task.maximize, targets=task.targets, smooth=task.smooth, baseline=self.baseline,
+        )  # fmt: skip
+
+    def only(self, labels: Sequence[str]) -> Grid:
+        """Return the grid with some of its methods; raises `BadInput` for a label that is none."""
+        for label in labels:
+            if label not in self.methods:
+                raise BadInput(f"rows has '{label}', which is no method of the grid: {nearest(label, self.methods)}")
+        methods = {label: method for label, method in self.methods.items() if label in labels}
+        return replace(self, methods=methods, baseline=self.baseline if self.baseline in methods else None)
+
+    @staticmethod
+    def _options(method: GridMethod, task: GridTask, fleet: GridFleet) -> Options:
+        options = (*method.options, *method.tasks.get(task.name, ()))
+        if any(TASK_S in word for word in options) and task.name not in fleet.task_s:
+            raise BadInput(
+                f"method '{method.name}' needs task_s.{task.name} of fleet '{fleet.name}': give the seconds that a task should "
+                "take, such as those of the whole model on a median client"
+            )
+        return tuple(word.replace(TASK_S, str(fleet.task_s.get(task.name))) for word in options)
+
+
+def is_grid(path: Path) -> bool:
+    """Check whether a file is a grid, rather than a comparison; false for one that cannot be read."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return False
+    return isinstance(raw, dict) and "tasks" in raw and "fleets" in raw
+
+
+def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
+    """Read a grid and the files of its tasks, fleets and methods.
+
+    Args:
+        path: of the grid. A name in it is a file of the folder `tasks`, `fleets` or `methods` beside it.
+        more: files of further methods and fleets.
+
+    Raises:
+        BadInput: a file is missing or not YAML, or a field is unknown, missing or out of range; names it.
+    """
+    raw = _load(path)
+    known({**raw}, Grid, "")
+    folder = path.parent
+    named = {
+        kind: [_file(folder, kind, name) for name in raw.get(kind) or ()] for kind in ("tasks", "fleets", "methods")
+    }
+    for file in more:
+        named["fleets" if "devices" in _load(file) else "methods"].append(file)
+    search = mapping("search", raw.get("search", {}))
+    known(search, GridSearch, "search.")
+    for name in ("fleet", "seeds"):
+        if name not in search:
+            raise BadInput(f"search.{name} is missing in '{path}': give search.fleet and search.seeds")
+    return Grid(
+        name=str(raw.get("name", path.stem)), about=str(raw.get("about", "")), seeds=seeds_of("seeds", raw.get("seeds")),
+        tasks=_by_name(map(_task, named["tasks"])), fleets=_by_name(map(_fleet, named["fleets"])),
+        methods=_by_name(map(_method, named["methods"])),
+        search=GridSearch(
+            str(search["fleet"]), seeds_of("search.seeds", search["seeds"]), words("search.options", search.get("options"))
+        ),
+        baseline=raw.get("baseline"), replays=raw.get("replays", 1),
+    )  # fmt: skip
+
+
+def _file(folder: Path, kind: str, name: object) -> Path:
+    return folder / kind / f"{name}.yaml"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        near = nearest(path.stem, [file.stem for file in path.parent.glob("*.yaml")]) if path.parent.is_dir() else ""
+        raise BadInput(f"'{path}' cannot be read: {error.strerror}: {near or 'name a YAML file'}") from None
+    except yaml.YAMLError as error:
+        raise BadInput(f"'{path}' is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise BadInput(f"'{path}' is not a mapping: see docs/unequal-bench.md for its fields")
+    return raw
+
+
+def _fields(path: Path, kind: type, needed: Sequence[str]) -> dict[str, Any]:
+    raw = {"name": path.stem, **_load(path)}
+    known(raw, kind, f"{path}: ")
+    for name in needed:
+        if name not in raw:
+            raise BadInput(f"{name} is missing in '{path}': give {', '.join(needed)}")
+    return raw | {"name": str(raw["name"])}
+
+
+def _task(path: Path) -> GridTask:
+    raw = _fields(path, GridTask, ("config", "search", "targets"))
+    beside = path.parent / str(raw["config"])
+    config = beside.as_posix() if beside.is_file() else str(raw["config"])
+    return GridTask(**raw | {
+        "config": config, "options": words("options", raw.get("options")), "search": mapping("search", raw["search"]),
+        "targets": tuple(numbers("targets", raw["targets"])),
+    })  # fmt: skip
+
+
+def _fleet(path: Path) -> GridFleet:
+    raw = _fields(path, GridFleet, ("devices", "max_time"))
+    devices = raw["devices"] if isinstance(raw["devices"], str) else json.dumps(raw["devices"])
+    times = {name: mapping(f"{path}: {name}", raw.get(name, {})) for name in ("max_time", "task_s")}
+    return GridFleet(**raw | times | {"devices": devices})
+
+
+def _method(path: Path) -> GridMethod:
+    raw = _fields(path, GridMethod, ("options",))
+    tasks = mapping(f"{path}: tasks", raw.get("tasks", {}))
+    search = mapping(f"{path}: search", raw.get("search", {}))
+    return GridMethod(**raw | {
+        "options": words("options", raw["options"]),
+        "tasks": {name: words(f"tasks.{name}", text) for name, text in tasks.items()},
+        "search": {name: mapping(f"search.{name}", grid) for name, grid in search.items()},
+    })  # fmt: skip
+
+
+def _by_name(items: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for item in items:
+        if item.name in found:
+            raise BadInput(f"{type(item).__name__.lower()} '{item.name}' is given twice: give each name once")
+        found[item.name] = item
+    return found

@@ -1,0 +1,125 @@
+"""Make runs of a grid's result again and compare their digests, and show the rows of another result beside one's own."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from raafl.compare.comparison import Options
+from raafl.compare.grid import Grid
+from raafl.compare.grid_result import load_grid, standings
+from raafl.compare.processes import in_processes
+from raafl.compare.provenance import file_digest
+from raafl.compare.results import differences
+from raafl.compare.runs import Run, Runner, resolve
+from raafl.compare.verify import difference, log_of, replay
+from raafl.errors import BadInput
+from raafl.runfolder.schema import JOURNAL
+
+
+def verify_grid(
+    grid: Grid, path: Path, share: float, folder: Path, jobs: int = 1, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Make a random share of a result's runs again, replay them, and yield `cell`, `row`, `seed` and `why` they are not equal.
+
+    The runs are those of the grid's files. A result only says which of the searched settings each row has, so that nothing in a
+    result of somebody else is executed.
+
+    Args:
+        grid: the grid.
+        path: of its result.
+        share: of the runs, above 0 and at most 1.
+        folder: in which the runs are made; those that have ended there are taken.
+        jobs: runs at a time.
+        seed: of the draw.
+
+    Raises:
+        BadInput: the result is none, or is of another grid.
+    """
+    asked = _drawn(grid, load_grid(path), share, seed)
+    runner = Runner(folder / "runs", jobs, False, lambda _: None)
+    outcomes = dict(zip(asked, runner.run_all(list(asked)), strict=True))
+    ended = [outcome for outcome in outcomes.values() if outcome.summary is not None]
+    for _ in in_processes(ended, jobs, lambda outcome: replay(outcome.folder), lambda _: None):
+        pass
+    for run, outcome in outcomes.items():
+        cell, said = asked[run]
+        verdict = {"cell": cell, "row": run.label, "seed": run.seed}
+        if outcome.summary is None:
+            yield verdict | {"why": f"failed: {outcome.error}"}
+        elif (journal := file_digest(outcome.folder / JOURNAL)) != said["journal_digest"]:
+            yield verdict | {
+                "why": f"its journal is {journal[:16]}, the result says {str(said['journal_digest'])[:16]}"
+            }
+        else:
+            yield verdict | {"why": difference(said, log_of(outcome.folder))}
+
+
+def _drawn(grid: Grid, found: Mapping[str, Any], share: float, seed: int) -> dict[Run, tuple[str, Mapping[str, Any]]]:
+    """Return runs to make, with the name of their cell and what the result says of them."""
+    listed = [
+        (cell, row, run)
+        for cell in found["cells"]
+        if (cell["task"], cell["fleet"]) in grid.cells
+        for row in cell["rows"]
+        if row["row"] in grid.methods
+        for run in row["runs"]
+        if "error" not in run
+    ]
+    if not listed:
+        raise BadInput(
+            f"the result of '{str(found['name'])[:80]}' has no run of this grid: give the grid that it is of"
+        )
+    asked: dict[Run, tuple[str, Mapping[str, Any]]] = {}
+    for cell, row, run in random.Random(seed).sample(listed, math.ceil(share * len(listed))):
+        settings = _settings(grid, cell, row)
+        key = (str(cell["task"]), str(cell["fleet"]))
+        comparison = grid.only([row["row"]]).comparison(key, {row["row"]: settings})
+        options = (*comparison.options, *comparison.rows[row["row"]])
+        (made,) = resolve(comparison.config, row["row"], options, [int(run["seed"])])
+        asked[made] = ("--".join(key), run)
+    return asked
+
+
+def _settings(grid: Grid, cell: Mapping[str, Any], row: Mapping[str, Any]) -> Options:
+    """Return a row's settings; raises `BadInput` unless the grid's search tries them."""
+    search = grid.comparison((cell["task"], grid.search.fleet)).search
+    settings = tuple(map(str, row["searched"]["settings"]))
+    if search is None or settings not in search.settings(row["row"]):
+        raise BadInput(
+            f"row '{row['row']}' has settings that this grid's search does not try: give the grid that the result is of"
+        )
+    return settings
+
+
+def beside(whole: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return a result with the rows that another one has in the same cells, run alike, with ranks among all of them.
+
+    Args:
+        whole: a result; its own rows win over those of the same method.
+        path: of the other result; its rows get a `from`.
+
+    Raises:
+        BadInput: it is no result of a grid.
+    """
+    others = {(cell["task"], cell["fleet"]): cell for cell in load_grid(path)["cells"]}
+    cells = []
+    for cell in whole["cells"]:
+        other = others.get((cell["task"], cell["fleet"]), {})
+        labels = {row["row"] for row in cell["rows"]}
+        more = [
+            row | {"from": str(path)} for row in other.get("rows", ())
+            if row["row"] not in labels and cell["rows"] and other.get("options") == cell["options"]
+        ]  # fmt: skip
+        rows = [*cell["rows"], *more]
+        reference = other.get("reference") if more else cell["reference"]
+        gaps = differences({row["row"]: row["runs"] for row in rows}, reference) if rows else {}
+        standing = standings(rows, maximize=cell["maximize"])
+        cells.append(
+            {**cell, "reference": reference}
+            | {"rows": [row | {"difference": gaps[row["row"]]} | standing[row["row"]] for row in rows]}
+        )
+    return {**whole, "cells": cells}

@@ -94,4 +94,6 @@ def _slowed(entry: Mapping[str, Any], speed: float, link: float) -> dict[str, An
     if catalog.is_drawn(name):
         known = sampling.draw(catalog.catalogue()["generators"][name], entry.get("seed", 0), 0)
     divisors = {"flops_per_s": speed, "bytes_per_s": speed, "down_bytes_per_s": link, "up_bytes_per_s": link}
-    return {field: value / divisors[field] if field in divisors else value for field, value in (known | entry).items()}
+    return {
+        field: value / divisors[field] if field in divisors else value for field, value in {**known, **entry}.items()
+    }

@@ -79,6 +79,9 @@ class Settings(TypedDict, total=False):
     output: str | Path | None
     progress: str
     logger: Any
+    monitor: str | None
+    monitor_clients: int
+    monitor_stall_s: float | str
     waits: Timeouts | Mapping[str, Any]
     strict: bool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ def command(argv: list[str]) -> int:
         resolves(own.address)
 
     def say(text: str) -> None:
-        _log.info(f"client {own.client}: {text}", extra={"prefix": "raafl, "})
+        _log.info(f"client {own.client}: {text}", extra={"prefix": "raafl, ", "private": True})
 
     with quick_imports():
         from raafl.config.parse import parse
@@ -66,7 +66,7 @@ def command(argv: list[str]) -> int:
     def work(make: Callable[[str | None], ClientSetup]) -> int:
         known = credentials(own, server=False)
         try:
-            with ExitStack() as stack:
+            with ExitStack() as stack, nullcontext() if gate is None else gate.logs_kept():
                 reason = join(
                     own.address, own.client, known, _with_receipts(make, own, Signer.choose(tls_key(known)), say, stack),
                     needs_config=parsed is None, proxy=own.proxy, say=say, gate=gate,

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
@@ -16,7 +17,7 @@ from raafl.config.options import MODES, About, Target, Timeouts, about
 from raafl.config.submodel_options import SubmodelOptions
 from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
-from raafl.errors import BadInput, nearest, positive
+from raafl.errors import BadInput, installing, nearest, parse_address, positive
 from raafl.local.options import FabricOptions
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 
@@ -144,6 +145,15 @@ class Experiment:
     logger: Any = field(default=None, metadata=about(
         "Lightning loggers that are sent metrics: csv, mlflow, tensorboard, wandb, or a class with its arguments; one or "
         "a list", "NAME", group="shown", may_change=True, used_by_replay=False))
+    monitor: str | None = field(default=None, metadata=about(
+        "HOST:PORT at which the run shows /metrics (Prometheus) and /healthz; null = nowhere",
+        "HOST:PORT", group="shown", may_change=True, used_by_replay=False))
+    monitor_clients: int = field(default=0, metadata=about(
+        "clients 1 to N have series of their own in /metrics; 0 = none has",
+        "N", group="shown", may_change=True, used_by_replay=False, least=0, most=10_000))
+    monitor_stall_s: float | str = field(default=60.0, metadata=about(
+        "seconds without a turn of the run's loop after which /healthz answers 503 (or 90s, 5m, 2h)",
+        "SECONDS", group="shown", may_change=True, used_by_replay=False))
     waits: Timeouts = field(default_factory=Timeouts, metadata=about(
         "deadlines of a wall-clock run", sent_to_clients=True, may_change=True))
     strict: bool = field(default=False, metadata=about(
@@ -191,7 +201,7 @@ class Experiment:
         yield from self._machine_problems()
         checks = (
             lambda: seconds("max_time", self.max_time), lambda: seconds("checkpoint_s", self.checkpoint_s),
-            lambda: entries(self.logger), self.targets, self.profiles, self._output, self._memory_bytes,
+            lambda: entries(self.logger), self.targets, self.profiles, self._output, self._memory_bytes, self._monitor,
         )  # fmt: skip
         yield from _refused(checks)
 
@@ -287,6 +297,17 @@ class Experiment:
         except ValueError:
             raise BadInput(f"memory is '{self.memory}': give measure, none, or a number of bytes above 0") from None
         return float(self.memory)
+
+    def _monitor(self) -> None:
+        seconds("monitor_stall_s", self.monitor_stall_s)
+        if self.monitor is None:
+            return
+        try:
+            parse_address(self.monitor)
+        except BadInput as wrong:
+            raise BadInput(str(wrong).replace("address", "monitor", 1)) from None
+        if find_spec("prometheus_client") is None:
+            raise BadInput(f"monitor is '{self.monitor}', which needs prometheus-client: {installing('monitoring')}")
 
     def _output(self) -> None:
         if self.output is None or self.resume is not None:

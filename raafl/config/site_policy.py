@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
@@ -88,6 +88,23 @@ class Consent:
 
 
 @dataclass(frozen=True, slots=True)
+class SiteLogs:
+    """Log lines of the site's client that a server is sent with the next answer.
+
+    Attributes:
+        level: least level of a line.
+        loggers: names of the loggers whose lines leave, with those below them; ``raafl`` has those of raafl's client.
+    """
+
+    level: Literal["error", "warning", "info"] = "warning"
+    loggers: list[str] = field(default_factory=lambda: ["raafl"])
+
+    def __post_init__(self) -> None:
+        if not self.loggers or not all(re.fullmatch(r"\w+(\.\w+)*", name) for name in self.loggers):
+            raise BadInput(f"policy.logs.loggers is {self.loggers}: name loggers, such as [raafl, my_project.training]")
+
+
+@dataclass(frozen=True, slots=True)
 class SitePolicy:
     """Limits that a site sets, and checks itself before and after each task, whatever the server asks.
 
@@ -107,6 +124,7 @@ class SitePolicy:
         state: folder for the day's bytes and the privacy spent, so that they survive a restart; null = nothing needs to
             be stored.
         tracebacks: whether the server is sent the traceback of a task that raises an error.
+        logs: log lines that the server is sent; null = none.
     """
 
     models: list[str] | None = None
@@ -121,10 +139,11 @@ class SitePolicy:
     consent: Consent | None = None
     state: str | None = None
     tracebacks: bool = False
+    logs: SiteLogs | None = None
 
     def __post_init__(self) -> None:
-        for field in PINNED:
-            _check_names(field, getattr(self, field))
+        for name in PINNED:
+            _check_names(name, getattr(self, name))
         at_least("policy.max_parameters", self.max_parameters, 1, optional=True)
         at_least("policy.min_samples", self.min_samples, 1)
         if self.hours == []:

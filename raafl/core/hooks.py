@@ -73,8 +73,17 @@ class RunHooks:
             now: time in seconds of the run's clock.
         """
 
+    def on_merged(self, version: int, now: float, seconds: float) -> None:
+        """Observe that ``version`` was made; called before the end of each of its updates is.
+
+        Args:
+            version: of the global model.
+            now: seconds on the run's clock.
+            seconds: of real time that handling the event took, of which the merge is a part.
+        """
+
     def stop_asked(self) -> str | None:
-        """Return a reason to end the run now, or None; called after each event."""
+        """Return a reason to end the run now, or None; called each time that the runtime's loop turns."""
         return None
 
     def checkpoint_due(self) -> bool:
@@ -126,6 +135,11 @@ class HookList(RunHooks):
         """Call each observer; see `RunHooks.on_event`."""
         for hooks in self._hooks:
             hooks.on_event(event, coordinator, now)
+
+    def on_merged(self, version: int, now: float, seconds: float) -> None:
+        """Call each observer; see `RunHooks.on_merged`."""
+        for hooks in self._hooks:
+            hooks.on_merged(version, now, seconds)
 
     def stop_asked(self) -> str | None:
         """Return the first observer's reason to end the run, or None."""

@@ -137,6 +137,7 @@ class Update:
         num_samples: number of training samples per epoch, |D_n|; weight of the update in a mean.
         metrics: means over the task of the training loss and of all other values that the module logged.
         train_s: seconds that the task took on the client, by the run's clock.
+        down_s, up_s: seconds of these in which the task was sent and its answer received.
         fingerprint: hex digest of the tensors' bytes, for the journal.
         extra: small plain data from the client's local part for the merge. Since the client chose it, a merge that uses
             it checks it in `Merge.reject_reason`.
@@ -152,6 +153,8 @@ class Update:
     num_steps: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     train_s: float = 0.0
+    down_s: float = 0.0
+    up_s: float = 0.0
     bytes_down: int = 0
     bytes_up: int = 0
     fingerprint: str = ""

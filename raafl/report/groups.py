@@ -13,7 +13,7 @@ from raafl.watch.eta import Goals
 
 NOT_THE_EXPERIMENT = (
     "seed", "output", "resume", "name", "json", "progress", "logger", "workers", "batch_clients", "checkpoint_every",
-    "checkpoint_s", "keep_checkpoints",
+    "checkpoint_s", "keep_checkpoints", "monitor", "monitor_clients", "monitor_stall_s",
 )  # fmt: skip
 """Fields of a config in which runs of one experiment may differ: none of them changes a bit of what is computed but the seed."""
 _MAX_IN_LABEL = 3

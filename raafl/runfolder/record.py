@@ -109,6 +109,11 @@ class RunRecord:
         with self._lock:
             self._turned_away[reason] += 1
 
+    def connections_refused(self) -> dict[str, int]:
+        """Return the number of refused connections by reason; callable from any thread."""
+        with self._lock:
+            return dict(sorted(self._turned_away.items()))
+
     def suspended(self, client: int) -> None:
         """Count a suspension of a client."""
         self._kept_out[client] += 1
@@ -284,7 +289,7 @@ class RunRecord:
             "updates_lost_by_reason": by_reason(LOST),
             "updates_unused": self.outcomes[UNUSED],
             "clients_kept_out": {str(client): n for client, n in sorted(self._kept_out.items())},
-            "connections_refused": dict(sorted(self._turned_away.items())),
+            "connections_refused": self.connections_refused(),
             "time_s": time_s,
             "wall_s": self.wall_s,
             "bytes_up": self.bytes_up,

@@ -17,6 +17,7 @@ METRICS: Final = "metrics.csv"
 CLIENTS: Final = "clients.csv"
 SUMMARY: Final = "summary.json"
 SEALS: Final = "seals.jsonl"
+CLIENT_LOGS: Final = "client-logs.jsonl"
 MODEL: Final = "model"
 CHECKPOINTS: Final = "checkpoints"
 GROWING: Final = (JOURNAL, METRICS, CLIENTS)

@@ -6,6 +6,7 @@ has its own clock and timers, delivers assignments in its own way, and decides w
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -116,7 +117,10 @@ class Driver(ABC):
     def _handle(self, event: Event, now: float) -> None:
         self.record.event(event, now)  # first: a replay is told the same, in the same order
         lost = self.coordinator.roster.find(event.client) if isinstance(event, Lost) else None
+        version, since = self.coordinator.state.version, time.perf_counter()
         actions = self._decide(event, now)
+        if self.coordinator.state.version != version:
+            self.hooks.on_merged(self.coordinator.state.version, now, time.perf_counter() - since)
         for action in actions:
             self._do(action)
         self._handled(event, now, lost)

@@ -118,6 +118,8 @@ class Conversation:
     Attributes:
         down_bytes: number of bytes sent.
         up_bytes: number of bytes received.
+        down_s: seconds that sending took.
+        up_s: seconds of receiving, from each message's first byte to its last.
         stopping: function that returns whether the run no longer needs the task.
     """
 
@@ -137,6 +139,7 @@ class Conversation:
         self._pair, self._assignment, self._left_s, self._send = pair, assignment, task_s, send
         self.stopping = stopping
         self.down_bytes = self.up_bytes = 0
+        self.down_s = self.up_s = 0.0
 
     def send(self, kind: Kind, meta: dict[str, Any], tensors: FlatTensors | None = None) -> None:
         """Send a message of this task.
@@ -146,8 +149,9 @@ class Conversation:
             meta: plain data of the message.
             tensors: payload of the message; None = none.
         """
-        number, incarnation = self._assignment.id, self._assignment.incarnation
+        number, incarnation, since = self._assignment.id, self._assignment.incarnation, time.monotonic()
         self.down_bytes += self._send(Message(kind, number, incarnation, meta, tensors))
+        self.down_s += time.monotonic() - since
 
     def check(self) -> None:
         """Raise `PeerLost` if the client is known to be gone."""
@@ -155,8 +159,11 @@ class Conversation:
 
     def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Message:
         """Receive a message of this task; ``into`` returns the storage for its tensors. Raise as `Connection.recv` does."""
+        begun: float | None = None  # when the message's header was here: the client may have trained for long before
 
         def expect(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
+            nonlocal begun
+            begun = time.monotonic()
             if kind not in (wanted, Kind.FAILED):
                 raise Refused("bad-kind", f"expected {wanted.name}, got {kind.name}")
             if assignment != self._assignment.id:
@@ -169,7 +176,9 @@ class Conversation:
         try:
             return self._pair.recv(expect, max(self._left_s, 1e-3), finite=True)
         finally:
-            self._left_s -= time.monotonic() - since
+            now = time.monotonic()
+            self._left_s -= now - since
+            self.up_s += 0.0 if begun is None else now - begun
             self.up_bytes += self._pair.received_bytes
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self, get_args
 
 from raafl.runfolder.signing import Signer, is_signed
 from raafl.sanitize import sanitize_text
@@ -12,6 +13,11 @@ from raafl.transport import Refused
 
 Meta = Mapping[str, Any]
 """A JSON object that a peer sent: bounded in size and depth by the codec, and otherwise anything."""
+LogLevel = Literal["error", "warning", "info"]
+LOG_LEVELS: Final[tuple[LogLevel, ...]] = get_args(LogLevel)
+MAX_LOG_LINES: Final = 50
+"""Log lines that one message of a client may carry."""
+MAX_LOG_TEXT: Final = 500
 HEAD_FIELDS: Final = ("head", "head_signature", "head_key")
 
 
@@ -47,6 +53,39 @@ def text_of(meta: Meta, name: str, longest: int = 1000) -> str:
     if not isinstance(value, str) or len(value) > longest or not (value.isascii() and value.isprintable()):
         raise Refused("bad-json", f"{name} is no text of up to {longest} plain characters")
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """A line that a client has logged.
+
+    Attributes:
+        level: one of `LOG_LEVELS`.
+        text: one line of at most `MAX_LOG_TEXT` characters that are safe to print.
+    """
+
+    level: LogLevel
+    text: str
+
+
+def level_of(number: int) -> LogLevel:
+    """Return the level's name for a level's number of `logging`."""
+    return "error" if number >= logging.ERROR else "warning" if number >= logging.WARNING else "info"
+
+
+def logs_to_meta(lines: Sequence[LogLine]) -> dict[str, Any]:
+    """Return the field of a message that carries log lines."""
+    return {"logs": [[line.level, line.text] for line in lines]}
+
+
+def log_lines_of(meta: Meta) -> tuple[LogLine, ...]:
+    """Read the log lines in a message, cleaned and cut: at most `MAX_LOG_LINES`, whatever else the field holds."""
+    rows = meta.get("logs", [])
+    lines = []
+    for row in rows[:MAX_LOG_LINES] if isinstance(rows, list) else []:
+        if isinstance(row, list) and len(row) == 2 and row[0] in LOG_LEVELS:
+            lines.append(LogLine(row[0], sanitize_text(row[1], MAX_LOG_TEXT)))
+    return tuple(lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from raafl.core.records_json import assignment_from_json, assignment_to_json, cl
 from raafl.core.types import UNANSWERED, Assignment, ClientInfo
 from raafl.devices.series import as_sent, problem_of_sent
 from raafl.errors import LONGEST, GpuLost, TaskFailed
-from raafl.runtime.fields import HEAD_FIELDS, Meta, SignedHead, count_of
+from raafl.runtime.fields import HEAD_FIELDS, LogLine, Meta, SignedHead, count_of, log_lines_of, logs_to_meta
 from raafl.runtime.identity import Identity
 from raafl.sanitize import sanitize_text
 from raafl.submodel import SpecError, Submodels
@@ -208,6 +208,7 @@ class Answer:
             precision.
         refusal: reason, found where the update was trained, for which it may not be merged; None = no reason.
         counted: counts of how a rank's executor has trained so far; empty from a client.
+        logs: lines that the client has logged and that its site lets leave.
     """
 
     num_samples: int
@@ -217,6 +218,7 @@ class Answer:
     base: str | None = None
     refusal: str | None = None
     counted: Mapping[str, Any] = field(default_factory=dict)
+    logs: tuple[LogLine, ...] = ()
 
     def to_meta(self, *, exact: bool = False) -> dict[str, Any]:
         """Return the fields of the message.
@@ -231,7 +233,7 @@ class Answer:
             metrics = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
         meta: dict[str, Any] = {"num_samples": self.num_samples, "num_steps": self.num_steps, "metrics": metrics}
         optional = {"extra": self.extra, "base": self.base, "refusal": self.refusal, "counted": self.counted}
-        return meta | {name: value for name, value in optional.items() if value}
+        return meta | {name: value for name, value in (optional | logs_to_meta(self.logs)).items() if value}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
@@ -252,7 +254,8 @@ class Answer:
             raise Refused("bad-json", "a metric is out of range") from None
         within = {name: value for name, value in numbers.items() if abs(value) <= MAX_METRIC}  # NaN is not
         num_samples, num_steps = count_of(meta, "num_samples", least=1), count_of(meta, "num_steps")
-        return cls(num_samples, num_steps, within, extra, base if isinstance(base, str) else None)
+        base = base if isinstance(base, str) else None
+        return cls(num_samples, num_steps, within, extra, base, logs=log_lines_of(meta))
 
     @classmethod
     def from_rank(cls, meta: Meta) -> Self:
@@ -280,12 +283,14 @@ class Failed:
         where: the task and the line of code, as the client describes them.
         error: error in one line.
         traceback: full traceback, at most `MAX_TRACEBACK` characters; "" if the client's data are private.
+        logs: as in an `Answer`.
     """
 
     reason: str = ""
     where: str = ""
     error: str = ""
     traceback: str = ""
+    logs: tuple[LogLine, ...] = ()
 
     @classmethod
     def of(cls, failure: TaskFailed, *, private: bool) -> Self:
@@ -300,7 +305,7 @@ class Failed:
     def to_meta(self) -> dict[str, Any]:
         """Return the fields of the message."""
         fields = {"reason": self.reason, "where": self.where, "error": self.error, "traceback": self.traceback}
-        return {name: value for name, value in fields.items() if value}
+        return {name: value for name, value in (fields | logs_to_meta(self.logs)).items() if value}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
@@ -309,6 +314,7 @@ class Failed:
         return cls(
             sanitize_text(meta.get("reason", "")), sanitize_text(meta.get("where", "")),
             sanitize_text(meta.get("error", ""), 2 * LONGEST), "\n".join(map(sanitize_text, lines)),
+            log_lines_of(meta),
         )  # fmt: skip
 
     @property

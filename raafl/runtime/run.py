@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from raafl._version import __version__
 from raafl.config.experiment import Experiment, seconds
 from raafl.config.trust import remember
 from raafl.core.hooks import RunHooks
@@ -19,6 +20,7 @@ from raafl.local.lightning_hooks import uncalled
 from raafl.local.preparation.trial import explained, try_single_samples, try_training
 from raafl.local.sparse_gradients import check_optimizer
 from raafl.loggers.loggers import Loggers
+from raafl.monitoring.monitor import Monitor
 from raafl.optimizers import configure
 from raafl.parts.select.axis_report import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
 from raafl.parts.select.submodels import Full
@@ -53,10 +55,12 @@ class Run:
     def __init__(
         self, parts: ServerSetup, config_yaml: str, runtime: str,
         saved: resume.SavedRun | None = None, observer: RunHooks | None = None, signer: Signer | None = None,
+        monitor: Monitor | None = None,
     ) -> None:  # fmt: skip
         """Open the run folder; nothing has been computed yet. With ``saved``, go on in the folder of that run."""
         experiment = parts.experiment
         self.parts, self.runtime, self.observer = parts, runtime, observer or RunHooks()
+        self.monitor = monitor or Monitor(experiment)
         submodels, data, device = parts.submodels, parts.data, parts.coordinator.state.values.device
         num, size = experiment.submodels.static_batches, parts.coordinator.fleet.batch_size
         self.statistics = StaticStatistics(submodels, data, num, size, experiment.seed, device)
@@ -95,11 +99,18 @@ class Run:
         self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=self._fault)
         self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
         self.best = BestCheckpoint(self.folder, parts.module, experiment.keep_best, self.progress.warn)
-        self.hooks = StatisticsHookList(
-            self.statistics, self.observer, self.divergence, self.saver, self.best, self.loggers
-        )
+        self.hooks = self._observed()
         self._config_yaml = config_yaml
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
+
+    def _observed(self) -> StatisticsHookList:
+        """Return all observers of the run."""
+        experiment = self.parts.experiment
+        info = {"run": experiment.name, "algorithm": experiment.algorithm.name, "raafl": __version__}
+        shown = self.monitor.observers(self.record, self.runtime, info, self.progress.warn)
+        return StatisticsHookList(
+            self.statistics, self.observer, self.divergence, self.saver, self.best, self.loggers, *shown
+        )
 
     def _fault(self, client: int | None) -> str | None:
         """Name a sample that is not finite, as `fault_in`; of a client that trains on data of its own nothing is known."""
@@ -249,6 +260,8 @@ class Run:
             f"{coordinator.state.submodels.cost(FULL, coordinator.fleet.batch_size).params:,} parameters"
         )
         self.progress.start(title)
+        if self.monitor.address is not None:
+            self.progress.note(f"metrics at http://{self.monitor.address}/metrics, health at /healthz")
         for note in self._notes:
             (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
         self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
@@ -356,7 +369,8 @@ def simulate(
     with ExitStack() as stack:
         executor = make_executor(parts, experiment.workers, ranks=transport is not None)
         stack.callback(executor.close)
-        run = Run(parts, config_yaml, "simulated", saved, observer)
+        monitor = stack.enter_context(Monitor(experiment))  # after the executor, which forks: it starts a thread
+        run = Run(parts, config_yaml, "simulated", saved, observer, monitor=monitor)
         stack.callback(run.close)
         run.train_with(executor)
         if transport is not None and isinstance(executor, RankExecutor):

@@ -220,7 +220,7 @@ class Simulation(Driver):
         assert snapshot is not None
         update = self.executor.result(assignment.id)
         self._snapshots.returned(assignment, update, snapshot)
-        update.train_s = due.time.total_s
+        update.train_s, update.down_s, update.up_s = due.time.total_s, due.time.down_s, due.time.up_s
         cost = self.coordinator.fleet.cost(assignment.spec, assignment.extra)
         update.bytes_down, update.bytes_up = cost.down_bytes + self._snapshots.more_bytes(assignment), cost.up_bytes
         return update

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import logging
+import socket
 from pathlib import Path
 
 import pytest
 
-from raafl.config.site_policy import SitePolicy, SitePrivacy
+from model_zoo import MLP
+from raafl.config.site_policy import SiteLogs, SitePolicy, SitePrivacy
 from raafl.core.types import Arrived
 from raafl.runtime.client.site.noise import spent
-from tests.distributed.test_come_and_go import ENDLESS, On, arrived, joined, parsed, settled
+from tests.distributed.test_come_and_go import ENDLESS, On, after, arrived, joined, nothing, parsed, settled
 from tests.helpers.joining_clients import remote
 
 pytestmark = pytest.mark.timeout(120)
@@ -100,4 +104,66 @@ def test_who_only_looks_sees_what_is_asked_and_does_not_join(tmp_path):
     assert refused in third.words() and "a task: " not in third.words()
     assert run.summary["connections_refused"] == {"dry-run": 2}
     assert {event["client"] for event in run.events("joined")} == {1}
+    settled(run)
+
+
+class Talks(MLP):
+    """Logs in each step; the second client's batches hold what a site would not show."""
+
+    def training_step(self, batch, index):
+        logging.getLogger("ward.training").warning("step %d\n\x1b[31m of a secret", index)
+        logging.getLogger("ward.training").info("too low a level")
+        return super().training_step(batch, index)
+
+
+def scraped(address):
+    host, _, port = address.rpartition(":")
+    found = []
+    for path in ("/metrics", "/healthz"):
+        connection = http.client.HTTPConnection(host, int(port), timeout=20)
+        connection.request("GET", path)
+        with connection.getresponse() as answer:
+            found.append((answer.status, answer.read().decode()))
+    return found
+
+
+def test_log_lines_reach_the_server_where_the_site_lets_them_and_a_scraper_sees_real_clients(tmp_path, caplog):
+    """A third caller has a connection half open all the while."""
+    pytest.importorskip("prometheus_client", reason="needs the extra monitoring")
+    caplog.set_level(logging.INFO, "raafl")
+    experiment, config = parsed(
+        tmp_path, "--clients=2", ENDLESS, "--model", f"{__name__}.Talks", "--monitor=127.0.0.1:0"
+    )
+    open_site = SitePolicy(logs=SiteLogs("warning", ["ward"]))
+    seen, held = [], []
+
+    def hold():
+        (line,) = [record.message for record in caplog.records if record.message.startswith("metrics at http://")]
+        seen.append(line.removeprefix("metrics at http://").partition("/")[0])
+        held.append(socket.create_connection(seen[0].split(":")))
+        held[0].sendall(b"GET /metrics")
+
+    with remote(experiment, config, tmp_path, [(1, {"policy": open_site}), (2, {"policy": SitePolicy()})]) as fleet:
+        on = On(
+            (joined(1), hold),
+            (after(3, arrived(1)), nothing),
+            (arrived(2), lambda: seen.extend(scraped(seen[0]))),
+            (arrived(1), None),
+        )
+        run = fleet.serve(on.inbox)
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0]
+    held[0].close()
+    rows = [json.loads(line) for line in (run.folder / "client-logs.jsonl").read_text().splitlines()]
+    assert len(rows) >= 3 and {(row["client"], row["level"], row["text"]) for row in rows} == {
+        (1, "warning", r"step 0\n\x1b[31m of a secret")
+    }
+    assert r"client 1 logs: step 0\n\x1b[31m of a secret" in caplog.messages
+    (status, metrics), (healthy, health) = seen[1:]
+    shown = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    assert (status, healthy, json.loads(health)["status"]) == (200, 200, "running")
+    least = 0.2 * 4 * 15_010  # bytes of a fifth of the model
+    assert float(shown['raafl_transferred_bytes_total{direction="up"}']) > 4 * least
+    assert float(shown["raafl_task_seconds_count"]) >= 2  # the third may not have been handled
+    assert float(shown['raafl_transfer_seconds_count{direction="up"}']) >= 2
+    assert sum(float(shown[f'raafl_sessions{{state="{state}"}}']) for state in ("idle", "working", "suspended")) == 2
     settled(run)

@@ -54,6 +54,7 @@ ORDER = (
             "config",
             "runfolder",
             "loggers",
+            "monitoring",
             "watch",
             "runtime",
             "plan",

@@ -111,6 +111,8 @@ def _be_client(
             return look(admitted, config_yaml, say) if looks else admitted()
 
         with ExitStack() as stack:
+            if gate is not None:
+                stack.enter_context(gate.logs_kept())
             join(
                 address, client, credentials, make_site, needs_config=options.pop("needs_config", False), gate=gate,
                 alone_s=options.pop("alone_s", 60.0), say=say, **options,

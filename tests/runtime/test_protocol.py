@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raafl.core.types import OUT_OF_MEMORY, Assignment, ClientInfo
 from raafl.devices.profiles import Profile
 from raafl.errors import GpuLost, TaskFailed
-from raafl.runtime.fields import SignedHead, count_of
+from raafl.runtime.fields import MAX_LOG_LINES, MAX_LOG_TEXT, LogLine, SignedHead, count_of, log_lines_of
 from raafl.runtime.identity import Identity, agree, client_info
 from raafl.runtime.protocol import (
     MAX_METRIC,
@@ -52,6 +52,8 @@ RECORDS = {
     "assign, more to come": Assign(TASK, more=True),
     "assign with a head": Assign(TASK, head=SignedHead("a" * 64, "c2lnbmVk", "a2V5")),
     "answer": Answer(17, 2, {"loss": 0.5}, {"scores": [1]}, "digest"),
+    "answer with log lines": Answer(17, 2, logs=(LogLine("error", "a"), LogLine("info", "b"))),
+    "failed, with a log line": Failed("", "task 2", "RuntimeError: x", logs=(LogLine("warning", "a"),)),
     "failed": Failed("gpu", "task 2", "RuntimeError: x", "Traceback\nline"),
     "out of memory": Failed(OUT_OF_MEMORY),
     "reason": Reason("the run has ended"),
@@ -203,3 +205,20 @@ def test_a_private_failure_says_its_type_and_place_only():
 def test_a_count_is_no_boolean():
     with pytest.raises(Refused, match="n is True"):
         count_of({"n": True}, "n")
+
+
+@pytest.mark.parametrize(
+    ("sent", "taken"),
+    [
+        ([["info", "one\ntwo\x1b"]], [LogLine("info", r"one\ntwo\x1b")]),
+        ([["debug", "x"], ["info"], ["info", "a", "b"], "text", None, [["info"], "x"], ["error", {}]], [LogLine("error", "{}")]),
+        ("text", []), ({"info": "x"}, []), (None, []), (7, []),
+    ],
+)  # fmt: skip
+def test_log_lines_are_cleaned_and_what_is_none_is_left_out(sent, taken):
+    assert list(log_lines_of({"logs": sent})) == taken
+
+
+def test_log_lines_are_bounded():
+    found = log_lines_of({"logs": [["info", "x" * 10_000]] * 1000})
+    assert len(found) == MAX_LOG_LINES and {len(line.text) for line in found} == {MAX_LOG_TEXT}

@@ -232,10 +232,12 @@ class Client:
             self._give_up(assignment, Failed(POLICY))
             if refusal.then != "go on":
                 raise
-            _log.warning(f"client {self._info.id}: {refusal}")
+            _log.warning(f"client {self._info.id}: {refusal}", extra={"private": True})
             return
         except TaskFailed as failed:
-            self._give_up(assignment, Failed.of(failed, private=self._info.own_data or self.gate.hides_tracebacks))
+            sends = self.gate.sends_tracebacks
+            told = Failed.of(failed, private=self._info.own_data if sends is None else not sends)
+            self._give_up(assignment, replace(told, logs=self.gate.log_lines()))
             with suppress(queue.Empty):  # until the server has taken it in
                 self._received.get(timeout=self._waits.stop_s)
             raise
@@ -260,6 +262,7 @@ class Client:
             update.num_samples, update.num_steps, self.gate.metrics({**update.metrics, PEAK: float(peak_bytes(device))}),
             update.extra,
             None if base is None else self._submodels.bases.digest(base),
+            logs=() if self._secure is not None else self.gate.log_lines(),
         )  # fmt: skip
         if self._secure is None:
             packed = self._up.pack(assignment, update.tensors, received)

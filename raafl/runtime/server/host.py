@@ -10,9 +10,11 @@ from typing import Any
 from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.hooks import RunHooks
+from raafl.monitoring.monitor import Monitor
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run
+from raafl.runtime.server.client_logs import ClientLogs
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.site_rules import ANYTHING, SiteRules
@@ -53,7 +55,8 @@ def host(
         note: function called with the run folder before a client is admitted; may raise `BadInput`.
         observer: observer called during the run; None = none.
     """
-    with transport:
+    inbox = inbox or Inbox()
+    with transport, Monitor(experiment, lambda: inbox.num_waiting) as monitor:
         saved = resume.load(Path(experiment.resume), "distributed") if experiment.resume else None
         if transport.comes_and_goes:
             before = None if saved is None else saved.section["coordinator"]["min_clients"]
@@ -62,16 +65,17 @@ def host(
             experiment, pace=experiment.emulate and experiment.devices is not None, min_clients=min_clients,
             count_lost=not transport.comes_and_goes,
         )  # fmt: skip
-        run = Run(parts, config_yaml, "distributed", saved, observer, None if terms is None else terms.signer)
+        run = Run(parts, config_yaml, "distributed", saved, observer, None if terms is None else terms.signer, monitor)
         run.progress.stamped = max_failures is None  # clients of others come and go: the server's output is a log
         note(run.folder)
         server = Server(
-            parts.coordinator, inbox or Inbox(), run.record, run.evaluator, waits=experiment.waits, hooks=run.hooks,
+            parts.coordinator, inbox, run.record, run.evaluator, waits=experiment.waits, hooks=run.hooks,
             progress=run.progress, announce=transport.announce, max_failures=max_failures,
             patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
         )  # fmt: skip
+        logs = ClientLogs(run.folder, run.progress.warn)
         if terms is not None:
-            terms = replace(terms, signer=run.signer)
+            terms = replace(terms, signer=run.signer, take_logs=logs.add)
         transport.listen(
             _admit(run, server, terms, rules), run.record.turned_away, parts.coordinator.state.values.device
         )
@@ -84,6 +88,7 @@ def host(
             return run.finish(reason, server.now, server.error), run.folder
         finally:
             server.close()
+            logs.close()
             run.close()
 
 

@@ -21,6 +21,11 @@ class Inbox:
         """Add an event to the queue; callable from any thread."""
         self._queue.put(event)
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of events that wait, about; from any thread."""
+        return self._queue.qsize()
+
     def get(self, timeout_s: float) -> Event | SecureStep | None:
         """Return the next event, or None if there is none within ``timeout_s``."""
         try:

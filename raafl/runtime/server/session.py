@@ -293,7 +293,7 @@ class Session(threading.Thread):
         # the client may wait for a reply, and forgets its residual
         if (secure or exchange is not None) and told and not pair.closed:
             talk.send(Kind.REFUSED, Reason(told[:200]).to_meta())
-        self._arrived(pair, update, talk.down_bytes, talk.up_bytes)
+        self._arrived(pair, update, talk)
 
     def _answered(self, exchange: Exchange | None, task: _Task, talk: Conversation) -> Update:
         """Return the client's update, joined with that of the server's side where there is one."""
@@ -314,6 +314,7 @@ class Session(threading.Thread):
         """Make the update that stands for a refused answer; raises `TaskFailed` where the client says that its code failed."""
         if refused.reason == GIVEN_UP:
             failed = Failed.from_meta({} if refused.message is None else refused.message.meta)
+            self._terms.take_logs(self.client, failed.logs)
             if self._terms.masked and failed.reason in (NOT_OPENED, OUT_OF_RANGE, "non-finite"):
                 refused = Refused(failed.reason, failed.error)
             elif failed.refusal is None:
@@ -333,9 +334,10 @@ class Session(threading.Thread):
         self._moved(sent, 0)
         return sent
 
-    def _arrived(self, pair: Connection, update: Update, down_bytes: int, up_bytes: int) -> None:
-        update.bytes_down, update.bytes_up = down_bytes, up_bytes
-        self._moved(0, up_bytes)
+    def _arrived(self, pair: Connection, update: Update, talk: Conversation) -> None:
+        update.bytes_down, update.bytes_up = talk.down_bytes, talk.up_bytes
+        update.down_s, update.up_s = talk.down_s, talk.up_s
+        self._moved(0, talk.up_bytes)
         self._inbox.put(Arrived(update))
         if pair.closed:
             raise PeerLost("connection-broken", f"after a message refused as {update.refusal}")
@@ -358,6 +360,7 @@ class Session(threading.Thread):
         if message.incarnation != self.incarnation:
             raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {message.incarnation}")
         answer = self._checked_answer(spec, message.meta)
+        self._terms.take_logs(self.client, answer.logs)
         try:
             tensors = self._up.unpack(spec, message.tensors, self._received)
         except InvalidPayload as unsound:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raafl.runfolder.signing import Signer
+from raafl.runtime.fields import LogLine
 from raafl.runtime.server.site_rules import ANYTHING, SiteRules
 
 
@@ -21,6 +22,7 @@ class Terms:
         site: rules of the client's site.
         masked: whether the client masks its updates (docs/secure-aggregation.md).
         signer: signer of the journal's head that goes with each assignment; None = unsigned.
+        take_logs: called with a client's id and the log lines that it has sent, on any thread.
     """
 
     config_yaml: str = ""
@@ -29,3 +31,4 @@ class Terms:
     site: SiteRules = ANYTHING
     masked: bool = False
     signer: Signer | None = None
+    take_logs: Callable[[int, Sequence[LogLine]], None] = lambda client, lines: None

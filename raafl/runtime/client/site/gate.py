@@ -9,6 +9,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
@@ -23,8 +24,10 @@ from raafl.errors import RunFailed
 from raafl.local.train import LocalTrainer
 from raafl.runtime.client.site.books import BudgetSpent, SiteBooks
 from raafl.runtime.client.site.consent import Consents
+from raafl.runtime.client.site.logs import LogBuffer
 from raafl.runtime.client.site.metered import MeteredConnection
 from raafl.runtime.client.site.noise import privatise, problem
+from raafl.runtime.fields import LogLine
 from raafl.submodel import FlatTensors, Submodels
 from raafl.transport import Connection
 from raafl.units import size
@@ -55,8 +58,8 @@ class PolicyRefusal(RunFailed):
 class Gate:
     """Gate that lets every task pass, for a client without a policy."""
 
-    hides_tracebacks = False
-    """Whether a server is told only the kind and the place of an error, as where a client has data of its own."""
+    sends_tracebacks: bool | None = None
+    """Whether a server is sent an error's traceback, or its kind and place alone; None = unless the client has data of its own."""
 
     stopped: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the task at hand is no longer wanted; set by the client."""
@@ -89,6 +92,14 @@ class Gate:
         """Return the metrics that may leave with an update."""
         return dict(metrics)
 
+    def logs_kept(self) -> AbstractContextManager[None]:
+        """Return a context in which the log lines that may leave are kept."""
+        return nullcontext()
+
+    def log_lines(self) -> tuple[LogLine, ...]:
+        """Return the log lines that may leave with an answer, and forget them."""
+        return ()
+
 
 class SiteGate(Gate):
     """Gate that applies the policy of a client's site."""
@@ -109,7 +120,8 @@ class SiteGate(Gate):
             BadInput: the books cannot be read or written.
         """
         self.policy, self._say, self._now, self._sleep = policy, say, now, sleep
-        self.hides_tracebacks = not policy.tracebacks
+        self.sends_tracebacks = policy.tracebacks
+        self._logs = None if policy.logs is None else LogBuffer(policy.logs)
         self._hours = policy.windows()
         self._books = None if policy.state is None else SiteBooks(policy.state)
         self._day_is_over: datetime | None = None
@@ -249,6 +261,14 @@ class SiteGate(Gate):
         if allowed is None:
             return dict(metrics)
         return {name: value for name, value in metrics.items() if any(fnmatchcase(name, one) for one in allowed)}
+
+    def logs_kept(self) -> AbstractContextManager[None]:
+        """Return a context in which the lines that `SitePolicy.logs` names are kept."""
+        return nullcontext() if self._logs is None else self._logs.listening()
+
+    def log_lines(self) -> tuple[LogLine, ...]:
+        """Return the lines that `SitePolicy.logs` names."""
+        return () if self._logs is None else self._logs.take()
 
     def _add_noise(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
         """Account for the release, then clip the update and add noise to it, in place."""

@@ -1,0 +1,1 @@
+"""Show a run to an operator's tools: metrics for Prometheus, a health check, spans for OpenTelemetry."""

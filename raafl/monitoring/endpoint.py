@@ -1,0 +1,154 @@
+"""Answer short HTTP requests on a port of their own, on one thread, whatever a caller does.
+
+Nothing here waits for the run, and no caller can make the run wait: a request has a bounded size, a caller a bounded time, and
+of too many callers the oldest goes. So a caller that never finishes its request keeps nobody else out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from raafl.errors import BadInput, parse_address
+
+MAX_REQUEST_BYTES = 8192
+MAX_CALLERS = 32
+CALLER_S = 5.0
+"""Seconds that a caller has to send its request and to take the reply."""
+
+_BACKLOG = 4 * MAX_CALLERS
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply: status, body and its type."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+
+def bound(field: str, address: str) -> socket.socket:
+    """Return a socket that listens at ``HOST:PORT``.
+
+    Args:
+        field: option that the address is from, for messages.
+        address: to listen at; port 0 = any free one.
+
+    Raises:
+        BadInput: it cannot be had.
+    """
+    try:
+        host, port = parse_address(address)
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BadInput(f"{field} is '{address}', which cannot be listened at ({why}): name another HOST:PORT") from None
+    return listener
+
+
+class Endpoint:
+    """A listening socket and the thread that answers there.
+
+    Attributes:
+        address: ``HOST:PORT`` at which it listens.
+    """
+
+    def __init__(self, listener: socket.socket, routes: Mapping[str, Callable[[], Reply]]) -> None:
+        """Start to answer.
+
+        Args:
+            listener: closed by `close`.
+            routes: path -> returns the reply; called on this endpoint's thread.
+        """
+        host, port = listener.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._listener, self._routes = listener, routes
+        self._callers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}  # in the order in which they came
+        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the port and end the thread; a second call does nothing."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join(timeout=CALLER_S)
+        self._listener.close()
+
+    def _run(self) -> None:
+        loop = self._loop
+        loop.set_exception_handler(lambda _, context: _log.debug("monitor: %s", context.get("message")))
+        try:
+            loop.run_until_complete(self._answer())
+        finally:
+            loop.close()
+
+    async def _answer(self) -> None:
+        """Answer callers until the endpoint is closed."""
+        server = await asyncio.start_server(self._serve, sock=self._listener, limit=MAX_REQUEST_BYTES, backlog=_BACKLOG)
+        await self._closing.wait()
+        server.close()
+        callers = [*self._callers]
+        for caller in callers:
+            caller.cancel()
+        await asyncio.gather(*callers, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._callers) >= MAX_CALLERS:
+            next(iter(self._callers.values())).transport.abort()
+            del self._callers[next(iter(self._callers))]
+        self._callers[task] = writer
+        try:
+            async with asyncio.timeout(CALLER_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._reply(head))
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, asyncio.LimitOverrunError, asyncio.IncompleteReadError, OSError):
+            pass  # too slow, too long, or gone
+        finally:
+            writer.transport.abort()
+            self._callers.pop(task, None)
+
+    def _reply(self, head: bytes) -> bytes:
+        """Return the reply to a request, as bytes."""
+        method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1")
+        if method not in (b"GET", b"HEAD"):
+            reply = _plain(HTTPStatus.METHOD_NOT_ALLOWED)
+        elif path not in self._routes:
+            reply = _plain(HTTPStatus.NOT_FOUND)
+        else:
+            try:
+                reply = self._routes[path]()
+            except Exception as error:  # a fault of ours ends neither this thread nor the run
+                _log.warning(f"{path} failed: {type(error).__name__}: {error}")
+                reply = _plain(HTTPStatus.INTERNAL_SERVER_ERROR)
+        lines = (
+            f"HTTP/1.1 {reply.status.value} {reply.status.phrase}", f"Content-Type: {reply.content_type}",
+            f"Content-Length: {len(reply.body)}", "Cache-Control: no-store", "Connection: close", "", "",
+        )  # fmt: skip
+        return "\r\n".join(lines).encode() + (b"" if method == b"HEAD" else reply.body)
+
+
+def _plain(status: HTTPStatus) -> Reply:
+    return Reply(status, f"{status.phrase}\n".encode())

@@ -1,0 +1,68 @@
+"""Keep the log lines that a site's policy lets a server have, until the next answer takes them along."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raafl.config.site_policy import SiteLogs
+from raafl.runtime.fields import MAX_LOG_LINES, MAX_LOG_TEXT, LogLine, level_of
+from raafl.sanitize import sanitize_text
+
+
+class LogBuffer(logging.Handler):
+    """Handler that keeps the last lines of the loggers that a policy names.
+
+    Records with a true attribute `private`, which say what the policy refuses and why, are for the site alone.
+    """
+
+    def __init__(self, allowed: SiteLogs) -> None:
+        """Keep lines as ``allowed``; `listening` adds this handler to the loggers."""
+        super().__init__(logging.getLevelNamesMapping()[allowed.level.upper()])
+        self._names = allowed.loggers
+        self._lines: deque[LogLine] = deque(maxlen=MAX_LOG_LINES - 1)
+        self._num_left_out, self._changing = 0, threading.Lock()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Return a context in which lines are kept."""
+        loggers = [logging.getLogger(name) for name in self._names]
+        for logger in loggers:
+            logger.addHandler(self)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line; print it where no other handler would, as `logging` does without this one."""
+        last = logging.lastResort
+        if last is not None and record.levelno >= last.level and self._is_alone(record.name):
+            last.handle(record)
+        if getattr(record, "private", False):
+            return
+        line = LogLine(level_of(record.levelno), sanitize_text(record.getMessage(), MAX_LOG_TEXT))
+        with self._changing:
+            self._num_left_out += len(self._lines) == self._lines.maxlen
+            self._lines.append(line)
+
+    def take(self) -> tuple[LogLine, ...]:
+        """Return the lines kept since the last call, after a line on how many were left out, if any."""
+        with self._changing:
+            left_out, self._num_left_out = self._num_left_out, 0
+            lines = tuple(self._lines)
+            self._lines.clear()
+        return (LogLine("warning", f"{left_out} earlier lines are left out"), *lines) if left_out else lines
+
+    def _is_alone(self, name: str) -> bool:
+        """Check whether a logger's records reach no handler but this one."""
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return False
+            logger = logger.parent if logger.propagate else None
+        return True

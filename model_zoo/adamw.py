@@ -20,17 +20,17 @@ def adamw(module: nn.Module, lr: float, weight_decay: float, warmup_steps: int, 
     warm-up. AdamW: Loshchilov and Hutter 2019 (arXiv:1711.05101).
 
     Args:
-        module: whose parameters train.
+        module: module whose parameters train.
         lr: learning rate after the warm-up.
         weight_decay: decoupled weight decay of matrices.
-        warmup_steps: steps over which the learning rate rises from lr / warmup_steps; 0 = none.
+        warmup_steps: number of steps over which the learning rate rises from lr / warmup_steps; 0 = none.
         optimizer: adamw, or adan (Xie et al. 2022).
 
     Returns:
         What `LightningModule.configure_optimizers` may return.
 
     Raises:
-        ValueError: there is no such optimiser.
+        ValueError: the optimiser is unknown.
     """
     if optimizer not in _KINDS:
         raise ValueError(f"optimizer is '{optimizer}': give one of {', '.join(_KINDS)}")

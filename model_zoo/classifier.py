@@ -60,9 +60,9 @@ def accuracy(logits: Tensor, y: Tensor, k: int = 1) -> Tensor:
     """Return the share of samples whose label is among their k largest logits; ties are broken arbitrarily.
 
     Args:
-        logits: (batch, classes).
-        y: labels, (batch,).
-        k: number of logits that count.
+        logits: logits of shape (batch, classes).
+        y: labels of shape (batch,).
+        k: number of largest logits that count.
     """
     if k == 1:
         return (logits.argmax(dim=-1) == y).float().mean()

@@ -34,17 +34,18 @@ def make(
     """Return a model for ``task``.
 
     Args:
-        task: what follows ``AutoModelFor``: SequenceClassification, ImageClassification, CausalLM, Seq2SeqLM, MaskedLM.
+        task: suffix of ``AutoModelFor``: SequenceClassification, ImageClassification, CausalLM, Seq2SeqLM, MaskedLM.
         name_or_path: name on the hub, folder, or ``package:NAME/FOLDER`` for a folder of an installed Python package;
             ``made:llama`` for a tiny LLaMA with the same random weights everywhere, for `raafl.data.FineTuning`'s tokenizer
             ``bytes``; None = the architecture alone.
-        pretrained: take the weights from there too; a head that does not fit starts at random.
-        architecture: fields of the model's config that differ from what is there, or the whole (with ``model_type``).
-        dtype: of its parameters.
+        pretrained: whether to load the weights, too; a head that does not fit starts at random.
+        architecture: fields of the model's config that differ from the stored one, or the whole config (with
+            ``model_type``).
+        dtype: dtype of the model's parameters.
 
     Raises:
-        FileNotFoundError: there is no such model, or it cannot be fetched; says what to do.
-        ValueError: neither a name nor a ``model_type``, or there is no such architecture.
+        FileNotFoundError: the model does not exist or cannot be downloaded; the message says what to do.
+        ValueError: neither a name nor a ``model_type`` is given, or the architecture is unknown.
     """
     transformers = _transformers()
     maker = getattr(transformers, f"AutoModelFor{task}")
@@ -88,7 +89,7 @@ def save(model: Any, folder: str | Path) -> None:
 
 
 def located(name_or_path: str) -> str:
-    """Return the folder for ``package:NAME/FOLDER``; any other name unchanged.
+    """Resolve ``package:NAME/FOLDER`` to its folder; return any other name unchanged.
 
     Raises:
         FileNotFoundError: the package is not installed, or has no such folder.

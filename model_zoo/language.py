@@ -18,8 +18,8 @@ Batch = Sequence[Tensor] | Mapping[str, Tensor]
 class LanguageModel(LightningModule):
     """A module whose forward gives logits (batch, length, vocab_size) for the next token at each position.
 
-    Batches are ``(tokens, targets)``, both (batch, length) int64, the targets being the tokens one further on, or -100
-    where there is nothing to predict. The loss is in nats per token; perplexity is exp(loss). Trained with SGD.
+    Batches are ``(tokens, targets)``, both (batch, length) int64, where the targets are the tokens one position further
+    on, or -100 if there is nothing to predict. The loss is in nats per token; perplexity is exp(loss). Trained with SGD.
     """
 
     def __init__(self, lr: float, momentum: float = 0.0) -> None:

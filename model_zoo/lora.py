@@ -27,13 +27,14 @@ class LoRA:
     """Settings of adapters: ``y = W x + alpha / rank * B A dropout(x)``, with A and B the adapter.
 
     Attributes:
-        rank: r, rows of A and columns of B; the largest that a client can have.
+        rank: rank r, the number of rows of A and columns of B; the largest that a client can have.
         alpha: scale of the adapters.
         dropout: probability of dropping an input of an adapter.
         target_modules: names of the layers to adapt, such as ``[query, value]``, or ``all-linear``; null = those that peft
             adapts in this architecture.
-        base: fp32, or bf16: the frozen model takes half of the memory, and is rounded. nf4 (QLoRA, Dettmers et al. 2023,
-            arXiv:2305.14314): its linear layers take a seventh. What trains is in float32 all the same.
+        base: precision of the frozen model: fp32; bf16, which takes half of the memory; or nf4 (QLoRA, Dettmers et al.
+            2023, arXiv:2305.14314), with which linear layers take a seventh. Trained parameters are float32 in any
+            case.
             A list of them, the most precise first: each client has the first with which its task fits its memory, and the
             server the first of all.
     """
@@ -85,12 +86,12 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
     """Freeze ``model``, a transformers model, and put adapters beside its layers, in place.
 
     Args:
-        model: keeps its type and its ``forward``.
-        lora: where, and of which rank.
-        trains_head: what lies outside the pretrained body, such as a new classifier, trains as well.
+        model: model to adapt; it keeps its type and its ``forward``.
+        lora: settings of the adapters.
+        trains_head: whether layers outside the pretrained body, such as a new classifier, train as well.
 
     Raises:
-        ValueError: peft is not installed, the model has no such layers, or peft does not know its architecture.
+        ValueError: peft is not installed, the model lacks the layers to adapt, or peft does not know its architecture.
     """
     try:
         import peft
@@ -128,8 +129,8 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
 def hold(model: Any, base: str) -> None:
     """Convert the frozen parameters of a model with adapters in place to the less precise ``base``.
 
-    It then is what `adapt` would have made of the same weights with that base. Adapters stay as they are, one that a method
-    freezes, too.
+    The result equals that of `adapt` on the same weights with that base. Adapters stay as they are, even if a method
+    freezes one.
     """
     for name, parameter in model.named_parameters():
         is_base = not parameter.requires_grad and ".lora_" not in name

@@ -75,7 +75,7 @@ class Perplexity(Metric):
 
 
 class ExactMatch(Metric):
-    """Share of the answers that are predicted whole.
+    """Share of the answers that are predicted completely.
 
     An answer is a run of targets that count, in one text. Where each token is the likeliest after those before it as they should
     be, writing the likeliest token again and again after the prompt gives exactly these answers: once one token is wrong the rest

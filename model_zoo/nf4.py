@@ -43,10 +43,10 @@ def dequantised(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: to
     """Return weights from their codes and scales.
 
     Args:
-        codes: two of 4 bits in a byte.
-        scales: one for each block of `BLOCK` weights.
-        shape: of the weights.
-        dtype: of the result.
+        codes: codes of 4 bits, two in a byte.
+        scales: scale of each block of `BLOCK` weights.
+        shape: shape of the weights.
+        dtype: dtype of the result.
     """
     levels = torch.tensor(LEVELS, device=codes.device, dtype=dtype)
     codes = codes.view(torch.uint8)
@@ -71,11 +71,11 @@ class _Product(torch.autograd.Function):
 
 
 class NF4Linear(nn.Linear):
-    """A frozen linear layer.
+    """A frozen linear layer with weights of 4 bits.
 
     Attributes:
-        weight: codes.
-        scales: of their blocks.
+        weight: codes of the weights.
+        scales: scales of the blocks.
     """
 
     def __init__(self, layer: nn.Linear) -> None:

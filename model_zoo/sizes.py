@@ -12,12 +12,12 @@ def shape_of(model: str, size: str, sizes: Mapping[str, Shape]) -> Shape:
     """Look up a model's shape by the name of its size.
 
     Args:
-        model: its name, for the message.
+        model: name of the model, for the message.
         size: name of the size.
-        sizes: shapes by name.
+        sizes: shapes by the name of the size.
 
     Raises:
-        ValueError: there is no such size of ``model``.
+        ValueError: the model has no size of that name.
     """
     if size not in sizes:
         raise ValueError(f"{model}: size is '{size}': give one of {', '.join(sizes)}")

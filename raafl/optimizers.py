@@ -19,7 +19,7 @@ class Schedule:
     """A learning-rate scheduler and when it steps, as in Lightning's ``lr_scheduler`` dict.
 
     Attributes:
-        scheduler: the scheduler.
+        scheduler: learning-rate scheduler of torch.
         interval: unit of ``frequency``, "step" or "epoch".
         frequency: number of batches of an epoch, or of epochs, from one step of the scheduler to the next.
         monitor: name of the logged metric that a ReduceLROnPlateau reads; None = the scheduler reads no metric.

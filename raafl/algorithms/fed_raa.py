@@ -56,7 +56,7 @@ def fed_raa(
     Args:
         fragments: number M of fragments, which names a row of Table 4 (1 to 5), or the ratios of the fragments.
         select: rule of choice among fragments: gre_raa, random or fewest_updates (MP).
-        trigger: when updates are merged: each (asynchronous) or all (Sync Fed-RAA).
+        trigger: time of a merge: each (asynchronous) or all (Sync Fed-RAA).
         alpha: mixing weight (alpha), in (0, 1].
         staleness: kind of the staleness function s(.): constant, polynomial or hinge.
         staleness_a: parameter a of polynomial and hinge.

@@ -74,7 +74,7 @@ def ram_fed(
         rest: largest number of consecutive rounds in which a client skips a region (tau_q); None = no limit.
         full_first: train all regions on all clients in the first round, as far as their memory allows.
         rescale: multiply a narrowed layer's activations by 1 / (kept share of its units) while training.
-        trigger: when updates are merged: all (the paper's rounds) or each (asynchronous).
+        trigger: time of a merge: all (the paper's rounds) or each (asynchronous).
         server_lr: factor of the server's step v, in (0, 1]; None = 1 in rounds, 1/N for trigger each.
         staleness: kind of the staleness function s(.) for trigger each: constant, polynomial or hinge.
         staleness_a: parameter a of polynomial and hinge.

@@ -37,7 +37,8 @@ class Callback:
         Args:
             run: the run as it is now.
             client: id of the client, 1 to N.
-            reason: why it left: unavailable, disconnected, replaced by its own newer connection, or unfit for work.
+            reason: reason for leaving: unavailable, disconnected, replaced by its own newer connection, or unfit for
+                work.
         """
 
     def on_update_merged(self, run: RunView, update: MergedUpdate) -> None:

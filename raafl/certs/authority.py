@@ -41,7 +41,7 @@ class Issued:
     """A certificate that an authority issued.
 
     Attributes:
-        certificate: the certificate.
+        certificate: the certificate itself, as X.509.
         holder: server or site that the certificate names.
         revoked: whether the authority has revoked the certificate.
     """

@@ -51,7 +51,7 @@ def replay(
         until: number of events after which to stop and write the state as a checkpoint in ``folder/replay``; None =
             all.
         workers: number of processes that train.
-        client_data: for each client that trained on data of its own, a YAML file with its ``data`` section.
+        client_data: YAML file with the ``data`` section of each client that trained on data of its own, by client.
         trust_config: whether to import whatever the run's config names; else only raafl's own.
 
     Returns:

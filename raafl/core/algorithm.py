@@ -58,7 +58,7 @@ class TriggerContext:
         arrived_s: arrival times of the waiting updates, ascending.
         num_active: tasks that may still report, including clients drawn and not yet started; where late updates are refused,
             without the tasks of earlier rounds.
-        num_clients: clients present.
+        num_clients: number of clients present.
         opened_s: time at which work for this merge last started.
         now_s: current time, in seconds of the run's clock.
         memory: `GlobalState.memory`, in which other parts record state; read only.
@@ -76,7 +76,7 @@ class Trigger(Part, ABC):
     """Base of the part that decides when waiting updates are merged.
 
     Attributes:
-        restart: when a client may work again after its update: at its "arrival", or after the "merge".
+        restart: time at which a client may work again: at the "arrival" of its update, or after the "merge".
         folds_rest: whether updates that still wait when the run ends are merged.
     """
 

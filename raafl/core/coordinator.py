@@ -91,7 +91,7 @@ class Coordinator(Admission):
         """Process one event and return the actions that follow from it, in order.
 
         Args:
-            event: what happened.
+            event: event to handle.
             now: time of the event in seconds of the run's clock, never before that of the last event.
         """
         self._actions, self.state.now_s = [], now

@@ -68,7 +68,7 @@ class RunHooks:
         """Observe an event after the coordinator has handled it.
 
         Args:
-            event: the event.
+            event: event that was handled.
             coordinator: the coordinator after the event; read only.
             now: time in seconds of the run's clock.
         """

@@ -33,8 +33,8 @@ class Training:
         num_epochs: number of local epochs E over the client's data.
         num_steps: number of local steps T instead of epochs; takes precedence where both are given.
         batch_size: local batch size; None = the datamodule's.
-        lr_schedule: how the learning rate changes over the run. A task's optimizer has its own rate times the schedule's factor at
-            the time of assignment; a scheduler of the module restarts in each task.
+        lr_schedule: change of the learning rate over the run. A task's optimizer has its own rate times the schedule's
+            factor at the time of assignment; a scheduler of the module restarts in each task.
         lr_versions: number of versions over which the factor goes from 1 to ``lr_final``; None = ``lr_time_s`` counts.
         lr_time_s: seconds of the run's clock over which the factor does so; None = ``lr_versions`` counts.
         lr_warmup: fraction of that span in which the factor first rises linearly from 0.1 to 1.

@@ -256,7 +256,7 @@ class Settled:
     """Action: record the end of an assignment; issued exactly once for each.
 
     Attributes:
-        outcome: how the assignment ended: merged, refused:REASON, lost:REASON or unused.
+        outcome: end of the assignment: merged, refused:REASON, lost:REASON or unused.
         version: global version after the merge, or at the time of the end.
         staleness: number of merges between the assignment's version and its own merge, t - tau.
     """

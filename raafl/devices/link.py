@@ -86,7 +86,7 @@ def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEAD
     one before, until a transfer takes its share of the time; the last rate counts.
 
     Args:
-        address: ``HOST:PORT``.
+        address: address of the other machine, ``HOST:PORT``.
         duration_s: approximate duration of the measurement.
         deadline_s: seconds after which the measurement is given up.
 

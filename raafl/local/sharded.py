@@ -35,12 +35,12 @@ _STEPS = ("training_step", "validation_step")
 
 
 def problem(local: Local, options: FabricOptions, submodels: Submodels) -> str | None:
-    """Return why a client cannot be sharded; None = it can.
+    """Return the reason why a client cannot be sharded; None = it can be.
 
     Args:
-        local: the method's.
-        options: of Fabric.
-        submodels: of the model.
+        local: local part of the method.
+        options: options of Fabric.
+        submodels: submodels of the model.
     """
     if not local.steps_are_plain or local.prox or local.down or local.up or local.exchange(submodels) is not None:
         return "the method works with whole parameters in its steps, or sends more than the model's values"
@@ -57,11 +57,11 @@ def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> floa
 
     Args:
         least_bytes: memory of the process with the least.
-        num_processes: number of them (W).
-        whole_bytes: of the whole model's values.
+        num_processes: number of processes (W).
+        whole_bytes: number of bytes of the whole model's values.
 
     Raises:
-        BadInput: there is no room beside the values.
+        BadInput: the memory has no room for more than the values.
     """
     room = num_processes * (least_bytes - 2 * whole_bytes)
     if room <= 0:
@@ -76,7 +76,7 @@ class Shards:
     """The processes over which a client is sharded, and what they exchange beside FSDP2's own.
 
     Attributes:
-        mesh: of the processes.
+        mesh: device mesh of the processes.
         leads: whether this process talks to the server.
     """
 
@@ -85,7 +85,7 @@ class Shards:
         self.mesh, self.leads = mesh, mesh.get_rank() == 0
 
     def apply(self, module: nn.Module) -> None:
-        """Shard what trains in ``module``, in place; what is frozen stays whole in each process."""
+        """Shard the parameters that train in ``module``, in place; frozen parameters stay whole in each process."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
         more: dict[str, Any] = {
@@ -105,7 +105,7 @@ class Shards:
                 register_fsdp_forward_method(module, name)
 
     def spread(self, tensor: Tensor) -> None:
-        """Replace a contiguous tensor by the leader's."""
+        """Replace a contiguous tensor, in place, by the leader's."""
         import torch.distributed as dist
 
         if tensor.numel():
@@ -124,8 +124,8 @@ class ShardedSubmodel(TrainableSubmodel):
     """A small module of which each process of a client holds a part.
 
     Attributes:
-        present: what is not sharded: buffers, and parameters that the spec freezes.
-        trained: after a task the values that are sent, on the leader; of no tensors before, and on the others.
+        present: tensors that are not sharded: buffers, and parameters that the spec freezes.
+        trained: values that are sent after a task, on the leader; without tensors before, and on the other processes.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class ShardedSubmodel(TrainableSubmodel):
                     self.trained[entry.name].copy_(whole)
 
     def answer(self) -> FlatTensors:
-        """Return the values that are sent to the server; of no tensors in a process that does not lead."""
+        """Return the values that are sent to the server; without tensors in a process that does not lead."""
         return self.trained
 
 
@@ -209,7 +209,7 @@ class _ShardedState(ModuleState):
 
 
 def reshard(module: nn.Module) -> None:
-    """Release what was gathered, so that each parameter is a part again."""
+    """Release gathered parameters, so that each process has only its part of them again."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():

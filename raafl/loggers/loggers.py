@@ -95,7 +95,7 @@ class Loggers(RunHooks):
         """Flush the loggers' queues within their deadlines; return the outcome of each logger.
 
         Args:
-            status: how the run ended: "success", "interrupted" or "failed".
+            status: end of the run: "success", "interrupted" or "failed".
             summary: summary of the run, to log with its tables and final model; None = log none of these.
         """
         tables = Tables(self._folder)

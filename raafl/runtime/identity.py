@@ -109,7 +109,7 @@ def client_info(
     Args:
         hello: fields of the HELLO.
         num_samples: number of training samples that it claims.
-        known: what the server knows about the client: its id, its number of samples of the run's data (0 = unknown),
+        known: description by the server of the client: its id, its number of samples of the run's data (0 = unknown),
             and its profile, whose series the client may name by digest.
         incarnation: number of this connection, counted for the client.
         own_data: whether the client may train on data of its own.

@@ -66,7 +66,7 @@ def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[
     """Set each batch norm's running statistics to their mean over ``batches``, in place; everything else stays unchanged.
 
     Args:
-        module: trained model.
+        module: model that was trained.
         batches: batches of any data that may be used; more are better.
         run: function that calls the model on a batch, such as ``lambda model, batch: model(batch[0])``.
     """
@@ -139,8 +139,8 @@ class Pooling:
 
         Args:
             tensors: tensors of a submodel or of the whole model.
-            half: which variances to convert: those that the model has in half precision (True), the others (False), or
-                all (None).
+            half: choice of variances to convert: those that the model has in half precision (True), the others (False),
+                or all (None).
         """
         pairs = [pair for pair in self.pairs if half is None or (pair[1] in self._half) is half]
         means, variances = _of(pairs, tensors)

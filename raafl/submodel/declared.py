@@ -38,8 +38,8 @@ class Exit:
 
     Attributes:
         paths: paths of the exit's modules.
-        instead_of: for each module, the path whose place it takes when the exit is kept, such as the last norm and the head of a
-            shorter model; empty for an exit that the model's own forward calls.
+        instead_of: path whose place each module takes when the exit is kept, such as those of the last norm and the
+            head of a shorter model, by the module's path; empty for an exit that the model's own forward calls.
     """
 
     paths: tuple[str, ...]

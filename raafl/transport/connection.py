@@ -15,7 +15,7 @@ class PeerLost(ConnectionError):
     """Raised if the peer is gone or this end was closed; the connection is closed then.
 
     Attributes:
-        reason: what happened: connection-closed, connection-reset, connection-broken, connection-refused, or
+        reason: reason code: connection-closed, connection-reset, connection-broken, connection-refused, or
             closed-here.
     """
 

@@ -48,7 +48,7 @@ def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
     """Check received values; return (reason, detail) if they must be refused, else None.
 
     Args:
-        piece: received values.
+        piece: values that were received.
         finite: whether to refuse NaN and infinity.
     """
     if not is_sound(piece):

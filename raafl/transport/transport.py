@@ -35,8 +35,8 @@ class ConnectOptions:
         address: ``HOST:PORT``, or a listening socket; empty = the environment has the address.
         credentials: files of mutual TLS, or a token of this machine; None = every caller that reaches the address is
             trusted.
-        authorize: on the server, a function that raises `Refused` for a peer that may not join.
-        proxy: on a client, URL of an HTTP proxy; "none" = no proxy; None = the environment's.
+        authorize: function of the server that raises `Refused` for a peer that may not join.
+        proxy: URL of the HTTP proxy of a client; "none" = no proxy; None = the environment's.
         client: id of the client that connects; 0 = the server, or the one that the environment names.
         nccl: whether to transfer tensors between GPUs by NCCL where possible.
     """

@@ -13,6 +13,12 @@ SOURCES = ("raafl", "model_zoo", "benchmarks", "tests/helpers")
 QUESTION = re.compile(r"(What|How|Where|Who|Which|When)\b|Return (what|how|whether|where)\b")
 """A reader of "Where peers meet" must read on to know whether it is a folder, a function or a time."""
 
+FRAGMENT = re.compile(
+    r"(as|at|by|for|from|in|it|its|of|on|that|their|they|to|what|whose|which|who|with|where|when|why|how)\b"
+)
+"""A line "layout: of the task" says nothing to a reader who meets it alone, as in an editor's hint."""
+
+LEAST_WORDS = 3
 MOST_UNNAMED = 2
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -63,6 +69,18 @@ def section(text: str) -> set[str]:
     return {name for names in re.findall(r"^ {4}(\S[^:]*):", lines, re.M) for name in re.findall(r"\w+", names)}
 
 
+def fragments(text: str) -> list[str]:
+    """Return the lines of a docstring's sections Args and Attributes that are no phrases of their own."""
+    lines = [
+        line
+        for part in re.split(r"^(?:Args|Attributes):$", text, flags=re.M)[1:]
+        for line in re.findall(r"^ {4}\S.*(?:\n {8,}\S.*)*", re.split(r"^\w", part, maxsplit=1, flags=re.M)[0], re.M)
+    ]
+    return [
+        line for line in lines if FRAGMENT.match(phrase := line.partition(": ")[2]) or len(phrase.split()) < LEAST_WORDS
+    ]
+
+
 def hooks() -> set[tuple[str, ...]]:
     """Return name and parameters of the methods that a base class of the parts describes, so that overrides need not."""
     return {
@@ -97,6 +115,23 @@ def test_none_opens_with_a_question_word():
 def test_every_argument_of_three_or_more_is_described():
     wrong = lacking(*SOURCES)
     assert not wrong, "add a line to the section Args for each:\n" + "\n".join(wrong)
+
+
+def test_each_line_of_an_argument_or_attribute_stands_alone():
+    wrong = [
+        f"{place(path, line)} {entry.strip()}"
+        for path in modules("raafl", "model_zoo")
+        for line, text in docstrings(path)
+        for entry in fragments(text)
+    ]
+    assert not wrong, f"say what it is, by a noun, in {LEAST_WORDS} words or more:\n" + "\n".join(wrong)
+
+
+def test_the_checker_sees_fragments_with_the_lines_that_go_on():
+    args = "    a: of the run.\n    b: number of\n        runs, of all.\n    c, d: two\n        words more.\n"
+    assert fragments(f"Do.\n\nArgs:\n{args}\nRaises:\n    E: of no use.\n") == ["    a: of the run."]
+    attributes = ["    b: a list.", "    c: its own list of runs."]
+    assert fragments("\n".join(["A.", "", "Attributes:", *attributes])) == attributes
 
 
 def test_the_checker_sees_what_is_described():

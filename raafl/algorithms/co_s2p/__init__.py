@@ -97,7 +97,7 @@ def co_s2p(
         distil: train with self-distillation between exits.
         distil_weight: weight of the distillation (w), 0.2 or 0.3 in the paper.
         temperature: temperature of the distillation (T).
-        trigger: when updates are merged: semi (Algorithm 2), sync (all have reported) or async (at each arrival).
+        trigger: time of a merge: semi (Algorithm 2), sync (all have reported) or async (at each arrival).
         min_ratio: share of the clients that must have reported before the wait begins (semi).
         wait_s: seconds of that wait (semi), 60 to 150 in the paper.
         merge: way to weight updates: importance (Eqs. 4, 5), mean with equal weights, or published, as the authors'

@@ -59,15 +59,15 @@ def diloco(
         outer_lr: outer learning rate (eta).
         outer_momentum: outer momentum (beta); 0 = none.
         trigger: all (rounds), quorum (a share of the clients, then a grace window) or each (asynchronous, delayed Nesterov).
-        quorum: for trigger quorum: share of the clients at work that must have reported, 0 to 1.
+        quorum: share of the clients at work that must have reported, 0 to 1; for trigger quorum.
         grace_s: seconds for which a merge still waits: for trigger quorum, once the quorum has reported; for trigger
             each, after the first arrival, so that clients that end together start again from one model.
-        delay: for trigger each: number of updates from one step with momentum to the next (N), at least the number of
-            clients; 1 = momentum at each arrival, the naive form; None = the number of clients.
+        delay: number of updates from one step with momentum to the next (N), at least the number of clients, for
+            trigger each; 1 = momentum at each arrival, the naive form; None = the number of clients.
         steps: local steps of each client: equal (H) or speed (dynamic local updates: H for the fastest client, fewer
             for slower ones).
-        least_steps: for steps speed: smallest number of steps of a task.
-        weights: for triggers all and quorum: weight of an update: equal; samples = by |D_n|; tokens = by tokens x
+        least_steps: smallest number of steps of a task, for steps speed.
+        weights: weight of an update, for triggers all and quorum: equal; samples = by |D_n|; tokens = by tokens x
             tokens / steps.
         staleness: kind of the staleness function s(.): constant, polynomial or hinge.
         staleness_a: parameter a of polynomial and hinge.

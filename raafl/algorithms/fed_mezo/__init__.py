@@ -60,7 +60,7 @@ def fed_mezo(
     Args:
         lr: learning rate of the clients (eta).
         epsilon: scale of the perturbations (epsilon in MeZO, mu in FedMeZO).
-        trigger: when updates are merged: all (rounds) or each (asynchronous).
+        trigger: time of a merge: all (rounds) or each (asynchronous).
         server_lr: factor of the server's step along the mean difference.
         staleness: kind of the staleness function s(.) for trigger each: constant, polynomial or hinge.
         staleness_a: parameter a of polynomial and hinge.

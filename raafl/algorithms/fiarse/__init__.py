@@ -53,7 +53,7 @@ def fiarse(
     """Return FIARSE, whose clients train the elements, or the units, with the largest magnitudes.
 
     Args:
-        mask: what masks keep: elements (the paper's; they do not make the model physically smaller), or whole units,
+        mask: unit of the masks: elements (the paper's; they do not make the model physically smaller), or whole units,
             which are cut.
         rates: share of the parameters for each client: one number for all; a list that clients 1, 2, ... take in turn, repeating;
             or a mapping from device name. None = 1, 1/4, 1/16, 1/64 in turn.

@@ -67,7 +67,7 @@ def platon(
         beta1: smoothing of the importance, in [0, 1).
         beta2: smoothing of the uncertainty, in [0, 1).
         groups: largest number of scores of an axis; on an axis with more units, neighbouring units share a score.
-        trigger: when updates are merged: all (FedAvg) or each (FedAsync).
+        trigger: time of a merge: all (FedAvg) or each (FedAsync).
         alpha: mixing weight for trigger each, in (0, 1]; None = 0.75.
         staleness: kind of the staleness function s(.) for trigger each: constant, polynomial or hinge.
         staleness_a: parameter a of polynomial and hinge.

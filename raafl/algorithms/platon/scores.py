@@ -147,7 +147,7 @@ def members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member,
 
     Args:
         submodels: the model, with its axes and layouts.
-        spec: the submodel.
+        spec: spec of the submodel.
     """
     num_kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
     dropped: dict[tuple[str, int], list[tuple[int, int]]] = {}

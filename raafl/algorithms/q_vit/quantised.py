@@ -104,7 +104,7 @@ class _Layer:
         """Set the step size of each possible bit width to ``2 mean |x| / sqrt(Q_p)``.
 
         Args:
-            kind: which step size to set, "weight" or "input".
+            kind: step size to set, "weight" or "input".
             x: values over which the mean is taken.
         """
         widths = range(LEAST, MOST + 1) if self.fixed_bits is None else [self.fixed_bits]

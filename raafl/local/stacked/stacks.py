@@ -124,7 +124,7 @@ def by_slices(
     Args:
         function: function that is called with one client's slices in place of stacks.
         args: positional arguments, possibly nested in lists.
-        kwargs: keyword arguments.
+        kwargs: keyword arguments, with stacks for tensors.
         num: number of clients.
         states: state of torch's generator for each client, advanced if the function may draw; None = it does not draw.
     """

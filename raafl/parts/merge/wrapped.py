@@ -21,7 +21,7 @@ class Wrapped(Merge):
 
     Attributes:
         inner: the algorithm's own merge, or another wrapper.
-        sends: what clients send, "values" or "delta"; the inner merge decides.
+        sends: content of updates, "values" or "delta"; the inner merge decides.
     """
 
     inner: Merge

@@ -153,7 +153,7 @@ class PrivacyMemory(MergeMemory):
 
     Attributes:
         updates: number of a client's updates that were released, by client.
-        squares: for each client, sum over releases of the square of the number of its updates in one.
+        squares: sum over releases of the squared number of a client's updates in each, by client.
         sums: sum of clipped differences, by spec.
         received: spec, staleness, client and assignment of each update since the last merge.
     """

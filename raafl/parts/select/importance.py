@@ -23,8 +23,8 @@ def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int =
         axes: axes of the model, by name.
         rate: share of each axis to keep.
         state: parameters of the model, by name.
-        seed: ignored.
-        round: ignored.
+        seed: not used by this selector.
+        round: not used by this selector.
 
     Raises:
         BadInput: ``state`` is None, or has no parameter of an axis.

@@ -54,7 +54,7 @@ def uncut(submodels: Submodels, what: str) -> list[str]:
 
     Args:
         submodels: the model, with its axes and layouts.
-        what: what the method would do with axes, such as "prune".
+        what: verb for the use of axes by the method, such as "prune".
     """
     if submodels.axes:
         return []

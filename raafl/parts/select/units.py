@@ -104,9 +104,9 @@ def leading(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, roun
     Args:
         axes: axes of the model, by name.
         rate: kept share of each axis.
-        state: ignored.
-        seed: ignored.
-        round: ignored.
+        state: not used by this selector.
+        seed: not used by this selector.
+        round: not used by this selector.
     """
     return spec_of(axes, {name: range(number) for name, number in counts(axes, rate).items()})
 
@@ -120,8 +120,8 @@ def rolling(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, roun
     Args:
         axes: axes of the model, by name.
         rate: kept share of each axis.
-        state: ignored.
-        seed: ignored.
+        state: not used by this selector.
+        seed: not used by this selector.
         round: number of the round.
     """
     windows = {}
@@ -137,7 +137,7 @@ def at_random(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, ro
     Args:
         axes: axes of the model, by name.
         rate: kept share of each axis.
-        state: ignored.
+        state: not used by this selector.
         seed: seed of the draws.
         round: number of the round.
     """

@@ -31,11 +31,11 @@ def open_mesh(store: Any, rank: int, size: int, timeout_s: float, device: torch.
     """Return the mesh of a client's processes; FSDP2 takes none but those of torch's default process group.
 
     Args:
-        store: of these processes.
-        rank: of this one.
+        store: store that these processes share.
+        rank: rank of this process.
         size: number of processes.
-        timeout_s: of a collective.
-        device: of this one's module.
+        timeout_s: seconds that a collective operation may take.
+        device: device of this process's module.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -71,8 +71,8 @@ class GroupSums:
         """Join the groups.
 
         Args:
-            store: of these processes.
-            rank: of this one.
+            store: store that these processes share.
+            rank: rank of this process.
             size: number of processes.
             timeout_s: of a sum.
             device: of this process.
@@ -112,7 +112,7 @@ class GroupSums:
         return None
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to replace a tensor by its sum over all processes; return a handle whose ``wait`` ends it."""
+        """Begin to replace a tensor by its sum over all processes; return a function that waits for the end."""
         if tensor.is_cuda and self._nccl is not None:
             on_gpu: Callable[[], None] = self._nccl.allreduce([tensor], dist.AllreduceOptions()).wait
             return on_gpu
@@ -127,7 +127,7 @@ class GroupSums:
         return wait
 
     def spread(self, tensor: Tensor) -> None:
-        """Replace a tensor by that of process 0 (broadcast)."""
+        """Replace a tensor by that of process 0 in all processes (broadcast)."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         if tensor.is_cuda and self._nccl is not None:

@@ -96,7 +96,7 @@ class ClientSetup:
             place: position of this process, from which its GPU follows.
             own_data: whether all of the training data belongs to this client; else it gets its share.
             alike: digests of the config's sections that the server compares.
-            num_processes: that train it together.
+            num_processes: number of processes that train the client together.
         """
         set_numerics(experiment.threads, experiment.fabric)
         if own_data:

@@ -228,7 +228,7 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
     """Restore a fresh coordinator and record from the checkpoint, in place; the runtime restores its own clock.
 
     Args:
-        saved: the checkpoint.
+        saved: checkpoint to resume from.
         mended: result of `mend`, which cut the tables back to the checkpoint.
         coordinator: new coordinator with the same config.
         record: new record with the same folder.

@@ -228,7 +228,7 @@ class Labels:
 
         Args:
             dim: dimension to select from.
-            start: first index.
+            start: first index to take.
             length: number of indices.
         """
         if start == 0 and length == dim.size:

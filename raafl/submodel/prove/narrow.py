@@ -39,7 +39,7 @@ def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Su
     Args:
         submodels: submodels of the model.
         module: model to copy.
-        batch: example batch.
+        batch: example batch of its data.
     """
     ranks = {axis.members for axis in lora.ranks(module)}
     for wide in dict.fromkeys([True, submodels.residual_width]):

@@ -218,7 +218,7 @@ def drain(sock: socket.socket, timeout_s: float, most_bytes: int) -> None:
     """Read and discard what a peer sends until it hangs up: bytes left unread would reset the connection before the peer has read.
 
     Args:
-        sock: connected socket.
+        sock: socket that is connected.
         timeout_s: seconds for the whole call.
         most_bytes: number of bytes after which the call gives up.
     """

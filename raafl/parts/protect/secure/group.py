@@ -29,7 +29,7 @@ class CannotOpen(Exception):
     """Raised if the sum of a group cannot be read.
 
     Attributes:
-        reason: why it cannot: too-few (members are left), bad-share (a member's shares do not restore a key), or
+        reason: reason code: too-few (members are left), bad-share (a member's shares do not restore a key), or
             bad-group (the group is not the one that a client agreed to).
     """
 

@@ -47,7 +47,7 @@ class Opening:
 
         Args:
             survivors: keys of the members whose masked numbers arrived.
-            revealed: for each member that helps, the shares that it revealed, by member; see `Member.reveal`.
+            revealed: shares that each helping member revealed, by member; see `Member.reveal`.
 
         Raises:
             CannotOpen: too-few: not enough members helped; bad-share: their shares restore no key.

@@ -44,7 +44,7 @@ class PolicyRefusal(RunFailed):
     """Raised for a run or a task that the site's policy does not allow; the message is for the site alone.
 
     Attributes:
-        then: what the client does next.
+        then: next action of the client.
         server_reason: reason that the server is given why the client does not join.
     """
 

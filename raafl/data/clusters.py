@@ -19,14 +19,14 @@ class GaussianClusters(Classes):
     on some of the points that it trains on; here the test points are others.
 
     Args:
-        batch_size: points in a batch.
-        num_features: dimensions.
-        num_classes: classes.
-        clusters: clusters of a class.
+        batch_size: number of points in a batch.
+        num_features: number of dimensions of a point.
+        num_classes: number of classes of points.
+        clusters: number of clusters of each class.
         noise: standard deviation of each coordinate around its centre.
-        num_train: points to train on; a multiple of the number of clusters.
-        num_test: points of the test set; a multiple of it, too.
-        seed: of centres and points.
+        num_train: number of points to train on; a multiple of the number of clusters.
+        num_test: number of test points; a multiple of the number of clusters, too.
+        seed: seed of the centres and the points.
 
     Raises:
         BadInput: a number is below 1, or not a multiple of the number of clusters.
@@ -53,7 +53,7 @@ class GaussianClusters(Classes):
         self.noise, self.seed = noise, seed
 
     def setup(self, stage: str | None = None) -> None:
-        """Draw the points."""
+        """Draw the points of training and test set."""
         if hasattr(self, "train"):
             return
         draws = torch.Generator().manual_seed(self.seed)

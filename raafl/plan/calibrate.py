@@ -42,12 +42,12 @@ class TimedTask:
     """One finished task of a real run.
 
     Attributes:
-        client: its id.
-        incarnation: of the client.
-        assigned_s, arrived_s: seconds on the run's clock.
+        client: id of the client.
+        incarnation: number of times that the client had joined before.
+        assigned_s, arrived_s: time of assignment and arrival, in seconds on the run's clock.
         compute_s: predicted seconds of its computation on the client's base profile.
         link_s: predicted seconds of its transfers on that profile.
-        pace_s: seconds of the emulated device, which it took at least; 0 = not emulated.
+        pace_s: smallest duration in seconds that emulation gave the task; 0 = not emulated.
     """
 
     client: int
@@ -60,7 +60,7 @@ class TimedTask:
 
     @property
     def seconds(self) -> float:
-        """Return the real duration."""
+        """Real duration of the task in seconds."""
         return self.arrived_s - self.assigned_s
 
 
@@ -69,15 +69,16 @@ class Fit:
     """Difference between one client's tasks and the prediction with its base profile.
 
     Attributes:
-        client: its id.
-        slowdown: factor of the predicted computation.
-        overhead_s: seconds of each task that do not depend on its size.
+        client: id of the client.
+        slowdown: factor of the predicted computation time.
+        overhead_s: number of seconds of each task that do not depend on its size.
         jitter: standard deviation of the logarithm of a task's speed.
-        num_fitted: tasks that the fit has seen.
-        num_held_out: tasks that it has not.
+        num_fitted: number of tasks that were fitted.
+        num_held_out: number of tasks that were held out of the fit.
         task_error: median over the held-out tasks of the relative error of a task's seconds; None = no task was held out.
-        sum_error: predicted over real seconds of the held-out tasks together, minus 1; None = no task was held out.
-        warm_up_s: seconds by which the first task took longer than the fit says; None = unknown.
+        sum_error: predicted seconds of the held-out tasks together over the real ones, minus 1; None = no task was held
+            out.
+        warm_up_s: seconds by which the first task took longer than the fit predicts; None = unknown.
     """
 
     client: int
@@ -91,11 +92,11 @@ class Fit:
     warm_up_s: float | None = None
 
     def expected_s(self, task: TimedTask) -> float:
-        """Return the expected seconds of a task; the mean of the jitter is in them."""
+        """Return the expected seconds of a task, with the mean effect of the jitter."""
         return self.slowdown * task.compute_s * math.exp(self.jitter**2 / 2) + self.overhead_s + task.link_s
 
     def profile(self, base: Profile) -> Profile:
-        """Return ``base`` with these speeds; what ``base`` says of changing speeds is in the jitter instead."""
+        """Return ``base`` with the fitted speeds; changes of speed in ``base`` are left out, as the jitter covers them."""
         slower = self.slowdown
         traffic = None if base.bytes_per_s is None else base.bytes_per_s / slower
         return replace(
@@ -106,7 +107,7 @@ class Fit:
         )  # fmt: skip
 
     def really(self, declared: Profile) -> Profile:
-        """Return ``declared`` with the real speed hidden from predictions, for a run that chose its tasks by ``declared``."""
+        """Return ``declared`` with the real speed hidden from predictions, for a run whose methods chose tasks by ``declared``."""
         return replace(
             declared, latency_s=declared.latency_s + self.overhead_s / 2, speed_jitter=self.jitter,
             speed_changes=((0.0, 1 / self.slowdown),), link_changes=None, repeat_s=None, speed_drift=0.0, link_drift=0.0,
@@ -116,16 +117,16 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The virtual clock with calibrated profiles beside a real run.
+    """Comparison of the virtual clock, with calibrated profiles, to a real run.
 
     Attributes:
-        run: its folder.
-        updates: merged in the real run.
+        run: folder of the run.
+        updates: number of updates merged in the real run.
         predicted_s, real_s: seconds from the first assignment to the last arrival.
-        predicted_update_s, real_update_s: the same for each merged update.
-        error: predicted over real seconds of the whole run, minus 1.
-        task_error: median over its tasks, of calibrated clients, of the relative error of a task's seconds.
-        problem: why the virtual clock cannot run it; then there are no predictions.
+        predicted_update_s, real_update_s: those seconds for each merged update.
+        error: predicted seconds of the whole run over the real ones, minus 1.
+        task_error: median, over tasks of calibrated clients, of the relative error of a task's seconds.
+        problem: reason why the virtual clock cannot run it; predictions are then missing.
     """
 
     run: str
@@ -152,7 +153,7 @@ class RealRun:
 
     @property
     def num_paced(self) -> int:
-        """Return the number of tasks that took as long as an emulated device, whatever this machine can do."""
+        """Number of tasks whose duration was that of an emulated device, not of this machine."""
         return sum(task.pace_s > 0.5 * task.seconds for task in self.tasks)
 
 
@@ -160,13 +161,13 @@ def read_real(folder: Path, experiment: Experiment, base: Profile | None = None)
     """Read the tasks of a run folder and predict each on its client's base profile.
 
     Args:
-        folder: of the run.
-        experiment: of the run, as its config says.
+        folder: folder of the run.
+        experiment: settings of the run, from its config.
         base: profile whose figures for FLOPs, traffic, launches and link the fit starts from; None = each client's own,
             as it was when it joined.
 
     Raises:
-        BadInput: it is no folder of a run on the wall clock, or no task arrived in it.
+        BadInput: the folder has no run on the wall clock, or no task of the run arrived.
     """
     journal, summary = read_run(folder)
     world = World(experiment)
@@ -209,16 +210,16 @@ def _timed(task: Assignment, arrived_s: float, client: ClientInfo, fleet: Select
 
 
 def calibrate(run: RealRun, most: int = MOST_FITTED) -> dict[int, Fit]:
-    """Fit each client of a run that finished a task; the keys are their ids.
+    """Fit each client of a run that finished a task; return the fits by client id.
 
-    The first task after a client joined is left out where there are others, and half of the rest, at least, is held out.
+    The first task after a client joined is left out if there are others, and at least half of the rest is held out.
 
     Args:
         run: the real run.
-        most: tasks of a client to fit, at most.
+        most: largest number of tasks of a client to fit.
 
     Raises:
-        BadInput: nothing is to be computed in a client's tasks, as its profile has no limit of speed.
+        BadInput: a client's tasks have no predicted computation time, since its profile has no limit of speed.
     """
     by_client = sorted(run.tasks, key=lambda task: (task.client, task.assigned_s))
     return {client: _fit(client, list(tasks), most) for client, tasks in groupby(by_client, lambda task: task.client)}
@@ -243,11 +244,12 @@ def _fit(client: int, tasks: Sequence[TimedTask], most: int) -> Fit:
 def fit_tasks(client: int, tasks: Sequence[TimedTask]) -> Fit:
     """Fit slowdown, overhead and jitter to tasks of one client, by least squares of relative errors.
 
-    An overhead is fitted where the tasks' predicted computations differ enough; else all of it counts as slower computation.
+    An overhead is fitted if the tasks' predicted computations differ enough; otherwise all of it counts as slower
+    computation.
 
     Args:
-        client: its id.
-        tasks: at least one.
+        client: id of the client.
+        tasks: tasks of the client, at least one.
 
     Raises:
         BadInput: a task has no predicted computation.
@@ -283,11 +285,12 @@ def _line(compute: Numbers, real: Numbers) -> tuple[float, float]:
 def check(run: RealRun, fits: Mapping[int, Fit]) -> Check:
     """Run the config of a real run on the virtual clock, without training, and compare the times.
 
-    Each client keeps the profile that the run's methods knew, so that it gets the same work; what it really takes is the fit.
+    Methods see the profiles that they saw in the real run, so that each client gets the same work; the fits decide how
+    long it takes.
 
     Args:
         run: the real run, read with the same base profile as the fitted one.
-        fits: by client; a client without one takes what its profile says.
+        fits: fit of each client, by id; a client without one takes the time of its profile.
     """
     last, real_s = (
         run.num_merged,

@@ -12,6 +12,7 @@ Choices that the papers leave open, and this does:
 - H is `train.num_steps`; the inner optimizer is the model's own.
 - A client keeps nothing between tasks, so the inner optimizer starts anew in each (as in the authors' public toy of the
   asynchronous form). `inner_state` "kept" is DiLoCo's own: the moments of AdamW travel with the task, three times the bytes.
+- `outer` "heloco" corrects deltas by their angle to the momentum (`raafl.algorithms.diloco.heloco`); experimental.
 - Submodels: means, momentum and N are over the updates that cover an element (`raafl.parts.merge.nesterov`).
 - Algorithm 3's c, which spreads the momentum over the N updates, is 0, the paper's default.
 - A client that is lost takes part again when it returns, from the model as it is then.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from raafl.algorithms.diloco.heloco import HeLoCo
 from raafl.algorithms.diloco.inner import KeptInner, WithInner
 from raafl.core.algorithm import Algorithm, Local, Merge, Select, Trigger
 from raafl.core.sample import Sample
@@ -34,6 +36,7 @@ from raafl.parts.trigger import AllReported, EachArrival, MinRatio
 When = Literal["all", "quorum", "each"]
 Steps = Literal["equal", "speed"]
 InnerState = Literal["new", "kept"]
+Outer = Literal["nesterov", "heloco"]
 
 
 def diloco(
@@ -49,6 +52,7 @@ def diloco(
     staleness: Kind = "constant",
     staleness_a: float = 0.5,
     inner_state: InnerState = "new",
+    outer: Outer = "nesterov",
     cohort: int | None = None,
     concurrency: int | None = None,
     submodel: Select | None = None,
@@ -73,20 +77,27 @@ def diloco(
         staleness_a: parameter a of polynomial and hinge.
         inner_state: new = the inner optimizer starts anew in each task; kept = it goes on from the client's last task (Adam and
             AdamW), whose moments travel with each task and lie on the server.
+        outer: nesterov, delayed for trigger each; or heloco (experimental): at each merge a step along the mean delta, corrected by
+            its angle to the momentum.
         cohort: number of clients in a round, or at work, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     for name, value, allowed in (
-        ("trigger", trigger, When), ("steps", steps, Steps), ("inner_state", inner_state, InnerState)
+        ("trigger", trigger, When), ("steps", steps, Steps), ("inner_state", inner_state, InnerState),
+        ("outer", outer, Outer),
     ):  # fmt: skip
         one_of(name, value, allowed)
     if steps == "equal":
         refuse_unused("steps is 'equal'", least_steps=(least_steps, 5))
     stale = Staleness(staleness, staleness_a)
     select: Select = submodel or Full()
-    merge = _merge(trigger, outer_lr, outer_momentum, delay, weights, stale)
+    if outer == "heloco":
+        refuse_unused("outer is 'heloco', whose merges are whole steps", delay=(delay, None))
+        merge: Merge = HeLoCo(outer_lr, outer_momentum, weights, stale)
+    else:
+        merge = _merge(trigger, outer_lr, outer_momentum, delay, weights, stale)
     return Algorithm(
         name="diloco",
         paper="Douillard et al. 2023",

@@ -24,6 +24,7 @@ from raafl.local.context import TaskContext
 from raafl.local.options import FabricOptions
 from raafl.local.rng import RngStream
 from raafl.local.train import LocalTrainer, Stopped
+from raafl.runtime.fields import Meta
 from raafl.runtime.protocol import Question
 from raafl.submodel import FlatTensors, Layout
 from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerTimeout, Refused
@@ -35,8 +36,72 @@ MAX_BYTES = 1 << 31
 # ---- the client's end ----
 
 
-class ClientSide:
-    """Client's side of a mid-task exchange: the training thread asks, and the receiving thread passes on replies."""
+class Questions:
+    """A client's end of what it asks in the middle of a task: the training thread asks, the receiving thread passes replies on."""
+
+    def __init__(self, pair: Connection, device: torch.device | str = "cpu", wait_s: float | None = None) -> None:
+        """Prepare.
+
+        Args:
+            pair: connection to the server.
+            device: where tensors of replies lie.
+            wait_s: seconds to wait for a reply, after which the connection is given up; None = for ever: the server sends
+                heartbeats meanwhile.
+        """
+        self._pair, self._reply_device, self._wait_s = pair, device, wait_s
+        self._assignment: Assignment | None = None
+        self._expected: Layout | None = None
+        self._is_asking = False
+        # A reply; the id of a task for which none will come; None = none will come for any.
+        self._replies: queue.SimpleQueue[tuple[Meta, FlatTensors | None] | int | None] = queue.SimpleQueue()
+
+    def _ask(self, meta: Meta, tensors: FlatTensors, answer: Layout | None) -> tuple[Meta, FlatTensors | None]:
+        """Send a question of the task and wait for the reply.
+
+        Args:
+            meta: plain data of the question.
+            tensors: of the question.
+            answer: layout of the reply's tensors; None = it has none.
+
+        Raises:
+            Stopped: the server has ended the task, or is gone.
+        """
+        assert self._assignment is not None
+        number, incarnation = self._assignment.id, self._assignment.incarnation
+        self._expected, self._is_asking = answer, True
+        try:
+            self._pair.send(Message(Kind.QUESTION, number, incarnation, dict(meta), tensors))
+            while isinstance(reply := self._replies.get(timeout=self._wait_s), int):
+                if reply == number:
+                    raise Stopped
+        except (PeerLost, PeerTimeout):  # the reader will say so
+            raise Stopped from None
+        except queue.Empty:
+            self._pair.close()
+            raise Stopped from None
+        if reply is None:
+            self._replies.put(None)  # for whoever asks next
+            raise Stopped
+        return reply
+
+    def expect(self, assignment: int) -> FlatTensors | None:
+        """Return the storage of a reply; called on the receiving thread."""
+        if not self._is_asking or self._assignment is None or assignment != self._assignment.id:
+            raise Refused("bad-kind", f"a reply for assignment {assignment}, which waits for none")
+        self._is_asking = False
+        return None if self._expected is None else FlatTensors.empty(self._expected, self._reply_device)
+
+    def hear(self, meta: Meta, tensors: FlatTensors | None) -> None:
+        """Pass a reply to the waiting task."""
+        self._replies.put((meta, tensors))
+
+    def stop(self, assignment: int | None = None) -> None:
+        """Wake a task that waits for a reply: there will be none; None = for no task any more."""
+        self._replies.put(assignment)
+
+
+class ClientSide(Questions):
+    """Client's side of a mid-task exchange, of which the server trains a part."""
 
     def __init__(self, pair: Connection, whole: LocalTrainer, wait_s: float) -> None:
         """Prepare.
@@ -46,11 +111,9 @@ class ClientSide:
             whole: trainer of whole tasks, whose settings count.
             wait_s: seconds to wait for a reply.
         """
-        self._pair, self._whole, self._wait_s = pair, whole, wait_s
+        super().__init__(pair, whole.fabric.device, wait_s)
+        self._whole = whole
         self._built: tuple[Exchange, LocalTrainer] | None = None
-        self._assignment: Assignment | None = None
-        self._expected: Layout | None = None
-        self._replies: queue.SimpleQueue[FlatTensors | None] = queue.SimpleQueue()
 
     def exchange(self, assignment: Assignment) -> Exchange | None:
         """Return the exchange of a task, or None; raise `SpecError` if it names parts that the model does not have."""
@@ -80,33 +143,11 @@ class ClientSide:
         Raises:
             Stopped: the server has ended the task, or is gone.
         """
-        assert self._assignment is not None
-        options, number = self._whole.options, self._assignment.id
+        options = self._whole.options
         more = Question(str(options.precision), options.accumulate_grad_batches, self._whole.sends).to_meta()
-        self._expected = answer
-        question = FlatTensors.from_named(tensors)
-        try:
-            self._pair.send(Message(Kind.QUESTION, number, self._assignment.incarnation, {**meta, **more}, question))
-            reply = self._replies.get(timeout=self._wait_s)
-        except (PeerLost, PeerTimeout):  # the reader will say so
-            raise Stopped from None
-        except queue.Empty:
-            self._pair.close()
-            raise Stopped from None
-        if reply is None:
-            raise Stopped
+        _, reply = self._ask({**meta, **more}, FlatTensors.from_named(tensors), answer)
+        assert reply is not None
         return reply
-
-    def expect(self, assignment: int) -> FlatTensors:
-        """Return the storage for a reply's tensors; called on the receiving thread."""
-        if self._expected is None or self._assignment is None or assignment != self._assignment.id:
-            raise Refused("bad-kind", f"a reply for assignment {assignment}, which waits for none")
-        layout, self._expected = self._expected, None
-        return FlatTensors.empty(layout, self._whole.fabric.device)
-
-    def hear(self, reply: FlatTensors | None) -> None:
-        """Pass a reply to the waiting task; None = no reply will come."""
-        self._replies.put(reply)
 
 
 # ---- the server's end ----

@@ -95,8 +95,8 @@ class SecureGroups:
             return
         submodels = self.coordinator.state.submodels
         try:
-            share = self.share(assignment, update.num_samples, scale)
-            update.tensors = self.merge.encoded(submodels, assignment.spec, update.tensors, share)
+            share, clip = self.share(assignment, update.num_samples, scale), self.merge.scale(update.tensors)
+            update.tensors = self.merge.encoded(submodels, assignment.spec, update.tensors, share, clip)
         except OutOfRange:
             update.refusal = OUT_OF_RANGE
 

@@ -6,7 +6,7 @@ masked numbers.
 ======== ========================= ============================ ===========================================
 step     message                   fields                       tensors
 ======== ========================= ============================ ===========================================
-ready    QUESTION                  those of `Answer`            `keys`: two public keys
+ready    QUESTION                  those of `Answer`, `KeyProof` `keys`: two public keys
 .        REPLY                     `Formed`                     none
 shares   QUESTION                  none                         `shares` for the others, and `commitments`
 .        REPLY                     `Members` that sent theirs   `shares` from the others
@@ -19,19 +19,52 @@ opened   UPDATE                    none                         `revealed`
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 
 from raafl.parts.protect.secure.coverage import Coverage
 from raafl.parts.protect.secure.group import COMMITMENT_BYTES, Group, GroupMember, reveal_bytes, share_bytes
-from raafl.runtime.fields import Meta, count_of
+from raafl.runtime.fields import Meta, count_of, text_of
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, SpecError
 from raafl.transport import Refused
 
 KEY_BYTES = 32
+MAX_PROOF_CHARACTERS = 8000
+
+
+@dataclass(frozen=True, slots=True)
+class KeyProof:
+    """A site's word that the public keys of a member are its own; empty where clients have no certificates.
+
+    Attributes:
+        certificate: of the site, with those between it and the authority: base64 of DER, one a space.
+        signature: in base64, of the keys and the member's assignment, see `signed_text`.
+    """
+
+    certificate: str = ""
+    signature: str = ""
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the message's fields."""
+        return {"site_certificate": self.certificate, "key_signature": self.signature} if self.signature else {}
+
+    @classmethod
+    def from_meta(cls, meta: Meta) -> Self:
+        """Read a message; raises `Refused` for what is no short text."""
+        return cls(text_of(meta, "site_certificate", MAX_PROOF_CHARACTERS), text_of(meta, "key_signature"))
+
+
+def signed_text(assignment: int, keys: bytes) -> str:
+    """Return what a site signs.
+
+    Args:
+        assignment: id of the member's task, unique in the run.
+        keys: public keys for masks and for shares, joined.
+    """
+    return f"raafl round keys 1\n{assignment}\n{keys.hex()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +74,12 @@ class Formed:
     Attributes:
         group: group with all its members.
         share: factor, from 0 to 1, by which this member multiplies its change.
+        proofs: of the members' keys, by member; those without any are left out.
     """
 
     group: Group
     share: float
+    proofs: Mapping[int, KeyProof] = field(default_factory=dict)
 
     def to_meta(self) -> dict[str, Any]:
         """Return the fields of the message; a submodel that several members have is written once."""
@@ -56,6 +91,7 @@ class Formed:
         return {
             "group": self.group.id, "threshold": self.group.threshold, "min_cover": self.group.min_cover,
             "share": self.share, "specs": [spec.to_json() for spec in specs], "members": members,
+            **({"proofs": [[key, one.certificate, one.signature] for key, one in self.proofs.items()]} if self.proofs else {}),
         }  # fmt: skip
 
     @classmethod
@@ -67,13 +103,17 @@ class Formed:
                 GroupMember(count_of({"key": key}, "key", 1), _key(mask), _key(share), specs[place])
                 for key, mask, share, place in meta["members"]
             )
+            proofs = {
+                count_of({"key": key}, "key", 1): KeyProof.from_meta(KeyProof(certificate, signature).to_meta())
+                for key, certificate, signature in meta.get("proofs", [])
+            }
             share = float(meta["share"])
             if not 0 <= share <= 1 or not isinstance(meta["group"], str) or len(meta["group"]) > 64:
                 raise ValueError("share or group is out of range")
         except (SpecError, KeyError, TypeError, ValueError, IndexError) as error:
             raise Refused("bad-json", f"group: {sanitize_text(error)}") from None
         group = Group(meta["group"], members, count_of(meta, "threshold", 1), count_of(meta, "min_cover", 1))
-        return cls(group, share)
+        return cls(group, share, proofs)
 
 
 def _key(text: object) -> bytes:

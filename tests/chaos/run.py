@@ -24,6 +24,7 @@ from tests.chaos import accounting
 from tests.chaos.faults import Fault, script
 from tests.chaos.federation import Federation, Undo, exit_codes, leaks
 
+_REPLAY_S = 3600  # half a minute of one core's time, on a machine that may be busy with more
 ACCURACY = 0.90
 _UPDATES_PER_FAULT = (
     15  # more than can come between two faults, 8.2 a second, so that the run does not end before the script
@@ -136,7 +137,10 @@ def _free(port: int) -> list[str]:
 
 def _replayed(folder: Path) -> dict[str, list[str]]:
     done = subprocess.run(
-        [sys.executable, "-m", "raafl", "replay", str(folder), "--json"], capture_output=True, text=True, timeout=1200
+        [sys.executable, "-m", "raafl", "replay", str(folder), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=_REPLAY_S,
     )
     try:
         equal = json.loads(done.stdout)["equal"] is True and done.returncode == 0

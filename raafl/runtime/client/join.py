@@ -65,6 +65,7 @@ def join(
     gate = gate or Gate()
     transport = TRANSPORTS["tcp"](ConnectOptions(address=address, credentials=credentials, client=client, proxy=proxy))
     alone_s = Timeouts().alone_s if alone_s is None else alone_s
+    files = None if isinstance(credentials, LocalToken) else credentials
     unsent: int | None = None
     num_refused = 0
     site = None if needs_config else _told(make_site(None), say)
@@ -75,7 +76,7 @@ def join(
         try:
             if site is None:
                 site = _told(make_site(ask_config(pair)), say)
-            worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded)
+            worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded, files=files)
             reason = _work(worker, site, say)
         except PolicyRefusal as refusal:
             unsent = None
@@ -93,7 +94,7 @@ def join(
             continue
         finally:
             pair.close()
-        if reason == PAUSED and not isinstance(credentials, LocalToken):  # who started both on one machine ends both
+        if reason == PAUSED and files is not None:  # who started both on one machine ends both
             say(f"the server at {address} was interrupted; waiting {alone_s:g} s for one that resumes the run")
             search.pause()
             continue

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from raafl.config.experiment import Experiment
 from raafl.config.shared import sections
@@ -28,6 +29,10 @@ from raafl.runtime.secure_groups import masking
 from raafl.runtime.setup import client_infos, client_parts, compression_plan, load_data
 from raafl.submodel import Submodels
 from raafl.transport import Connection
+
+if TYPE_CHECKING:
+    from raafl.runtime.client.site_keys import SiteKeys
+    from raafl.transport.tcp.credentials import TlsFiles
 
 
 @dataclass
@@ -141,12 +146,14 @@ class ClientSetup:
             yield
 
     def client(
-        self, pair: Connection, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None
-    ) -> Client:
+        self, pair: Connection, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None,
+        files: TlsFiles | None = None,
+    ) -> Client:  # fmt: skip
         """Return a worker for a connection; see `Client`.
 
         Args:
             pair: connection to the server.
+            files: certificate files with which the site signs the public keys of masked tasks; None = there are none.
             unsent: id of an assignment whose update was not sent on an earlier connection; None = there is none.
             on_welcome: function called once the server has accepted the client.
         """
@@ -155,10 +162,18 @@ class ClientSetup:
             self.info, pair, self.submodels, self.trainer, self.data, self.experiment.waits,
             config=self.sections or None, unsent=unsent, on_welcome=on_welcome,
             plan=compression_plan(self.experiment, self.submodels), process_group=self.process_group,
-            secure=None if merge is None else SecureSide(pair, self.submodels, merge),
+            secure=None if merge is None else SecureSide(pair, self.submodels, merge, _site_keys(files)),
         )  # fmt: skip
         client.gate, client.receipts = self.gate, self.receipts
         return client
+
+
+def _site_keys(files: TlsFiles | None) -> SiteKeys | None:
+    if files is None:
+        return None
+    from raafl.runtime.client.site_keys import SiteKeys  # here: ranks of torchrun import nothing of certificates
+
+    return SiteKeys(files.ca, files.cert, files.key)
 
 
 def whole(experiment: Experiment) -> FederatedData:

@@ -29,7 +29,7 @@ from raafl.parts.protect.secure.group import CannotOpen
 from raafl.runtime.client.receipts import Receipts, receipt_of
 from raafl.runtime.client.secure import SecureSide
 from raafl.runtime.client.site.gate import Gate, PolicyRefusal
-from raafl.runtime.exchange import ClientSide
+from raafl.runtime.exchange import ClientSide, Questions
 from raafl.runtime.fields import SignedHead
 from raafl.runtime.identity import Identity
 from raafl.runtime.protocol import Answer, Assign, Failed, Hello, Reason, Welcome
@@ -85,6 +85,7 @@ class Client:
         self._stop = threading.Event()
         self._context = TaskContext(self._stop, process_group=process_group)
         self._side = ClientSide(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
+        self._questions: Questions = self._side if secure is None else secure
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config
         self.unsent, self._on_welcome = unsent, on_welcome
@@ -144,7 +145,7 @@ class Client:
                     self._received.put((self._assignment, message.tensors))
                     wait_s += self._waits.task_s  # a server that waits for an answer says nothing
                 if message.kind is Kind.REPLY:
-                    self._hear(message)
+                    self._questions.hear(message.meta, message.tensors)
                     wait_s += self._waits.task_s
                 if message.kind is Kind.REFUSED:  # of a task with an exchange; nothing is packed now
                     self._up.forget()
@@ -152,24 +153,11 @@ class Client:
                     reason = Reason.from_meta(message.meta).reason
                     warn_once(_log, f"client {self._info.id}: the server refuses a task: {reason}")
                     self._assignment = None  # given up in the middle; the next may come
-                    self._hear_nothing(message.assignment)
+                    self._questions.stop(message.assignment)
         except Exception as error:
             self._received.put(error)
         self._stop.set()
-        self._hear_nothing()
-
-    def _hear(self, message: Message) -> None:
-        """Pass a reply to the task that waits for it."""
-        if self._secure is None:
-            self._side.hear(message.tensors)
-        else:
-            self._secure.hear(message.meta, message.tensors)
-
-    def _hear_nothing(self, assignment: int | None = None) -> None:
-        """Wake a task that waits for a reply: there will be none, for this task or for any."""
-        self._side.hear(None)
-        if self._secure is not None:
-            self._secure.stop(assignment)
+        self._questions.stop()
 
     def _is_out(self, number: int) -> bool:
         return self._assignment is not None and self._assignment.id == number
@@ -179,7 +167,7 @@ class Client:
 
     def _expect(self, kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
         if kind is Kind.REPLY:
-            return self._side.expect(assignment) if self._secure is None else self._secure.expect(assignment)
+            return self._questions.expect(assignment)
         if kind is not Kind.ASSIGN:
             return None
         if self._assignment is not None:
@@ -290,7 +278,7 @@ class Client:
 
     def _masked(self, secure: SecureSide, assignment: Assignment, update: Update, answer: Answer) -> FlatTensors | None:
         """Send an update masked; return what opens its group's sum, or None where the task has ended without."""
-        refusal = secure.refusal(assignment, update)
+        refusal = secure.refusal(update)
         try:
             if refusal is None:
                 return secure.mask(assignment, update, answer)

@@ -27,6 +27,7 @@ from raafl.runtime.secure_groups import NOT_OPENED, SecureGroups
 from raafl.runtime.secure_protocol import (
     KEY_BYTES,
     Formed,
+    KeyProof,
     Members,
     layout_of,
     reveal_sizes,
@@ -69,6 +70,7 @@ class SecureStep:
         tensors: tensors of the message, on the CPU; the desk may change them.
         moved: number of bytes of the task so far, down and up.
         replies: queue in which the session waits for a reply; None for the last message.
+        proof: proof of the site whose the client's public keys are; only in the first message.
     """
 
     assignment: Assignment
@@ -77,6 +79,7 @@ class SecureStep:
     tensors: FlatTensors
     moved: tuple[int, int]
     replies: queue.SimpleQueue[Reply | None]
+    proof: KeyProof = field(default_factory=KeyProof)
 
     @property
     def life(self) -> tuple[int, int]:
@@ -130,11 +133,11 @@ class SecureSession:
         phase: Phase = "ready"
         talk = self._talk
         first = talk.recv(Kind.QUESTION, partial(_room, layout_of(keys=2 * KEY_BYTES)))
-        answer, message = self._checked(first.meta), first
+        answer, proof, message = self._checked(first.meta), KeyProof.from_meta(first.meta), first
         while True:
             assert message.tensors is not None
             moved = (talk.down_bytes, talk.up_bytes)
-            self._put(SecureStep(assignment, phase, answer, message.tensors, moved, replies))
+            self._put(SecureStep(assignment, phase, answer, message.tensors, moved, replies, proof))
             if phase == "opened":
                 return
             reply = self._replied(replies)
@@ -276,9 +279,10 @@ class SecureDesk:
             self._fail(running, f"{len(chosen)} clients are too few for a sum")
             return
         coverage = running.opening.coverage
+        proofs = {key: step.proof for key, step in chosen.items() if step.proof.signature}
         for key, step in chosen.items():
             share = groups.share(step.assignment, step.answer.num_samples, scale)
-            step.replies.put(Reply(Formed(group, share).to_meta(), None, shares_layout(coverage, key, chosen)))
+            step.replies.put(Reply(Formed(group, share, proofs).to_meta(), None, shares_layout(coverage, key, chosen)))
         running.await_("shares", chosen)
 
     def _advance(self, running: _Running, now: float) -> None:

@@ -212,6 +212,8 @@ class Server(Driver):
             self._desk.take(event)
         elif isinstance(event, Lost):
             self._desk.lose(event.client, event.incarnation or 0)
+        elif isinstance(event, Arrived):  # from a session: of a client that takes no part in its sum, or no longer
+            self._desk.lose(event.update.client, event.update.incarnation)
         if event is not None and not isinstance(event, SecureStep):
             self._deferred.append(event)
         while not self.reason:

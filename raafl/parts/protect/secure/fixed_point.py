@@ -53,24 +53,33 @@ class FixedPoint:
         """Distance between two neighbouring fixed-point numbers."""
         return 2.0**-self.bits
 
-    def encode(self, values: Tensor, factor: float = 1.0, clip_norm: float | None = None) -> Tensor:
-        """Return ``factor * values`` as whole numbers of steps, int32, on the same device.
+    def scale(self, values: Tensor, clip_norm: float | None = None) -> float:
+        """Return the factor, at most 1, that clips a change to a norm.
 
         Args:
             values: the client's change, one flat buffer.
-            factor: weight of the client as a share of the largest weight in the sum, from 0 to 1.
-            clip_norm: L2 norm to which ``values`` are scaled down before encoding; None = no clipping.
+            clip_norm: L2 norm to which ``values`` are scaled down; None = no clipping.
 
         Raises:
             OutOfRange: an element is beyond the bound after clipping, or not finite.
         """
-        wide = values.double()
-        norm = 0.0 if clip_norm is None else float(torch.linalg.vector_norm(wide))
-        if clip_norm is not None and norm > clip_norm:
-            wide = wide * (clip_norm / norm)
-        if wide.numel() and not float(wide.abs().max()) <= self.bound:  # NaN is not
+        wide, factor = values.double(), 1.0
+        if clip_norm is not None and (norm := float(torch.linalg.vector_norm(wide))) > clip_norm:
+            factor = clip_norm / norm
+        if wide.numel() and not float(wide.abs().max()) * factor <= self.bound:  # NaN is not
             raise OutOfRange(f"an element is beyond {self.bound:g} (secure_aggregation.bound), or not finite")
-        return (wide * (factor * 2.0**self.bits)).trunc_().to(torch.int32)
+        return factor
+
+    def encode(self, values: Tensor, share: float = 1.0, scale: float = 1.0) -> Tensor:
+        """Return ``share * scale * values`` as whole numbers of steps, int32, on the same device.
+
+        Args:
+            values: the client's change, one flat buffer, of which `scale` has been asked.
+            share: weight of the client as a share of the largest weight in the sum, from 0 to 1.
+            scale: result of `scale`.
+        """
+        wide = values.double() if scale == 1.0 else values.double() * scale
+        return (wide * (share * 2.0**self.bits)).trunc_().to(torch.int32)
 
     def decode(self, total: Tensor) -> Tensor:
         """Convert a sum of encoded changes back to float64."""

@@ -102,7 +102,11 @@ class SecureSum(Wrapped):
             return 1.0, 1.0
         return inner.weigh(Update(0, 0, 0, FlatTensors.empty(Layout(())), num_samples), staleness)
 
-    def encoded(self, submodels: Submodels, spec: Spec, change: FlatTensors, share: float) -> FlatTensors:
+    def scale(self, change: FlatTensors) -> float:
+        """Return the factor that clips a client's change; raises `OutOfRange` for an element beyond the bound."""
+        return self.point.scale(buffer_of(change).cpu(), self.clip_norm)
+
+    def encoded(self, submodels: Submodels, spec: Spec, change: FlatTensors, share: float, scale: float) -> FlatTensors:
         """Encode a client's change as whole numbers, in new storage on the CPU.
 
         Args:
@@ -110,13 +114,11 @@ class SecureSum(Wrapped):
             spec: submodel of the client.
             change: trained values minus the received ones.
             share: the client's share ``w_n a_n / scale``, from 0 to 1.
-
-        Raises:
-            OutOfRange: an element is beyond the bound.
+            scale: result of `scale` for this change.
         """
         numbers = Ring(submodels).zeros(spec)
         for buffer in numbers.buffers.values():
-            buffer.copy_(self.point.encode(buffer_of(change).cpu(), share, self.clip_norm))
+            buffer.copy_(self.point.encode(buffer_of(change).cpu(), share, scale))
         return numbers
 
     # ---- the merge ----

@@ -95,12 +95,13 @@ def test_the_largest_sum_does_not_overflow():
 @pytest.mark.parametrize("value", [8.1, -9.0, math.nan, math.inf])
 def test_an_element_beyond_the_bound_is_refused(value):
     with pytest.raises(OutOfRange, match=r"beyond 8 \(secure_aggregation.bound\)"):
-        FixedPoint(8.0, 10).encode(torch.tensor([0.0, value]))
+        FixedPoint(8.0, 10).scale(torch.tensor([0.0, value]))
 
 
 def test_clipping_comes_before_the_bound_and_is_never_exceeded():
     point = FixedPoint(bound=1.0, num_members=3)
-    numbers = point.encode(torch.full((10_000,), 5.0), clip_norm=2.0)  # each element to 2 / 100
+    change = torch.full((10_000,), 5.0)
+    numbers = point.encode(change, scale=point.scale(change, clip_norm=2.0))  # each element to 2 / 100
     norm = torch.linalg.vector_norm(point.decode(numbers)).item()
     assert 2.0 - 100 * point.step < norm <= 2.0
 

@@ -1,0 +1,102 @@
+"""Let a site sign the public keys of its masked tasks, and check that each other member's come from a site.
+
+So a server cannot put keys of its own in between, or make up members: it would need certificates of the authority.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
+
+from raafl.certs.authority import uris_of
+from raafl.certs.names import Holder, holder_of
+from raafl.errors import BadInput
+from raafl.parts.protect.secure.group import CannotOpen, Group
+from raafl.runfolder.signing import Signer, is_signed
+from raafl.runtime.secure_protocol import MAX_PROOF_CHARACTERS, KeyProof, signed_text
+
+
+class SiteKeys:
+    """Certificate and key of this site, and the authority that the others' certificates must come from."""
+
+    def __init__(self, ca: Path, cert: Path, key: Path) -> None:
+        """Load the files.
+
+        Args:
+            ca: certificates of the authority.
+            cert: this site's certificate, with those between it and an authority.
+            key: its private key.
+
+        Raises:
+            BadInput: a file is of no use for this.
+        """
+        self._signer = Signer.load(key)
+        try:
+            self._authority = Store(x509.load_pem_x509_certificates(ca.read_bytes()))
+            chain = x509.load_pem_x509_certificates(cert.read_bytes())
+        except (OSError, ValueError) as error:
+            raise BadInput(f"tls_ca is '{ca}' and tls_cert '{cert}', of which one cannot be read: {error}") from None
+        self._chain = " ".join(base64.b64encode(one.public_bytes(Encoding.DER)).decode() for one in chain)
+        if len(self._chain) > MAX_PROOF_CHARACTERS:
+            raise BadInput(
+                f"tls_cert is '{cert}', whose chain is too long for secure_aggregation: leave the authority out of it"
+            )
+        own = holder_of(uris_of(chain[0]))
+        if own is None:
+            raise BadInput(
+                f"tls_cert is '{cert}', which names no federation: its subject alternative names need a raafl URI"
+            )
+        self._federation = own.federation
+
+    def prove(self, assignment: int, keys: bytes) -> KeyProof:
+        """Sign the public keys of a task.
+
+        Args:
+            assignment: id of the task.
+            keys: public keys for masks and for shares, joined.
+        """
+        return KeyProof(self._chain, self._signer.sign(signed_text(assignment, keys)))
+
+    def check(self, group: Group, proofs: Mapping[int, KeyProof], min_cover: int) -> None:
+        """Check that the keys of each member of a group are signed by a site of this federation.
+
+        Args:
+            group: the group.
+            proofs: by member.
+            min_cover: fewest sites in a group, by the client's own config: what fewer sites sum, each could tell apart.
+
+        Raises:
+            CannotOpen: bad-group: a member has no such signature, or there are too few sites.
+        """
+        sites = set()
+        for member in group.members:
+            proof = proofs.get(member.key, KeyProof())
+            holder, public = self._holder(proof.certificate)
+            if holder is None or holder.site is None or holder.federation != self._federation:
+                raise CannotOpen(
+                    "bad-group", f"the keys of member {member.key} are of no site that the authority certifies"
+                )
+            if not is_signed(signed_text(member.key, member.mask_key + member.share_key), proof.signature, public):
+                raise CannotOpen("bad-group", f"the keys of member {member.key} are not signed by site '{holder.site}'")
+            sites.add(holder.site)
+        if len(sites) < min_cover:
+            raise CannotOpen(
+                "bad-group", f"its clients are of {len(sites)} sites, secure_aggregation.min_cover is {min_cover}"
+            )
+
+    def _holder(self, chain: str) -> tuple[Holder | None, str]:
+        """Return the holder of a certificate and its public key as `is_signed` takes it; None where it is not valid now."""
+        try:
+            leaf, *between = [
+                x509.load_der_x509_certificate(base64.b64decode(one, validate=True)) for one in chain.split()
+            ]
+            PolicyBuilder().store(self._authority).build_client_verifier().verify(leaf, between)
+            key = leaf.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+        except (ValueError, VerificationError, x509.InvalidVersion):
+            return None, ""
+        return holder_of(uris_of(leaf)), base64.b64encode(key).decode()

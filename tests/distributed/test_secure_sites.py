@@ -1,0 +1,62 @@
+"""Masked updates between sites over TLS, whose keys are certified; and noise of a site's own under the masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raafl.commands.replay import replay
+from raafl.config.site_policy import SitePolicy, SitePrivacy
+from raafl.core.types import Arrived
+from tests.distributed.test_come_and_go import SEEN, On, parsed, settled
+from tests.helpers.certificates import federation
+from tests.helpers.joining_clients import remote
+from tests.helpers.small_runs import finish
+
+pytestmark = pytest.mark.timeout(120)
+OPTIONS = (
+    "--clients=3", "--max_updates=6", "--algorithm=fed_avg", "--secure_aggregation.min_cover=3",
+    "--secure_aggregation.clip_norm=1.0",
+)  # fmt: skip
+
+
+def at(site, **options):
+    return {"credentials": federation().site(site), **options}
+
+
+def test_three_sites_open_their_sum_and_get_the_model_of_a_simulation(tmp_path):
+    experiment, config = parsed(tmp_path, *OPTIONS, second_s=0.02)
+    clients = [(1, at("north")), (2, at("south")), (3, at("east"))]
+    with remote(experiment, config, tmp_path, clients) as fleet:
+        run = fleet.serve()
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
+    assert run.summary["updates_merged"] == 6 and {len(row["group"]) for row in run.events("arrived")} == {3}
+    assert run.digest == finish(replace(experiment, output=str(tmp_path / "simulated"))).digest
+    assert replay(run.folder)["equal"] is True
+
+
+def test_noise_of_a_site_goes_under_the_masks(tmp_path):
+    """The second site clips to 0.1 and adds noise of 0.3."""
+    pytest.importorskip("dp_accounting", reason="needs the extra privacy")
+    experiment, config = parsed(tmp_path, *OPTIONS, second_s=0.02)
+    policy = SitePolicy(privacy=SitePrivacy(clip_norm=0.1, noise_multiplier=3.0), state=str(tmp_path / "site"))
+    clients = [(1, at("north")), (2, at("south", policy=policy)), (3, at("east"))]
+    with remote(experiment, config, tmp_path, clients) as fleet:
+        run = fleet.serve()
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
+    assert run.summary["updates_merged"] == 6 and run.summary["secure_aggregation"]["unsound"] == 0
+    assert len((tmp_path / "site" / "ledger.jsonl").read_text().splitlines()) == 2  # releases, one a round
+    assert replay(run.folder)["equal"] is False  # the noise is kept nowhere
+    settled(run)
+
+
+def test_a_group_of_too_few_sites_is_not_opened(tmp_path):
+    experiment, config = parsed(tmp_path, *OPTIONS, second_s=0.02)
+    clients = [(1, at("north")), (2, at("south")), (3, at("south"))]
+    on = On((lambda event: isinstance(event, Arrived) and event.update.refusal == "not-opened", None))
+    with remote(experiment, config, tmp_path, clients) as fleet:
+        run = fleet.serve(on.inbox)
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0]
+        assert "its clients are of 2 sites, secure_aggregation.min_cover is 3" in fleet.joiners[0].words()
+    assert run.summary["updates_merged"] == 0 and run.summary["finished"] == SEEN

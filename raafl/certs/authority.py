@@ -243,7 +243,7 @@ def read_revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
     """Return the serial numbers in a revocation list, which ``authority`` must have signed.
 
     Raises:
-        BadInput: the file has no revocation list, or the authority did not sign it.
+        BadInput: it is none, the authority did not sign it, or its next update is overdue.
     """
     try:
         revoked = x509.load_pem_x509_crl(files.read(path))
@@ -251,6 +251,11 @@ def read_revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
             raise InvalidSignature
     except (ValueError, TypeError, InvalidSignature):
         raise BadInput(f"'{path}' is no revocation list that the authority signed: make it anew") from None
+    if revoked.next_update_utc is not None and revoked.next_update_utc < _now():
+        raise BadInput(
+            f"'{path}' should have been renewed by {revoked.next_update_utc:%Y-%m-%d}, and may lack revocations: get the "
+            "authority's newest one"
+        )
     return frozenset(entry.serial_number for entry in revoked)
 
 

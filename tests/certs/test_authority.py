@@ -126,6 +126,14 @@ def test_bad_input(authority, tmp_path):
         Authority(authority.folder)
 
 
+def test_a_list_whose_next_update_is_overdue_is_refused(authority, monkeypatch):
+    path, until = authority.folder / "revoked.crl", authority.certificate.not_valid_after_utc
+    assert read_revoked(path, authority.certificate) == frozenset()
+    monkeypatch.setattr("raafl.certs.authority._now", lambda: until + datetime.timedelta(days=1))
+    with pytest.raises(BadInput, match=f"should have been renewed by {until:%Y-%m-%d}"):
+        read_revoked(path, authority.certificate)
+
+
 def test_a_list_of_another_authority_revokes_nobody(authority, tmp_path):
     other = Authority.create(tmp_path / "other", "fed")
     with pytest.raises(BadInput, match="no revocation list that the authority signed"):

@@ -212,7 +212,17 @@ class SiteGate(Gate):
         """Count the connection's bytes if the policy limits them; see `Gate.connection`."""
         if self.policy.max_bytes is None:
             return pair
-        return MeteredConnection(pair, self._moved)
+        return MeteredConnection(pair, self._moved, self._check_download)
+
+    def _check_download(self, num: int) -> None:
+        """Refuse to receive so many bytes where the day has fewer left, before they are sent over the link."""
+        most, used = self.policy.max_bytes, self._bytes_today()
+        if most is not None and used + num > most:
+            self._day_is_over = _midnight_after(self._now())
+            raise PolicyRefusal(
+                f"a task: it has {size(num)} beside today's {size(used)}, and policy.bytes_per_day is {size(most)}",
+                "wait",
+            )
 
     def _moved(self, num: int) -> None:
         if num and self._books is not None:

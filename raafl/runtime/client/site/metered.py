@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from raafl.transport import Connection, Message
+from raafl.submodel import FlatTensors
+from raafl.transport import Connection, Kind, Message
 from raafl.transport.codec import Expect
 
 
 class MeteredConnection(Connection):
     """A connection that reports the bytes of each message, sent or received, refused ones included."""
 
-    def __init__(self, inner: Connection, moved: Callable[[int], None]) -> None:
+    def __init__(
+        self, inner: Connection, moved: Callable[[int], None], check: Callable[[int], None] = lambda num: None
+    ) -> None:
         """Wrap a connection.
 
         Args:
             inner: the connection.
             moved: called with the bytes of each message, on the thread that sent or received it.
+            check: called with the bytes of the tensors that a message announces, before they are received; what it raises ends
+                the connection.
         """
-        self._inner, self._moved = inner, moved
+        self._inner, self._moved, self._check = inner, moved, check
 
     @property
     def received_bytes(self) -> int:  # type: ignore[override]
@@ -38,8 +44,15 @@ class MeteredConnection(Connection):
 
     def recv(self, expect: Expect, timeout_s: float, *, finite: bool = False) -> Message:
         """Receive a message; see `Connection.recv`."""
+
+        def expect_within(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors | None:
+            target = expect(kind, assignment, meta)
+            if target is not None:
+                self._check(target.layout.num_bytes)
+            return target
+
         try:
-            return self._inner.recv(expect, timeout_s, finite=finite)
+            return self._inner.recv(expect_within, timeout_s, finite=finite)
         finally:
             self._moved(self._inner.received_bytes)
 

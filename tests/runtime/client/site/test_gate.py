@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import datetime
 
 import pytest
@@ -14,6 +15,7 @@ from raafl.runtime.client.site.books import SiteBooks
 from raafl.runtime.client.site.gate import Gate, PolicyRefusal, SiteGate, model_digest
 from raafl.submodel import FlatTensors
 from raafl.transport import Connection, Kind, Message
+from raafl.transport.tcp.connection import TcpConnection
 from tests.helpers.site_gates import DIGESTS, NOON, Clock, answer, site_gate, task
 
 CONFIG = {
@@ -129,6 +131,20 @@ def test_the_days_bytes_end_the_work_until_midnight_also_after_a_restart(tmp_pat
         clock.at = NOON
         assert one.wait() is True and clock.at == datetime(2026, 11, 27)
         one.before(task())
+
+
+def test_a_download_that_the_day_has_no_bytes_for_is_not_received(tmp_path):
+    """A task of 4,000 bytes is announced, and 800 are left: none of its numbers crosses the link."""
+    gate = site_gate(fed_avg(), Clock(), bytes_per_day=1000, state=str(tmp_path))
+    SiteBooks(str(tmp_path)).add_bytes(200, NOON.date())
+    ours, theirs = socket.socketpair()
+    storage = FlatTensors.from_named({"w": torch.zeros(1000)})
+    with TcpConnection(theirs, 5.0) as server, gate.connection(TcpConnection(ours, 5.0)) as pair:
+        server.send(Message(Kind.ASSIGN, 1, tensors=storage))
+        said = refusal(gate, lambda gate: pair.recv(lambda *_: storage, 5.0))
+        assert said == ("wait", "a task: it has 4 kB beside today's 200 B, and policy.bytes_per_day is 1 kB")
+        assert pair.closed and pair.received_bytes < 800
+    assert gate.wait() is True  # until midnight
 
 
 def test_bytes_are_counted_only_where_they_are_bounded():

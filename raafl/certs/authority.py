@@ -243,7 +243,7 @@ def read_revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
     """Return the serial numbers in a revocation list, which ``authority`` must have signed.
 
     Raises:
-        BadInput: it is none, the authority did not sign it, or its next update is overdue.
+        BadInput: the file has no revocation list, the authority did not sign it, or its next update is overdue.
     """
     try:
         revoked = x509.load_pem_x509_crl(files.read(path))

@@ -37,22 +37,22 @@ MAX_BYTES = 1 << 31
 
 
 class Questions:
-    """A client's end of what it asks in the middle of a task: the training thread asks, the receiving thread passes replies on."""
+    """Client's end of questions in the middle of a task: the training thread asks, the receiving thread passes replies on."""
 
     def __init__(self, pair: Connection, device: torch.device | str = "cpu", wait_s: float | None = None) -> None:
         """Prepare.
 
         Args:
             pair: connection to the server.
-            device: where tensors of replies lie.
-            wait_s: seconds to wait for a reply, after which the connection is given up; None = for ever: the server sends
-                heartbeats meanwhile.
+            device: device on which the tensors of replies are allocated.
+            wait_s: seconds to wait for a reply before the connection is closed; None = no limit, since the server sends
+                heartbeats while other clients are slow.
         """
         self._pair, self._reply_device, self._wait_s = pair, device, wait_s
         self._assignment: Assignment | None = None
         self._expected: Layout | None = None
         self._is_asking = False
-        # A reply; the id of a task for which none will come; None = none will come for any.
+        # Holds replies; the id of a task that gets no reply any more; None = no task gets one any more.
         self._replies: queue.SimpleQueue[tuple[Meta, FlatTensors | None] | int | None] = queue.SimpleQueue()
 
     def _ask(self, meta: Meta, tensors: FlatTensors, answer: Layout | None) -> tuple[Meta, FlatTensors | None]:
@@ -60,8 +60,8 @@ class Questions:
 
         Args:
             meta: plain data of the question.
-            tensors: of the question.
-            answer: layout of the reply's tensors; None = it has none.
+            tensors: tensors of the question.
+            answer: layout of the reply's tensors; None = the reply has none.
 
         Raises:
             Stopped: the server has ended the task, or is gone.
@@ -85,7 +85,7 @@ class Questions:
         return reply
 
     def expect(self, assignment: int) -> FlatTensors | None:
-        """Return the storage of a reply; called on the receiving thread."""
+        """Return the storage for a reply's tensors; called on the receiving thread."""
         if not self._is_asking or self._assignment is None or assignment != self._assignment.id:
             raise Refused("bad-kind", f"a reply for assignment {assignment}, which waits for none")
         self._is_asking = False
@@ -96,12 +96,12 @@ class Questions:
         self._replies.put((meta, tensors))
 
     def stop(self, assignment: int | None = None) -> None:
-        """Wake a task that waits for a reply: there will be none; None = for no task any more."""
+        """Wake a task that waits for a reply, since none will come; None = any task, now and later."""
         self._replies.put(assignment)
 
 
 class ClientSide(Questions):
-    """Client's side of a mid-task exchange, of which the server trains a part."""
+    """Client's side of tasks of which the server trains a part."""
 
     def __init__(self, pair: Connection, whole: LocalTrainer, wait_s: float) -> None:
         """Prepare.

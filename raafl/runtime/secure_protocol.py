@@ -37,11 +37,12 @@ MAX_PROOF_CHARACTERS = 8000
 
 @dataclass(frozen=True, slots=True)
 class KeyProof:
-    """A site's word that the public keys of a member are its own; empty where clients have no certificates.
+    """Proof that a member's public keys come from a site; both fields are empty where clients have no certificates.
 
     Attributes:
-        certificate: of the site, with those between it and the authority: base64 of DER, one a space.
-        signature: in base64, of the keys and the member's assignment, see `signed_text`.
+        certificate: the site's certificate, followed by those between it and the authority; each is base64 of DER, separated
+            by spaces.
+        signature: signature of the text of `signed_text`, in base64.
     """
 
     certificate: str = ""
@@ -58,11 +59,11 @@ class KeyProof:
 
 
 def signed_text(assignment: int, keys: bytes) -> str:
-    """Return what a site signs.
+    """Return the text that a site signs for a member.
 
     Args:
-        assignment: id of the member's task, unique in the run.
-        keys: public keys for masks and for shares, joined.
+        assignment: id of the member's assignment, unique in the run.
+        keys: the member's public key for masks followed by that for shares.
     """
     return f"raafl round keys 1\n{assignment}\n{keys.hex()}"
 
@@ -74,7 +75,7 @@ class Formed:
     Attributes:
         group: group with all its members.
         share: factor, from 0 to 1, by which this member multiplies its change.
-        proofs: of the members' keys, by member; those without any are left out.
+        proofs: proof of each member's keys, by member; members without a proof are left out.
     """
 
     group: Group

@@ -1,6 +1,6 @@
-"""Let a site sign the public keys of its masked tasks, and check that each other member's come from a site.
+"""Sign the public keys of a site's masked tasks, and check that the keys of the other members come from sites.
 
-So a server cannot put keys of its own in between, or make up members: it would need certificates of the authority.
+A server can then neither replace a member's keys by its own nor make members up, unless it has the authority's key.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class SiteKeys:
         """Load the files.
 
         Args:
-            ca: certificates of the authority.
-            cert: this site's certificate, with those between it and an authority.
-            key: its private key.
+            ca: file of the authority's certificates.
+            cert: file of this site's certificate, followed by those between it and the authority.
+            key: file of the site's private key.
 
         Raises:
             BadInput: a file is of no use for this.
@@ -57,8 +57,8 @@ class SiteKeys:
         """Sign the public keys of a task.
 
         Args:
-            assignment: id of the task.
-            keys: public keys for masks and for shares, joined.
+            assignment: id of the task's assignment.
+            keys: public key for masks followed by that for shares.
         """
         return KeyProof(self._chain, self._signer.sign(signed_text(assignment, keys)))
 
@@ -67,8 +67,8 @@ class SiteKeys:
 
         Args:
             group: the group.
-            proofs: by member.
-            min_cover: fewest sites in a group, by the client's own config: what fewer sites sum, each could tell apart.
+            proofs: proof of each member's keys, by member.
+            min_cover: fewest sites in a group, from the client's own config; with fewer, one site could be singled out.
 
         Raises:
             CannotOpen: bad-group: a member has no such signature, or there are too few sites.

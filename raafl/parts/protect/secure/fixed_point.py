@@ -74,9 +74,9 @@ class FixedPoint:
         """Return ``share * scale * values`` as whole numbers of steps, int32, on the same device.
 
         Args:
-            values: the client's change, one flat buffer, of which `scale` has been asked.
+            values: the client's change, one flat buffer, which `scale` has accepted.
             share: weight of the client as a share of the largest weight in the sum, from 0 to 1.
-            scale: result of `scale`.
+            scale: factor that `scale` returned for these values.
         """
         wide = values.double() if scale == 1.0 else values.double() * scale
         return (wide * (share * 2.0**self.bits)).trunc_().to(torch.int32)

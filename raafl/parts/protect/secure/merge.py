@@ -114,7 +114,7 @@ class SecureSum(Wrapped):
             spec: submodel of the client.
             change: trained values minus the received ones.
             share: the client's share ``w_n a_n / scale``, from 0 to 1.
-            scale: result of `scale` for this change.
+            scale: factor that `scale` returned for this change.
         """
         numbers = Ring(submodels).zeros(spec)
         for buffer in numbers.buffers.values():

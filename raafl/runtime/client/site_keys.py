@@ -66,7 +66,7 @@ class SiteKeys:
         """Check that the keys of each member of a group are signed by a site of this federation.
 
         Args:
-            group: the group.
+            group: group whose members' keys are checked.
             proofs: proof of each member's keys, by member.
             min_cover: fewest sites in a group, from the client's own config; with fewer, one site could be singled out.
 

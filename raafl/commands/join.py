@@ -16,9 +16,11 @@ from raafl.errors import resolves
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import REASONS
 from raafl.runfolder.signing import Signer
+from raafl.runtime.lifecycle.signals import sigterm_interrupts
 
 if TYPE_CHECKING:
     from raafl.runtime.client.setup import ClientSetup
+    from raafl.runtime.lifecycle.service_manager import ServiceManager
 
 _log = logging.getLogger(__name__)
 
@@ -29,14 +31,12 @@ def command(argv: list[str]) -> int:
     Raises:
         BadInput: an option, the config, or a certificate is invalid.
         RunFailed: the server refused the client, or could not be reached for too long.
+        KeyboardInterrupt: by Ctrl-C or SIGTERM.
     """
     own, rest = split("join", argv)
     check_plain("join", rest, whole=False)
     if own.address is not None:  # as there is but for --help
         resolves(own.address)
-
-    def say(text: str) -> None:
-        _log.info(f"client {own.client}: {text}", extra={"prefix": "raafl, ", "private": True})
 
     with quick_imports():
         from raafl.config.parse import parse
@@ -45,7 +45,9 @@ def command(argv: list[str]) -> int:
         from raafl.runtime.client.setup import ClientSetup
         from raafl.runtime.client.site.admit import admit, open_gate
         from raafl.runtime.client.site.offer import DryRun, look
+        from raafl.runtime.lifecycle.service_manager import ServiceManager
 
+        say = _said_to(service := ServiceManager.here(), own.client)
         gate = open_gate(own.policy, say, looks=own.dry_run)
         has_config = any(name_of(item) in ("--config", "--resume", "--help", "-h") for item in rest)
         parsed = parse("join", rest) if has_config else None
@@ -65,8 +67,9 @@ def command(argv: list[str]) -> int:
 
     def work(make: Callable[[str | None], ClientSetup]) -> int:
         known = credentials(own, server=False)
+        service.ready(f"client {own.client}: looks for the server at {own.address}")
         try:
-            with ExitStack() as stack, nullcontext() if gate is None else gate.logs_kept():
+            with sigterm_interrupts(), ExitStack() as stack, nullcontext() if gate is None else gate.logs_kept():
                 reason = join(
                     own.address, own.client, known, _with_receipts(make, own, Signer.choose(tls_key(known)), say, stack),
                     needs_config=parsed is None, proxy=own.proxy, say=say, gate=gate,
@@ -78,6 +81,16 @@ def command(argv: list[str]) -> int:
         return 0
 
     return together(make_site, work, own.client, say)
+
+
+def _said_to(service: ServiceManager, client: int) -> Callable[[str], None]:
+    """Return a function that shows a line to the user, and to systemd."""
+
+    def say(text: str) -> None:
+        _log.info(f"client {client}: {text}", extra={"prefix": "raafl, ", "private": True})
+        service.status(text)
+
+    return say
 
 
 def _with_receipts(

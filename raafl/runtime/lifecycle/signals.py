@@ -39,6 +39,25 @@ def ends_process() -> Iterator[None]:
         _ends_process = before
 
 
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Return a context in which SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does; for a client, which has no state to save.
+
+    Where something else handles SIGTERM, such as the processes of one client, it goes on to.
+    """
+    if (
+        signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class Interrupt:
     """Context in which the first SIGINT or SIGTERM only sets ``asked``, so that the run ends in order.
 

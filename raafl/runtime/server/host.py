@@ -9,9 +9,9 @@ from typing import Any
 
 from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
-from raafl.core.hooks import RunHooks
-from raafl.monitoring.monitor import Monitor
+from raafl.core.hooks import HookList, RunHooks
 from raafl.runtime.lifecycle import resume
+from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run
 from raafl.runtime.server.client_logs import ClientLogs
@@ -68,10 +68,11 @@ def host(
         run = Run(parts, config_yaml, "distributed", saved, observer, None if terms is None else terms.signer, monitor)
         run.progress.stamped = max_failures is None  # clients of others come and go: the server's output is a log
         note(run.folder)
+        service = ServiceManager.here()
         server = Server(
-            parts.coordinator, inbox, run.record, run.evaluator, waits=experiment.waits, hooks=run.hooks,
-            progress=run.progress, announce=transport.announce, max_failures=max_failures,
-            patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
+            parts.coordinator, inbox, run.record, run.evaluator, waits=experiment.waits,
+            hooks=HookList(run.hooks, service), progress=run.progress, announce=transport.announce,
+            max_failures=max_failures, patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
         )  # fmt: skip
         logs = ClientLogs(run.folder, run.progress.warn)
         if terms is not None:
@@ -84,7 +85,9 @@ def host(
         try:
             _restore(server, saved)
             run.start()
+            service.ready(f"{experiment.name}: listening at {transport.address}; run folder {run.folder}")
             reason = server.run()
+            service.stopping()
             return run.finish(reason, server.now, server.error), run.folder
         finally:
             server.close()

@@ -93,8 +93,11 @@ class TlsFiles:
 
         from raafl.certs.authority import uris_of
 
-        mode = stat.S_IMODE(self.key.stat().st_mode)
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        state = self.key.stat()
+        mode = stat.S_IMODE(state.st_mode)
+        # of a key that belongs to root a group may be let read it, as a secret of Kubernetes, or one of systemd, is handed over
+        handed_over = state.st_uid == 0 and os.geteuid() != 0
+        if mode & (stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if handed_over else stat.S_IRWXG)):
             raise BadInput(f"tls_key is '{self.key}', which others may use (mode {mode:03o}): chmod 600 '{self.key}'")
         certificate = x509.load_pem_x509_certificate(self.cert.read_bytes())
         if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):

@@ -176,6 +176,22 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
         sites.server.check()
 
 
+@pytest.mark.parametrize(("mode", "taken"), [(0o400, True), (0o440, True), (0o460, False), (0o444, False)])
+def test_a_key_that_root_has_may_be_read_by_the_group_of_another_user(tmp_path, monkeypatch, mode, taken):
+    """As Kubernetes mounts a secret."""
+    sites = CertifiedSites(tmp_path)
+    sites.server.key.chmod(mode)
+    state = sites.server.key.stat()
+    owner = os.stat_result((*state[:4], 0, *state[5:]))
+    monkeypatch.setattr("raafl.transport.tcp.credentials.os.geteuid", lambda: 10001)
+    monkeypatch.setattr(type(sites.server.key), "stat", lambda *_, **__: owner)
+    if taken:
+        sites.server.check()
+        return
+    with pytest.raises(BadInput, match=rf"others may use \(mode {mode:o}\)"):
+        sites.server.check()
+
+
 def test_which_files_are_meant(tmp_path):
     sites = CertifiedSites(tmp_path)
     none = dict.fromkeys(("ca", "cert", "key"))

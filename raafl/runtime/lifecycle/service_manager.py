@@ -1,0 +1,74 @@
+"""Tell systemd how a service stands: ready, alive, stopping; the protocol of sd_notify(3), one datagram for each state."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Self
+
+from raafl.core.hooks import RunHooks
+
+_SEND_S = 1.0  # systemd reads at once; a socket that is not read must not stop the run
+_MAX_STATUS = 200  # characters
+
+
+class ServiceManager(RunHooks):
+    """Observer that tells systemd of a run; does nothing in a process that systemd did not start with `Type=notify`.
+
+    The watchdog hears of each turn of the runtime's loop, at most twice in its time, so it restarts a server that hangs.
+    """
+
+    def __init__(
+        self, address: str = "", watchdog_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Send to the datagram socket at ``address``.
+
+        Args:
+            address: a path, or a name in the abstract namespace behind "@"; empty = send nothing.
+            watchdog_s: seconds without a sign of life after which systemd restarts the service; None = it does not.
+            clock: monotonic seconds.
+        """
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+        self._every_s = None if watchdog_s is None else watchdog_s / 2
+        self._clock, self._next_s = clock, 0.0
+
+    @classmethod
+    def here(cls, environment: Mapping[str, str] = os.environ) -> Self:
+        """Return the manager of this process, as systemd's environment variables describe it."""
+        watched = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        microseconds = environment.get("WATCHDOG_USEC", "")
+        watchdog_s = int(microseconds) / 1e6 if watched and microseconds.isdecimal() and int(microseconds) else None
+        return cls(environment.get("NOTIFY_SOCKET", ""), watchdog_s)
+
+    def ready(self, status: str) -> None:
+        """Tell that the service has started, and what it does."""
+        self._send("READY=1", _status(status))
+
+    def status(self, status: str) -> None:
+        """Tell what the service does, for `systemctl status`."""
+        self._send(_status(status))
+
+    def stopping(self) -> None:
+        """Tell that the service winds up: `TimeoutStopSec` counts from now on, the watchdog no more."""
+        self._send("STOPPING=1")
+
+    def stop_asked(self) -> str | None:
+        """Give a sign of life where one is due; see `RunHooks.stop_asked`."""
+        if self._every_s is not None and self._clock() >= self._next_s:
+            self._next_s = self._clock() + self._every_s
+            self._send("WATCHDOG=1")
+        return None
+
+    def _send(self, *lines: str) -> None:
+        if not self._address:
+            return
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.settimeout(_SEND_S)
+            sender.sendto("\n".join(lines).encode(), self._address)
+
+
+def _status(text: str) -> str:
+    return f"STATUS={' '.join(text.split())[:_MAX_STATUS]}"

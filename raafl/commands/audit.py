@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raafl.commands.stored_runs import run_folder
 from raafl.config.argv import add_replay_options, names_section, own_options
 from raafl.config.remote_options import share_of
 from raafl.errors import BadInput, at_least
@@ -30,7 +31,7 @@ def parser() -> ArgumentParser:
         exit_on_error=False,
         description="Check the books of a run, and re-execute what they record.",
     )
-    found.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    found.add_argument("run", metavar="RUN", help="the run's folder, or its URL in an object store")
     found.add_argument(
         "--key", action="append", default=[], metavar="KEY",
         help="the public key that must have signed: base64, or a PEM file; may be given again",
@@ -62,7 +63,7 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
         raise BadInput(f"unknown option '{(unknown or rest)[0]}': raafl audit --help lists the options")
     at_least("workers", options.workers, 1)
     share = share_of("share", options.share)
-    folder: Path = options.run
+    folder = run_folder(options.run)
     for name in (CONFIG, JOURNAL):
         if not (folder / name).is_file():
             raise BadInput(f"'{folder}' is not a run folder: it has no {name}")

@@ -161,6 +161,7 @@ def _complain(text: str, *, known_to_all: bool = False) -> None:
 
 
 def _fit(argv: list[str]) -> int:
+    from raafl.commands.stored_runs import located
     from raafl.config.plain import check_plain
 
     if values(argv, "--local"):
@@ -170,6 +171,7 @@ def _fit(argv: list[str]) -> int:
             check_plain("fit", read(argv).options)
             return fit_local(argv)
         argv = without(argv, "--local", "--max_restarts")
+    argv = located(argv)
     check_plain("fit", argv)
     with quick_imports():
         from raafl.config.parse import parse
@@ -184,9 +186,11 @@ def _fit(argv: list[str]) -> int:
 
 
 def _simulate(argv: list[str]) -> int:
+    from raafl.commands.stored_runs import located
     from raafl.config.plain import check_plain
     from raafl.local.malloc import keep_freed
 
+    argv = located(argv)
     check_plain("simulate", argv)
     keep_freed()  # it trains here or in forks of it; and before torch starts threads
     with quick_imports():
@@ -214,10 +218,12 @@ def _num_ranks() -> int:
 
 
 def _serve(argv: list[str]) -> int:
+    from raafl.commands.stored_runs import located
     from raafl.config.plain import check_plain
     from raafl.config.remote_options import credentials, split
 
     own, rest = split("serve", argv)
+    rest = located(rest)
     check_plain("serve", rest)
     if not own.address.startswith("fd:"):
         resolves(own.address)
@@ -253,13 +259,14 @@ def _certs(argv: list[str]) -> int:
 def _replay(argv: list[str]) -> int:
     """Replay a run folder; exit code 0 if the same model results, else 1."""
     from raafl.commands.replay import client_file, lines_of, parser, replay
+    from raafl.commands.stored_runs import run_folder
 
     options = options_of(parser(), argv)
     at_least("workers", options.workers, 1)
     with _json_alone(argv):
         files = {number: Path(file) for number, file in map(client_file, options.client_data)}
         result = replay(
-            options.run,
+            run_folder(options.run),
             until=options.until,
             workers=options.workers,
             client_data=files,

@@ -27,7 +27,7 @@ from raafl.submodel import FlatTensors
 def parser() -> ArgumentParser:
     """Return the parser of the command's options."""
     found = ArgumentParser(prog="raafl replay", exit_on_error=False, description="Re-execute a recorded run.")
-    found.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    found.add_argument("run", metavar="RUN", help="the run's folder, or its URL in an object store")
     found.add_argument("--until", type=int, metavar="EVENT", help="stop after so many events and write a checkpoint")
     add_replay_options(found)
     found.add_argument(

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raafl.commands.stored_runs import run_tables
 from raafl.config.argv import options_of
 from raafl.errors import BadInput
 from raafl.report import overview
@@ -38,7 +39,7 @@ def parser() -> ArgumentParser:
     found = ArgumentParser(
         prog="raafl report", exit_on_error=False, description="Write one HTML page about one run or several."
     )
-    found.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
+    found.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or its URL in an object store")
     found.add_argument(
         "--output", type=Path, metavar="PAGE.html", help="default: report.html, unless --figure is given"
     )
@@ -72,7 +73,7 @@ def report(argv: Sequence[str]) -> str:
             raise BadInput(f"{name} is '{path}', which is a folder: name a file, such as {path / 'report.html'}")
     if figure is not None:
         check_figure(figure)
-    runs = [read(folder) for folder in {folder.resolve(): folder for folder in options.runs}.values()]
+    runs = [read(folder) for folder in {folder.resolve(): folder for folder in map(run_tables, options.runs)}.values()]
     lines = []
     if page is not None:
         text = build(runs, labels=options.labels, trusted=options.trust_config)

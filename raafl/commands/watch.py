@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from raafl.commands.stored_runs import run_tables
 from raafl.config.argv import options_of
 from raafl.config.options import MODES
 from raafl.errors import BadInput
+from raafl.object_store import is_url
 from raafl.runfolder.books import doubt
 from raafl.runfolder.tail import RunTail
 from raafl.units import duration
@@ -40,7 +42,9 @@ def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[floa
     options = options_of(parser(), argv)
     if options.run is None:
         raise BadInput("RUN is missing: give the folder of a run")
-    path: Path = options.run
+    if is_url(options.run) and not options.once:
+        raise BadInput(f"run is '{options.run}', which is read once: add --once")
+    path = run_tables(options.run)
     if path.exists() and not path.is_dir():
         raise BadInput(f"'{path}' is a file: give the folder of a run")
     if options.json and not options.once:
@@ -57,7 +61,7 @@ def parser() -> ArgumentParser:
         prog="raafl watch", exit_on_error=False,
         description="Show a run that goes on, or has ended, from its folder. Nothing is written there.",
     )  # fmt: skip
-    found.add_argument("run", type=Path, nargs="?", metavar="RUN", help="the run's folder, which may appear later")
+    found.add_argument("run", nargs="?", metavar="RUN", help="the run's folder, which may appear later, or its URL")
     found.add_argument("--once", action="store_true", help="show how the run stands now, and exit")
     found.add_argument("--json", action="store_true", help="with --once: as JSON, with every client")
     found.add_argument(

@@ -19,6 +19,7 @@ from raafl.core.training import Training
 from raafl.devices.profiles import Device, Profile, assign, load_devices
 from raafl.errors import BadInput, installing, nearest, parse_address, positive
 from raafl.local.options import FabricOptions
+from raafl.object_store import ObjectStore, is_url
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 
 if TYPE_CHECKING:
@@ -136,9 +137,11 @@ class Experiment:
         "threads that compute a task; the same everywhere, since results depend on it",
         "N", group="computed", must_match=True, sent_to_clients=True, least=1, most=1_024))
     output: str | None = field(default=None, metadata=about(
-        "the run's folder, new or empty; null = runs/NAME-TIME", "DIR", group="shown", may_change=True, used_by_replay=False))
+        "the run's folder, new or empty, or the URL of one in an object store, to which it is copied; null = runs/NAME-TIME",
+        "DIR", group="shown", may_change=True, used_by_replay=False))
     resume: str | None = field(default=None, metadata=about(
-        "folder of an interrupted run to go on with, from its last checkpoint; its config is taken too",
+        "folder or URL of an interrupted run to go on with, from its last checkpoint; its config is taken too. auto = that of "
+        "--output, if it has one",
         "RUN", group="shown", may_change=True, keyword=False, used_by_replay=False))
     progress: str = field(default="auto", metadata=about(
         "how the run is shown: auto, live, plain, verbose or quiet", "HOW", group="shown", may_change=True))
@@ -311,6 +314,13 @@ class Experiment:
 
     def _output(self) -> None:
         if self.output is None or self.resume is not None:
+            return
+        if is_url(self.output):
+            with ObjectStore.answering(self.output, "output") as store:
+                if store.names():
+                    raise BadInput(
+                        f"output is '{self.output}', which has files in it: name another folder of the store"
+                    )
             return
         path = Path(self.output)
         if path.exists() and (not path.is_dir() or any(path.iterdir())):

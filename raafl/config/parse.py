@@ -172,7 +172,8 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
     argv = expand_algorithm(expand_strict([item for item in argv if item != TRUST]))
     if config_yaml is None and (folder := _resumed(argv)) is not None:
         trusted = is_trusted(folder, asked=trusted)
-        config_yaml = of_folder(folder, trusted=trusted)
+        # where a run folder of somebody else is copied to is not for its author to say
+        config_yaml = of_folder(folder, trusted=trusted, without=() if trusted else ("output",))
     if not argv and config_yaml is None:
         raise BadInput(NEEDS_CONFIG.format(command))
     _find_project_modules()

@@ -22,6 +22,7 @@ from raafl.config.experiment import ABOUT, ACCELERATORS, marked
 from raafl.config.loggers import SHORT_NAMES
 from raafl.config.registry import registry, stand_ins
 from raafl.errors import BadInput, RunFailed
+from raafl.object_store import is_url
 from raafl.sanitize import LARGEST, inside, load_untrusted_yaml, sanitize_text
 
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
@@ -137,10 +138,14 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user runs a config here, for `is_trusted`, if it names classes that are not raafl's own."""
+    """Record that this user runs a config here, for `is_trusted`, if it names an object store, or classes that are not raafl's own."""
     try:
-        _check_names(_tree(config_yaml))
+        tree = _tree(config_yaml)
+        _check_names(tree)
+        named = is_url(tree.get("output"))
     except UntrustedValue:
+        named = True
+    if named:
         own_runs.remember(config_yaml, run_folder)
 
 

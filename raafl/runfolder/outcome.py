@@ -48,6 +48,8 @@ def summary_lines(summary: Summary, folder: Path) -> list[str]:
     if summary.get("model"):
         lines.append(f"final model: {folder / summary['model']}")
     lines.append(f"run folder: {folder}")
+    if mirror := summary.get("mirror"):
+        lines.append(f"copy in {mirror['url']}" + ("" if mirror["whole"] else f", not whole: {mirror['error']}"))
     return lines
 
 

@@ -21,6 +21,7 @@ from raafl.local.preparation.trial import explained, try_single_samples, try_tra
 from raafl.local.sparse_gradients import check_optimizer
 from raafl.loggers.loggers import Loggers
 from raafl.monitoring.monitor import Monitor
+from raafl.object_store import is_url
 from raafl.optimizers import configure
 from raafl.parts.select.axis_report import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
 from raafl.parts.select.submodels import Full
@@ -37,6 +38,7 @@ from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
 from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.lifecycle.export import save_copy, save_model
+from raafl.runtime.lifecycle.mirror import Mirror
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor, max_norm_ratio
 from raafl.submodel import FULL
@@ -73,24 +75,13 @@ class Run:
         if saved is not None:
             self._go_on(saved)
         else:
-            self.folder = self._name_folder(None)  # anew: another run may have taken the name meanwhile
-            check_space(self.folder, parts.coordinator.state.values.num_bytes, experiment.keep_checkpoints)
-            try:
-                self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
-            except OSError as error:
-                raise BadInput(
-                    f"output is '{self.folder}', which cannot be made: {error}: name another folder"
-                ) from error
-            self._writer.signer = self.signer
-            remember(config_yaml, self.folder)
-            self._show(RunState())
-            self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
-            self.record.due(0, 0.0, parts.coordinator.algorithm.merge.figures(parts.coordinator.state))
-            self.record.evaluated(0, 0.0, metrics)
+            self._begin(config_yaml, metrics)
         self.record.figures.logged.expect(self._logs[:MAX_LOGGED])
+        self.mirror = Mirror.to(experiment.output, self.folder, self.progress.warn)
         self.saver = Checkpointer(
             self.folder, parts.module, experiment.keep_checkpoints, runtime, self.record,
             every_s=seconds("checkpoint_s", experiment.checkpoint_s), warn=self.progress.warn,
+            written=self.mirror.request,
         )  # fmt: skip
         self.loggers = Loggers(
             experiment.logger, self.folder, self.record, self.progress.warn, self.progress.note,
@@ -121,11 +112,29 @@ class Run:
         if saved is not None:
             return saved.folder
         experiment = self.parts.experiment
-        return Path(experiment.output) if experiment.output else default_run_folder(experiment.name)
+        if experiment.output is None or is_url(experiment.output):  # the store has a copy
+            return default_run_folder(experiment.name)
+        return Path(experiment.output)
 
     def _figures(self) -> RunStatistics:
         fleet = self.parts.coordinator.fleet
         return RunStatistics(Coverage(self.parts.submodels), lambda task: fleet.cost(task.spec, task.extra).peak_bytes)
+
+    def _begin(self, config_yaml: str, metrics: dict[str, float]) -> None:
+        """Make a new run folder, and record the metrics of the initial model."""
+        experiment, state = self.parts.experiment, self.parts.coordinator.state
+        self.folder = self._name_folder(None)  # anew: another run may have taken the name meanwhile
+        check_space(self.folder, state.values.num_bytes, experiment.keep_checkpoints)
+        try:
+            self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
+        except OSError as error:
+            raise BadInput(f"output is '{self.folder}', which cannot be made: {error}: name another folder") from error
+        self._writer.signer = self.signer
+        remember(config_yaml, self.folder)
+        self._show(RunState())
+        self.record = RunRecord(self._writer, experiment.targets(), figures=self._figures())
+        self.record.due(0, 0.0, self.parts.coordinator.algorithm.merge.figures(state))
+        self.record.evaluated(0, 0.0, metrics)
 
     def _go_on(self, saved: resume.SavedRun) -> None:
         """Put everything back to where the checkpoint was; what came after it is marked lost."""
@@ -266,6 +275,7 @@ class Run:
             (self.progress.warn if isinstance(note, Warn) else self.progress.note)(note)
         self._interrupt.__enter__()  # until `close`: a signal while the run is wound up leaves it whole too
         self.loggers.start(self._config_yaml)
+        self.mirror.request()
         if self._resumed:
             return
         row: JournalRow = {
@@ -330,8 +340,12 @@ class Run:
         summary["loggers"] = self.loggers.finish(outcome, summary)
         if self.observer.error is not None:
             summary["traceback"] = leave_traceback(self.folder, reason, self.observer.error)
+        whole = self.mirror.finish()
+        summary["mirror"] = self.mirror.report(whole)
         self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)
         self._writer.seal(self._writer.sealed(), coordinator.state.version, [], final=True)
+        if whole:
+            self.mirror.finish()  # with the summary
         return cast(dict[str, Any], summary)
 
     def close(self) -> None:
@@ -340,6 +354,7 @@ class Run:
         self.saver.close()  # first: it seals what it writes
         self._writer.close()
         self.loggers.close()
+        self.mirror.close()
         self._interrupt.__exit__(None, None, None)
 
 

@@ -27,6 +27,7 @@ ORDER = (
         "lean_import",
         "log",
         "module_hooks",
+        "object_store",
         "optimizers",
         "sanitize",
         "state_folder",

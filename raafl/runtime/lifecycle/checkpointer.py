@@ -38,6 +38,7 @@ class Checkpointer(RunHooks):
     def __init__(
         self, folder: Path, module: nn.Module, keep: int, runtime: str, record: RunRecord, *,
         every_s: float | None = None, warn: Callable[[str], None] = _log.warning, clock: Callable[[], float] = time.monotonic,
+        written: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Write to ``folder``/checkpoints.
 
@@ -50,7 +51,9 @@ class Checkpointer(RunHooks):
             every_s: seconds of ``clock`` after which a checkpoint is due, once the previous one is written; None = never.
             warn: called with the first write error.
             clock: monotonic seconds.
+            written: called on the writer's thread after each checkpoint that was written.
         """
+        self._written = written
         self._folder, self._module, self._keep = folder, module, keep
         self._runtime, self._record, self._warn = runtime, record, warn
         self._every_s, self._clock, self._saved_s = every_s, clock, clock()
@@ -104,6 +107,7 @@ class Checkpointer(RunHooks):
         self.num_failed = 0
         if books is not None and self._record.folder is not None:
             self._record.folder.seal(books, version, [str(path.relative_to(self._folder))])
+        self._written()
         return path
 
     def wait(self) -> Path | None:

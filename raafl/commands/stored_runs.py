@@ -1,0 +1,104 @@
+"""Find the run folder that an option means: a folder, the URL of one in an object store, or for `--resume auto` the last one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from raafl.config.argv import values, without
+from raafl.errors import BadInput
+from raafl.object_store import ObjectStore, is_url
+from raafl.runfolder.journal import default_run_folder
+from raafl.runfolder.schema import CHECKPOINTS, MODEL
+
+AUTO = "auto"
+_RESUMES = "--resume"
+
+
+def run_folder(text: str) -> Path:
+    """Return the run folder that an argument names; that of a URL is copied to a temporary folder, for this process.
+
+    Raises:
+        BadInput: there is none at the URL, or the store does not answer.
+    """
+    return _copied(text, tables_only=False) if is_url(text) else Path(text)
+
+
+def run_tables(text: str) -> Path:
+    """Return a run folder as `run_folder`, without its checkpoints and its model where it is copied."""
+    return _copied(text, tables_only=True) if is_url(text) else Path(text)
+
+
+def _copied(url: str, *, tables_only: bool) -> Path:
+    large = (f"{CHECKPOINTS}/", f"{MODEL}/")
+    scratch = Path(tempfile.mkdtemp(prefix="raafl-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    folder = scratch / _name(url)
+    with ObjectStore.answering(url, "run") as store:
+        if not store.fetch(folder, lambda name: not (tables_only and name.startswith(large))):
+            raise BadInput(f"run is '{url}', where there is none: give the URL of a run's folder")
+    return folder
+
+
+def located(argv: Sequence[str]) -> list[str]:
+    """Return the options of a run with `--resume` as the path of a folder: that of a URL is copied to `runs` and goes on there.
+
+    `--resume auto` goes on with the run in `--output` if that has a checkpoint, and starts it there otherwise; what a run without
+    a checkpoint has left there is set aside, under its name and the time.
+
+    Raises:
+        BadInput: there is no run at the URL, the store does not answer, or `--resume auto` lacks `--config` or `--output`.
+    """
+    named = values(argv, _RESUMES)
+    if not named or not (named[-1] == AUTO or is_url(named[-1])):
+        return list(argv)
+    rest = without(argv, _RESUMES)
+    if os.environ.get("RANK", "0") != "0":  # rank 0 alone has a run folder
+        return rest
+    if is_url(named[-1]):
+        folder = _brought(named[-1], _RESUMES.removeprefix("--"))
+        if folder is None:
+            raise BadInput(
+                f"resume is '{named[-1]}', where there is no run with a checkpoint: name the URL of a run's folder"
+            )
+        output = [] if values(rest, "--output") else ["--output", named[-1]]
+        return [*rest, _RESUMES, str(folder), *output]
+    outputs = values(rest, "--output")
+    if not outputs or not values(rest, "--config"):
+        raise BadInput(
+            "resume is auto: give --config and --output too, the run and its folder, in which it may have to start"
+        )
+    folder = _brought(outputs[-1], "output") if is_url(outputs[-1]) else _present(Path(outputs[-1]))
+    return rest if folder is None else [*rest, _RESUMES, str(folder)]
+
+
+def _brought(url: str, field: str) -> Path | None:
+    """Copy a run to `runs`; return its folder, or None where it has no checkpoint, which sets aside what is there."""
+    with ObjectStore.answering(url, field) as store:
+        names = store.names()
+        if any(name.startswith(f"{CHECKPOINTS}/version-") for name in names):
+            folder = default_run_folder(_name(url))
+            store.fetch(folder)
+            return folder
+        if names and field == "output":
+            store.rename(f"-{time.strftime('%Y%m%d-%H%M%S')}")
+    return None
+
+
+def _present(folder: Path) -> Path | None:
+    if any((folder / CHECKPOINTS).glob("version-*.ckpt")):
+        return folder
+    if folder.is_dir() and any(folder.iterdir()):
+        folder.rename(folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    return None
+
+
+def _name(url: str) -> str:
+    """Return the last part of a URL as a folder's name."""
+    name = url.rstrip("/").rpartition("/")[2]
+    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name).lstrip(".") or "run"

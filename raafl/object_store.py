@@ -1,0 +1,149 @@
+"""Copy a folder to and from an object store, which a URL names: s3://, gs://, abfs://, file:// and what else fsspec knows."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from raafl.errors import BadInput, one_line
+from raafl.sanitize import sanitize_text
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://.+", re.S)
+
+
+def is_url(text: object) -> bool:
+    """Check whether a text is a URL rather than a path."""
+    return isinstance(text, str) and _URL.fullmatch(text) is not None
+
+
+class ObjectStore:
+    """A folder in an object store, whose files are named by paths relative to it.
+
+    Methods may raise whatever the store's own library raises, an `OSError` in most cases.
+
+    Attributes:
+        url: of the folder.
+    """
+
+    def __init__(self, url: str, field: str = "output") -> None:
+        """Find the file system for ``url``; nothing is sent yet.
+
+        Args:
+            url: of the folder, which need not exist.
+            field: option that it is from, for messages.
+
+        Raises:
+            BadInput: there is no such file system, or its package is not installed.
+        """
+        from fsspec.core import url_to_fs
+
+        self.url = url.rstrip("/")
+        try:
+            self._files, self._root = url_to_fs(self.url)
+        except Exception as error:  # each file system checks its URL in its own way
+            raise BadInput(
+                f"{field} is '{sanitize_text(url, 200)}', which cannot be used ({sanitize_text(error, 200)}): install the "
+                "package for this kind of store, such as s3fs, gcsfs or adlfs, or name a folder"
+            ) from error
+        self._root = self._root.rstrip("/")
+
+    @classmethod
+    @contextmanager
+    def answering(cls, url: str, field: str) -> Iterator[ObjectStore]:
+        """Give a store to a block in which any error of the store becomes a `BadInput` that names ``field``.
+
+        Args:
+            url: of the folder.
+            field: option that it is from, for messages.
+        """
+        store = cls(url, field)
+        try:
+            yield store
+        except BadInput:
+            raise
+        except Exception as error:  # of the store's own library
+            why = one_line(f"{type(error).__name__}: {error}")
+            raise BadInput(
+                f"{field} is '{sanitize_text(url, 200)}', which does not answer ({why}): check the URL, the credentials and "
+                "the network"
+            ) from error
+
+    def names(self) -> list[str]:
+        """List the files, by path; empty where there is no such folder."""
+        self._files.invalidate_cache()
+        found = self._files.find(self._root)
+        names = (path.removeprefix(self._root).lstrip("/") for path in found)
+        return sorted(name for name in names if not name.rpartition("/")[2].startswith("."))
+
+    def put(self, file: Path, name: str, moved: Callable[[], None] = lambda: None) -> None:
+        """Copy a file into the store; it is there whole or not at all.
+
+        Args:
+            file: to copy.
+            name: of the copy.
+            moved: called, in any thread, as parts of it have been sent, where the store's library tells.
+        """
+        from fsspec.callbacks import Callback
+
+        class Sent(Callback):  # type: ignore[misc]
+            def relative_update(self, inc: int = 1) -> None:
+                moved()
+
+        with self._whole(name) as path:
+            self._files.put_file(str(file), path, callback=Sent())
+
+    def write(self, data: bytes, name: str) -> None:
+        """Write a small file; it is there whole or not at all."""
+        with self._whole(name) as path:
+            self._files.pipe_file(path, data)
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        self._files.rm(f"{self._root}/{name}")
+
+    def rename(self, suffix: str) -> None:
+        """Move all files to a folder whose name has ``suffix`` behind it."""
+        self._files.mv(self._root, self._root + suffix, recursive=True)
+
+    def fetch(self, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> int:
+        """Copy files into a local folder; return how many.
+
+        Args:
+            folder: made if it is not there.
+            wanted: chooses files by their paths.
+
+        Raises:
+            BadInput: a path leads out of the folder: somebody else has written there.
+        """
+        names = [name for name in self.names() if wanted(name)]
+        for name in names:
+            target = folder / _inside(name, self.url)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._files.get_file(f"{self._root}/{name}", str(target))
+        return len(names)
+
+    @contextmanager
+    def _whole(self, name: str) -> Iterator[str]:
+        """Give the path to write to; where writes can be seen half done, as in a folder, a temporary one, renamed after it."""
+        path = f"{self._root}/{name}"
+        from fsspec.implementations.local import LocalFileSystem
+
+        if not isinstance(self._files, LocalFileSystem):
+            yield path
+            return
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        temporary = str(Path(path).with_name(f".{Path(path).name}.tmp"))
+        yield temporary
+        os.replace(temporary, path)
+
+
+def _inside(name: str, url: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
+        raise BadInput(
+            f"'{sanitize_text(url, 200)}' has a file named '{sanitize_text(name, 100)}', which no run writes: remove it"
+        )
+    return path

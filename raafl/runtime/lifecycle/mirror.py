@@ -1,0 +1,169 @@
+"""Copy a run folder to an object store while the run continues; a store that fails delays nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from raafl.errors import one_line
+from raafl.object_store import ObjectStore, is_url
+from raafl.runfolder.schema import CHECKPOINTS, GROWING, SEALS
+
+_LEFT_OUT = "loggers"  # those have stores of their own
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
+_log = logging.getLogger(__name__)
+
+
+class Mirror:
+    """Copies what has changed in a run folder, whenever asked to, on a thread of its own; without a store it does nothing.
+
+    What is in the store can be resumed at any time: a checkpoint goes after the journal that leads to it, and an older one is
+    removed after that. `request` may be called from any thread, the other methods from one.
+
+    Attributes:
+        url: of the folder in the store; empty without one.
+        num_failed: failed attempts.
+    """
+
+    def __init__(
+        self, folder: Path, store: ObjectStore | None, warn: Callable[[str], None] = _log.warning, *,
+        first_wait_s: float = _FIRST_WAIT_S, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """Start the thread; nothing is copied before `request`.
+
+        Args:
+            folder: of the run.
+            store: to copy to; None = nothing is copied.
+            warn: called with the first error, and with one at the end.
+            first_wait_s: seconds before a failed attempt is repeated; doubled each time, up to a minute.
+            clock: monotonic seconds.
+        """
+        self.url, self.num_failed = "" if store is None else store.url, 0
+        self._folder, self._warn, self._clock = folder, warn, clock
+        self._first_wait_s = first_wait_s
+        self._copied: dict[str, tuple[int, int]] = {}  # size and time of change by name; the thread's own
+        self._changed = threading.Condition()
+        self._asked = self._done = self._failed_in_a_row = 0
+        self._moved_at, self._error, self._is_closed = clock(), "", False
+        self._thread: threading.Thread | None = None
+        if store is not None:
+            self._thread = threading.Thread(target=self._work, args=(store,), name="mirror", daemon=True)
+            self._thread.start()
+
+    @classmethod
+    def to(cls, output: str | None, folder: Path, warn: Callable[[str], None]) -> Self:
+        """Return the mirror of a run whose ``output`` is a URL, or for a folder one that does nothing.
+
+        Args:
+            output: as configured.
+            folder: of the run.
+            warn: see the class.
+        """
+        return cls(folder, ObjectStore(output) if output is not None and is_url(output) else None, warn)
+
+    def request(self) -> None:
+        """Ask for a copy of the folder as it is now; from any thread."""
+        with self._changed:
+            self._asked += 1
+            self._changed.notify_all()
+
+    def finish(self, *, failing_s: float = 60.0, silent_s: float = 600.0) -> bool:
+        """Copy the folder as it is now, and wait for it; return whether there is a store and all of it is there.
+
+        Args:
+            failing_s: seconds after which a store that fails is given up.
+            silent_s: seconds after which an attempt is given up of which nothing is heard.
+        """
+        if self._thread is None:
+            return False
+        since = self._clock()
+        with self._changed:
+            self._asked += 1
+            wanted, self._moved_at = self._asked, since
+            self._changed.notify_all()
+            while self._done < wanted:
+                self._changed.wait(0.2)
+                now = self._clock()
+                gave_up = self._failed_in_a_row and now - since > failing_s
+                if self._done < wanted and (gave_up or now - self._moved_at > silent_s):
+                    why = self._error or f"nothing was heard of it for {silent_s:g} s"
+                    self._warn(f"{self.url} lacks what {self._folder} has ({why}): copy the folder there by hand")
+                    return False
+        return True
+
+    def close(self) -> None:
+        """End the thread, unless it waits for the store; a second call does nothing."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def report(self, whole: bool) -> dict[str, Any] | None:
+        """Return the summary's entry: where the copy is, whether it is ``whole``, failed attempts, the last error."""
+        if self._thread is None:
+            return None
+        return {"url": self.url, "whole": whole, "failed": self.num_failed, "error": self._error or None}
+
+    def _work(self, store: ObjectStore) -> None:
+        wait_s = self._first_wait_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked > self._done or self._is_closed)
+                if self._is_closed:
+                    return
+                asked = self._asked
+            try:
+                self._copy(store)
+            except Exception as error:  # each store's library has errors of its own
+                self._failed(error)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, timeout=wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                continue
+            wait_s = self._first_wait_s
+            with self._changed:
+                self._done, self._failed_in_a_row = asked, 0
+                self._changed.notify_all()
+
+    def _failed(self, error: Exception) -> None:
+        with self._changed:
+            self.num_failed += 1
+            self._failed_in_a_row += 1
+            self._error = one_line(f"{type(error).__name__}: {error}")
+        if self.num_failed == 1:
+            self._warn(f"{self.url} cannot be written ({self._error}); the run goes on, and it is tried again")
+
+    def _copy(self, store: ObjectStore) -> None:
+        """Copy what has changed: the journal is at least as long as any checkpoint and any seal beside it says."""
+        paths = [path for path in self._folder.rglob("*") if path.is_file()]
+        names = [path.relative_to(self._folder).as_posix() for path in paths if not path.name.startswith(".")]
+        names = [name for name in names if name.split("/")[0] != _LEFT_OUT and name not in (*GROWING, SEALS)]
+        seals = (self._folder / SEALS).read_bytes() if (self._folder / SEALS).is_file() else b""
+        checkpoints = [name for name in names if name.startswith(f"{CHECKPOINTS}/")]
+        for name in (*GROWING, *(name for name in names if name not in checkpoints), *checkpoints):
+            self._put(store, name)
+        store.write(seals, SEALS)
+        for name in store.names():
+            if name.startswith(f"{CHECKPOINTS}/") and name not in checkpoints:
+                store.remove(name)
+                self._copied.pop(name, None)
+        self._moved()
+
+    def _put(self, store: ObjectStore, name: str) -> None:
+        path = self._folder / name
+        try:
+            state = path.stat()
+        except FileNotFoundError:  # an old checkpoint, removed meanwhile
+            return
+        if self._copied.get(name) != (now := (state.st_size, state.st_mtime_ns)):
+            store.put(path, name, self._moved)
+            self._copied[name] = now
+            self._moved()
+
+    def _moved(self) -> None:
+        self._moved_at = self._clock()

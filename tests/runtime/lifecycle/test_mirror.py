@@ -1,0 +1,158 @@
+"""A run's copy in an object store: whole at the end, good to resume at any time, and of no harm where the store fails."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from raafl.commands.stored_runs import located
+from raafl.core.hooks import RunHooks
+from raafl.object_store import ObjectStore
+from raafl.runfolder.books import check_books
+from raafl.runtime.lifecycle.mirror import Mirror
+from raafl.runtime.run import simulate
+from tests.helpers.small_runs import experiment, finish
+
+
+class Flaky(MemoryFileSystem):
+    """Fails as often as it is told to; after that it works."""
+
+    protocol = "flaky"
+    failures = 0
+
+    def pipe_file(self, path, value, **more):
+        if Flaky.failures:
+            Flaky.failures -= 1
+            raise OSError("the store is away")
+        super().pipe_file(path, value, **more)
+
+
+fsspec.register_implementation("flaky", Flaky, clobber=True)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Runs are made below this folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, here):
+    return f"memory://{uuid.uuid4()}/run" if request.param == "memory" else f"file://{here}/store/run"
+
+
+class StopAfter(RunHooks):
+    def __init__(self, updates):
+        self.left = updates
+
+    def on_settled(self, settled, now):
+        self.left -= 1
+
+    def stop_asked(self):
+        return "interrupted" if self.left <= 0 else None
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_was_interrupted_goes_on_from_its_copy_to_the_same_model(url, here):
+    whole, _ = simulate(experiment(here / "plain", "fed_async"))
+    summary, folder = simulate(experiment(url, "fed_async", checkpoint_every=2), observer=StopAfter(6))
+    assert folder.parent.name == "runs" and summary["finished"] == "interrupted"
+    assert summary["mirror"] == {"url": url, "whole": True, "failed": 0, "error": None}
+    ObjectStore(url).fetch(here / "copy")
+    assert contents(here / "copy") == contents(folder)
+    shutil.rmtree(folder)  # the machine is gone
+    *_, resume, brought = located(["--config", "c", "--output", url, "--resume", "auto"])
+    assert resume == "--resume"
+    run = finish(experiment(url, "fed_async", checkpoint_every=2, resume=brought))
+    assert run.digest == whole["model_digest"]
+    ObjectStore(url).fetch(here / "end")
+    assert contents(here / "end") == contents(run.folder)  # no checkpoint of before is left
+    assert check_books(here / "end").findings == []
+
+
+def test_a_store_that_fails_for_a_while_is_tried_again_and_the_summary_says_so(tmp_path):
+    (tmp_path / "events.jsonl").write_text("{}\n")
+    store, said = ObjectStore(f"flaky://{uuid.uuid4()}"), []
+    mirror = Mirror(tmp_path, store, said.append, first_wait_s=0.001)
+    Flaky.failures = 3
+    whole = mirror.finish()
+    mirror.close()
+    assert whole and store.names() == ["events.jsonl", "seals.jsonl"]
+    assert mirror.report(whole) == {
+        "url": store.url, "whole": True, "failed": 3, "error": "OSError: the store is away",
+    }  # fmt: skip
+    assert said == [
+        f"{store.url} cannot be written (OSError: the store is away); the run goes on, and it is tried again"
+    ]
+
+
+def test_a_store_that_fails_for_good_ends_no_run(here):
+    Flaky.failures = 10**9
+    url = f"flaky://{uuid.uuid4()}/run"
+    summary, folder = simulate(experiment(url, "fed_avg"), observer=GiveUpSoon())
+    assert summary["finished"] == "max_updates" and (folder / "summary.json").is_file()
+    assert summary["mirror"]["whole"] is False and summary["mirror"]["failed"] > 0
+    assert summary["warnings"] == [
+        f"{url} cannot be written (OSError: the store is away); the run goes on, and it is tried again",
+        f"{url} lacks what {folder} has (OSError: the store is away): copy the folder there by hand",
+    ]
+
+
+class GiveUpSoon(RunHooks):
+    def begin(self, run, saved=None):
+        self.run = run
+
+    def end(self, summary):
+        finish = self.run.mirror.finish
+        self.run.mirror.finish = lambda: finish(failing_s=0.05)
+
+
+def test_an_attempt_of_which_nothing_is_heard_is_given_up(tmp_path, monkeypatch):
+    import threading
+
+    (tmp_path / "events.jsonl").write_text("{}\n")
+    released, said = threading.Event(), []
+    monkeypatch.setattr(ObjectStore, "put", lambda *_: released.wait(30))
+    mirror = Mirror(tmp_path, ObjectStore(f"memory://{uuid.uuid4()}"), said.append)
+    assert not mirror.finish(silent_s=0.1)
+    released.set()
+    mirror.close()
+    assert said and "nothing was heard of it for 0.1 s" in said[0]
+
+
+def test_a_copy_with_a_checkpoint_has_the_journal_that_leads_to_it(tmp_path):
+    """The order of what is sent: it may be cut off after any file."""
+    for name in (
+        "checkpoints/version-000001.ckpt",
+        "events.jsonl",
+        "config.yaml",
+        "seals.jsonl",
+        "loggers/x/log",
+        ".a.tmp",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    sent = []
+
+    class Noting(ObjectStore):
+        def put(self, file, name, moved=lambda: None):
+            sent.append(name)
+
+        def write(self, data, name):
+            sent.append(name)
+
+    mirror = Mirror(tmp_path, Noting(f"memory://{uuid.uuid4()}"))
+    assert mirror.finish()
+    (tmp_path / "config.yaml").write_text("changed")
+    assert mirror.finish()
+    mirror.close()
+    first = ["events.jsonl", "config.yaml", "checkpoints/version-000001.ckpt", "seals.jsonl"]
+    assert sent == [*first, "config.yaml", "seals.jsonl"]

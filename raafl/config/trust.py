@@ -138,7 +138,7 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user runs a config here, for `is_trusted`, if it names an object store, or classes that are not raafl's own."""
+    """Record that this user runs a config here, for `is_trusted`, if it names an object store or classes beside raafl's."""
     try:
         tree = _tree(config_yaml)
         _check_names(tree)

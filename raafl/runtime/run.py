@@ -37,7 +37,7 @@ from raafl.runtime.lifecycle.best_checkpoint import BestCheckpoint
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
 from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.lifecycle.environment import conditions
-from raafl.runtime.lifecycle.export import save_copy, save_model
+from raafl.runtime.lifecycle.export import save_final
 from raafl.runtime.lifecycle.mirror import Mirror
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor, max_norm_ratio
@@ -324,16 +324,10 @@ class Run:
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
         with self.statistics.filled(coordinator.state.values, anew=False):
-            summary["model"] = save_model(
-                self.folder, self.saver.wait(), self.parts.module, coordinator.state, self.parts.data, self.progress
+            summary["model"], summary["model_copy"] = save_final(
+                self.folder, self.saver, self.parts.module, coordinator.state, self.parts.data, self.progress
             )
-            summary["best"] = self.best.best
-            # a run that was stopped may end without a checkpoint of its last version: then none has failed
-            failed = self.saver.num_failed > 0 or callable(getattr(self.parts.module, "save_pretrained", None))
-            lacks = summary["model"] is None and failed
-            summary["model_copy"] = (
-                save_copy(self.folder, self.parts.module, coordinator.state, self.progress) if lacks else None
-            )
+        summary["best"] = self.best.best
         self.observer.end(cast(dict[str, Any], summary))
         summary["finished"] = reason = self.observer.failure or self.divergence.failure or reason
         outcome = next((word for word in ("interrupted", "failed") if reason.startswith(word)), "success")

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from tests.helpers import forkserver
 from tests.launch.processes import ROOT, WAIT_S, started, until
 
-SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
+SCRIPTS = sorted(path for path in (ROOT / "launch").rglob("*") if path.suffix in (".sh", ".sbatch"))
 pytestmark = pytest.mark.timeout(480)
 SHORT = ["--max_updates", "4", "--train.num_epochs=null", "--train.num_steps", "2", "--progress", "quiet"]
 
@@ -117,21 +118,67 @@ def test_a_slurm_job_runs_on_all_its_nodes(warm_cluster):
     assert merged_of(warm_cluster[0] / f"runs/slurm-{port - 20000}") == {"1": 4}
 
 
-def test_a_slurm_job_that_is_requeued_goes_on_from_its_checkpoint(cluster, tmp_path):
+def test_a_slurm_job_that_is_requeued_says_what_it_said_first(cluster, tmp_path):
+    """It goes on where it can, see tests/commands/test_stored_runs.py."""
     (tmp_path / "tools" / "srun").write_text(
         '#!/bin/sh\necho "$HEAD $PORT $NODES $RANKS_PER_NODE"; shift 3; echo "$@"\n'
     )
-    script, job = ("bash", "launch/slurm.sbatch", "c.yaml", "--seed", "1"), slurm(cluster, 20007)
-    _, first, _ = run(cluster, *script, **job)
-    checkpoints = cluster[0] / "runs/slurm-20007/checkpoints"
-    checkpoints.mkdir(parents=True)
-    _, again, _ = run(cluster, *script, **job)  # before the first checkpoint: anew, as the folder must be empty
-    assert again == first and [path.name[:12] for path in (cluster[0] / "runs").iterdir()] == ["slurm-20007-"]
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "version-000003.ckpt").touch()
-    _, second, _ = run(cluster, *script, **job)
-    assert first.splitlines() == ["127.0.0.1 20007 2 1", "raafl c.yaml --output runs/slurm-20007 --seed 1"]
-    assert second.splitlines() == ["127.0.0.1 20007 2 1", "raafl c.yaml --resume runs/slurm-20007 --seed 1"]
+    _, out, _ = run(cluster, "bash", "launch/slurm.sbatch", "c.yaml", "--seed", "1", **slurm(cluster, 20007))
+    options = "raafl c.yaml --output runs/slurm-20007 --resume auto --seed 1"
+    assert out.splitlines() == ["127.0.0.1 20007 2 1", options]
+
+
+def array(cluster, **more):
+    here, _ = cluster
+    return {"SLURM_SUBMIT_DIR": str(here), "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3", **more}
+
+
+JOIN = """#!/bin/bash
+echo "$*" >>"$STAND_IN/calls"
+trap 'exit "$CODE"' TERM
+[ -z "$HANGS" ] || while :; do sleep 0.05; done
+exit "$CODE"
+"""
+
+
+@pytest.fixture
+def array_cluster(cluster, tmp_path):
+    """With stand-ins for a client, which ends with CODE, and for scontrol, which notes what it is asked."""
+    for name, text in {"raafl": JOIN, "scontrol": '#!/bin/sh\necho "$*" >>"$STAND_IN/calls"\n'}.items():
+        (tmp_path / "tools" / name).write_text(text)
+        (tmp_path / "tools" / name).chmod(0o755)
+    return cluster
+
+
+CALL = "join --address server:29500 --client 3 --certs certs --seed 1"
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3])
+def test_a_client_of_an_array_that_ends_by_itself_is_not_queued_again(array_cluster, tmp_path, code):
+    script = ("bash", "launch/slurm-array.sbatch", "server:29500", "--seed", "1")
+    found, _, err = run(array_cluster, *script, **array(array_cluster, CODE=str(code)))
+    assert found == code, err
+    assert (tmp_path / "calls").read_text().splitlines() == [CALL]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "queued"),
+    [(signal.SIGUSR1, "130", True), (signal.SIGUSR1, "0", False), (signal.SIGTERM, "130", False)],
+)
+def test_a_client_of_an_array_whose_time_is_up_leaves_and_is_queued_again(
+    array_cluster, tmp_path, number, code, queued
+):
+    """SIGUSR1 comes before the time limit; SIGTERM by scancel, or by a preemption, after which SLURM itself queues it again."""
+    here, environment = array_cluster
+    script, calls = ("bash", "launch/slurm-array.sbatch", "server:29500", "--seed", "1"), tmp_path / "calls"
+    more = array(array_cluster, CODE=code, HANGS="1")
+    with started(*script, cwd=here, **{**environment, **more}) as process:
+        until(lambda: calls.exists() and calls.read_text(), process)
+        time.sleep(0.2)  # the trap of the stand-in
+        os.kill(process.pid, number)
+        process.communicate(timeout=WAIT_S)
+    assert process.returncode == int(code)
+    assert calls.read_text().splitlines() == [CALL, *(["requeue 77_3"] if queued else [])]
 
 
 def _is_free(port):

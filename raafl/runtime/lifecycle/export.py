@@ -19,13 +19,38 @@ from raafl.core.state import GlobalState
 from raafl.data.federated import FederatedData
 from raafl.data.tokens import WORDS, Tokenizer, load_tokenizer
 from raafl.runfolder import checkpoints as checkpoint_files
-from raafl.runtime.lifecycle.checkpointer import cause, with_ties
+from raafl.runtime.lifecycle.checkpointer import Checkpointer, cause, with_ties
 from raafl.watch.progress import Progress
 
 if TYPE_CHECKING:
     from lightning import LightningModule
 
 FOLDER: Final = "model"
+
+
+def save_final(
+    run_folder: Path,
+    saver: Checkpointer,
+    module: LightningModule,
+    state: GlobalState,
+    data: FederatedData,
+    progress: Progress,
+) -> tuple[str | None, str | None]:
+    """Save the final model; return its path relative to the run folder, and that of a copy elsewhere where it has none.
+
+    Args:
+        run_folder: folder of the run.
+        saver: writer of the checkpoints, closed.
+        module: instance into which the final values are copied.
+        state: state of the server.
+        data: data of the run; a ``tokenizer`` that transformers made is saved too.
+        progress: shows errors.
+    """
+    path = save_model(run_folder, saver.wait(), module, state, data, progress)
+    # a run that was stopped may end without a checkpoint of its last version: then none has failed
+    failed = saver.num_failed > 0 or callable(getattr(module, "save_pretrained", None))
+    copy = save_copy(run_folder, module, state, progress) if path is None and failed else None
+    return path, copy
 
 
 def save_model(

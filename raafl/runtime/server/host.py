@@ -10,6 +10,7 @@ from typing import Any
 from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.hooks import HookList, RunHooks
+from raafl.monitoring.monitor import Monitor
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.service_manager import ServiceManager
 from raafl.runtime.protocol import Reason

@@ -25,15 +25,15 @@ class ObjectStore:
     Methods may raise whatever the store's own library raises, an `OSError` in most cases.
 
     Attributes:
-        url: of the folder.
+        url: URL of the folder.
     """
 
     def __init__(self, url: str, field: str = "output") -> None:
         """Find the file system for ``url``; nothing is sent yet.
 
         Args:
-            url: of the folder, which need not exist.
-            field: option that it is from, for messages.
+            url: URL of the folder, which need not exist.
+            field: option that the URL is from, for messages.
 
         Raises:
             BadInput: there is no such file system, or its package is not installed.
@@ -56,8 +56,8 @@ class ObjectStore:
         """Give a store to a block in which any error of the store becomes a `BadInput` that names ``field``.
 
         Args:
-            url: of the folder.
-            field: option that it is from, for messages.
+            url: URL of the folder.
+            field: option that the URL is from, for messages.
         """
         store = cls(url, field)
         try:
@@ -82,9 +82,9 @@ class ObjectStore:
         """Copy a file into the store; it is there whole or not at all.
 
         Args:
-            file: to copy.
-            name: of the copy.
-            moved: called, in any thread, as parts of it have been sent, where the store's library tells.
+            file: file to copy.
+            name: name of the copy.
+            moved: function called, in any thread, as parts of the file have been sent, where the store's library tells.
         """
         from fsspec.callbacks import Callback
 
@@ -112,8 +112,8 @@ class ObjectStore:
         """Copy files into a local folder; return how many.
 
         Args:
-            folder: made if it is not there.
-            wanted: chooses files by their paths.
+            folder: local folder, made if it is not there.
+            wanted: function that chooses files by their paths.
 
         Raises:
             BadInput: a path leads out of the folder: somebody else has written there.

@@ -20,7 +20,7 @@ def check(command: str, options: Sequence[str]) -> None:
     rest = split(command, options)[1] if command in ("serve", "join") else list(options)
     for item in with_paths(rest):
         name = name_of(item).removeprefix("--")
-        known = name in {"config", "json", "monitor", *ABOUT} or name.split(".")[0] in {
+        known = name in {"config", "json", *ABOUT} or name.split(".")[0] in {
             "model",
             "data",
             "algorithm",

@@ -44,7 +44,7 @@ def save_final(
         module: instance into which the final values are copied.
         state: state of the server.
         data: data of the run; a ``tokenizer`` that transformers made is saved too.
-        progress: shows errors.
+        progress: view that shows errors.
     """
     path = save_model(run_folder, saver.wait(), module, state, data, progress)
     # a run that was stopped may end without a checkpoint of its last version: then none has failed

@@ -25,8 +25,8 @@ class Mirror:
     removed after that. `request` may be called from any thread, the other methods from one.
 
     Attributes:
-        url: of the folder in the store; empty without one.
-        num_failed: failed attempts.
+        url: URL of the folder in the store; empty without a store.
+        num_failed: number of failed attempts.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Mirror:
         """Start the thread; nothing is copied before `request`.
 
         Args:
-            folder: of the run.
-            store: to copy to; None = nothing is copied.
-            warn: called with the first error, and with one at the end.
+            folder: folder of the run.
+            store: store to copy to; None = nothing is copied.
+            warn: function called with the first error, and with one at the end.
             first_wait_s: seconds before a failed attempt is repeated; doubled each time, up to a minute.
-            clock: monotonic seconds.
+            clock: function that returns monotonic seconds.
         """
         self.url, self.num_failed = "" if store is None else store.url, 0
         self._folder, self._warn, self._clock = folder, warn, clock
@@ -59,9 +59,9 @@ class Mirror:
         """Return the mirror of a run whose ``output`` is a URL, or for a folder one that does nothing.
 
         Args:
-            output: as configured.
-            folder: of the run.
-            warn: see the class.
+            output: the run's `output` as configured.
+            folder: folder of the run.
+            warn: function called with errors, as for the class.
         """
         return cls(folder, ObjectStore(output) if output is not None and is_url(output) else None, warn)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from raafl.core.algorithm import Select, SelectContext
-from raafl.core.types import ClientInfo, Work, derive_seed
+from raafl.core.memory import MergeMemory
+from raafl.core.types import Assignment, ClientInfo, Work, derive_seed
 from raafl.errors import BadInput, fraction, nearest, one_of, positive, refuse_unused
 from raafl.parts.select import SELECTORS, Budget, largest_rate, leading, steps, width_of
 from raafl.parts.select.submodels import uncut
@@ -19,6 +20,22 @@ Rates = float | list[float] | dict[str, float]
 
 RateOf = Literal["model", "width", "parameters"]
 Rounds = Literal["client", "server"]
+
+
+_NOTICED = 0.1
+"""Relative change of a measured ratio below which sizes stay: else each task would have another shape."""
+
+
+@dataclass
+class RateMemory(MergeMemory):
+    """Measured times of the clients that are present.
+
+    Attributes:
+        ratio: client -> real by predicted seconds of a task; clients without an entry count as predicted.
+    """
+
+    key = "rate_select"
+    ratio: dict[int, float] = field(default_factory=dict)
 
 
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
@@ -43,6 +60,8 @@ class RateSelect(Select):
         wire_bytes: limit on a task's bytes, download and upload together; None = no limit.
         steps_within_s: seconds within which a task must be predicted to finish, links included: it gets as many of the local
             steps that `train` sets as fit, and at least 1, so that no client delays others longer; None = all steps.
+        measured: whether ``seconds`` counts at the client's measured speed: predicted times are multiplied by the ratio of real
+            to predicted seconds of the client's last task, once it has changed by more than a tenth.
     """
 
     selector: Literal["leading", "rolling", "random", "magnitude"] = "leading"
@@ -53,6 +72,7 @@ class RateSelect(Select):
     flops: float | None = None
     wire_bytes: float | None = None
     steps_within_s: float | None = None
+    measured: bool = False
 
     def __post_init__(self) -> None:
         choices = {"selector": SELECTORS, "rate_of": RateOf, "rounds": Rounds}
@@ -67,6 +87,11 @@ class RateSelect(Select):
         if self.steps_within_s is not None:
             reason = "steps_within_s says how many steps a client makes with what its rate gives it"
             refuse_unused(reason, seconds=(self.seconds, None), flops=(self.flops, None))
+
+        if self.measured and self.seconds is None:
+            raise BadInput(
+                "measured is true, but seconds, which it scales, is null: give seconds, or leave measured out"
+            )
 
     def _all_rates(self) -> list[float]:
         if isinstance(self.rates, dict):
@@ -104,6 +129,25 @@ class RateSelect(Select):
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the client's cached size; those of other clients do not depend on it."""
         fleet.cache.pop(client.id, None)
+
+    def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Delete the client's measured ratio, since it may be on another device."""
+        if self.measured:
+            fleet.state.memory.of(RateMemory).ratio.pop(client.id, None)
+        super().on_join(client, fleet)
+
+    def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
+        """Compare the task's real with its predicted time, where sizes go by measured times."""
+        if not self.measured:
+            return
+        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
+        predicted_s, known = fleet.cost_s(client, work), fleet.state.memory.of(RateMemory).ratio
+        if predicted_s <= 0 or seconds <= 0:
+            return
+        ratio = seconds / predicted_s
+        if abs(ratio / known.get(client.id, 1.0) - 1) > _NOTICED:
+            known[client.id] = ratio
+            self.forget(client, fleet)
 
     def notes(self, fleet: SelectContext) -> list[str]:
         """Return a warning if rates have no effect, since the model has no axes."""
@@ -145,6 +189,8 @@ class RateSelect(Select):
         if self.rate_of == "parameters" and fleet.state.submodels.axes:
             limits["params"] = self.rate(client) * fleet.cost(Spec()).params
         samples = fleet.training.samples(Work(), client.num_samples, fleet.batch_size)
+        if self.measured and self.seconds is not None:
+            limits["seconds"] = self.seconds / fleet.state.memory.of(RateMemory).ratio.get(client.id, 1.0)
         given = {name: limit for name, limit in limits.items() if limit is not None}
         memory_bytes, tested = client.profile.memory_bytes, fleet.tested(client)
         return Budget(memory_bytes, profile=client.profile, samples=max(samples, 1), tested=tested, **given)
@@ -153,6 +199,7 @@ class RateSelect(Select):
         words = f"{self.selector} units, at most {rates_in_words(self.rates)} of the {self.rate_of}"
         limits = {"s": self.seconds, "FLOPs": self.flops, "bytes on the wire": self.wire_bytes}
         words += "".join(f", {limit:g} {unit}" for unit, limit in limits.items() if limit is not None)
+        words += " as measured" if self.measured else ""
         return words + ("" if self.steps_within_s is None else f", only the steps that {self.steps_within_s:g} s allow")
 
 

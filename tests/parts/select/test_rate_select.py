@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 import raafl.parts
-from raafl.algorithms import ALGORITHMS
+from raafl.algorithms import ALGORITHMS, fed_buff
 from raafl.commands.replay import replay
 from raafl.config.parse import load_experiment, parse
 from raafl.core import saving
 from raafl.core.algorithm import OwnTests, SelectContext, Training
 from raafl.core.coordinator import Coordinator
 from raafl.core.state import GlobalState
-from raafl.core.types import ClientInfo
+from raafl.core.types import Assignment, ClientInfo, Work
 from raafl.devices.profiles import Profile
 from raafl.errors import BadInput
 from raafl.parts import RateSelect
@@ -23,7 +23,7 @@ from raafl.parts.merge.staleness import Staleness
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Spec, Submodels
 from tests.helpers.coordinators import Line, answer, assigned, coordinator_for, join, line_state
-from tests.helpers.small_runs import Finished
+from tests.helpers.small_runs import Finished, equal_replay, experiment, finish, unequal
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RATES = [1.0, 0.5625, 0.25, 0.0625]
@@ -231,6 +231,7 @@ def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
         ({"rounds": "clients"}, "rounds is 'clients': did you mean 'client'"),
         ({"seconds": 0}, "seconds is 0"),
         ({"steps_within_s": 0}, "steps_within_s is 0"),
+        ({"measured": True}, "measured is true, but seconds, which it scales, is null"),
         ({"steps_within_s": 9, "seconds": 9}, "seconds is 9, but steps_within_s says how many steps"),
     ],
 )
@@ -239,7 +240,48 @@ def test_bad_arguments_are_named(arguments, message):
         RateSelect(**arguments)
 
 
+# ---- measured times ----
+
+
+def reported(select, one, fleet, factor):
+    """Let the client report a task of the submodel that it has now, which took ``factor`` times the predicted seconds."""
+    work = select(one, fleet)
+    task = Assignment(1, one.id, 0, 0, 0, work.spec, one.id, None, None, 0, 0.0)
+    select.on_update(one, task, factor * fleet.cost_s(one, work), fleet)
+    return select(one, fleet).spec
+
+
+def test_a_client_that_takes_twice_the_predicted_time_gets_what_half_of_it_allows():
+    slow, fleet = client(flops_per_s=100.0), fleet_of(client(flops_per_s=100.0))
+    whole_s = fleet.cost_s(slow, Work())
+    select = RateSelect(seconds=whole_s, measured=True)
+    assert select(slow, fleet).spec == FULL
+    assert reported(select, slow, fleet, 1.08) == FULL  # less than a tenth
+    half = RateSelect(seconds=whole_s / 2)(slow, fleet_of(slow)).spec
+    assert reported(select, slow, fleet, 2.0) == half != FULL
+    assert reported(select, slow, fleet, 2.1) == half
+    assert reported(select, slow, fleet, 1.0) == FULL
+    assert reported(select, slow, fleet, 2.0) == half
+    select.on_join(slow, fleet)  # again, maybe on another device
+    assert select(slow, fleet).spec == FULL
+    assert reported(RateSelect(seconds=whole_s), slow, fleet_of(slow), 2.0) == FULL
+
+
+def test_sizes_by_measured_times_replay(tmp_path):
+    """Every device computes at half of what its profile says, so that from the second task on all submodels are smaller."""
+    devices = [replace(device, speed_changes=((0.0, 0.5),)) for device in unequal()]
+    algorithm = fed_buff(buffer_size=2, submodel=RateSelect(seconds=0.08, measured=True))
+    made = experiment(tmp_path / "run", algorithm, devices=devices)
+    run = finish(made)
+    sizes = {}
+    for row in run.events("assigned"):
+        sizes.setdefault(row["client"], []).append(str(row["spec"]))
+    assert any(first != second for first, second, *_ in sizes.values())
+    assert equal_replay(made, run)
+
+
 def test_in_words():
+    assert str(RateSelect(seconds=9, measured=True)) == "leading units, at most 1 of the model, 9 s as measured"
     assert str(RateSelect(rates=RATES)) == "leading units, at most 1, 0.5625, 0.25, 0.0625 of the model"
     assert (
         str(RateSelect("rolling", {"phone": 0.5}, "width", seconds=9))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -92,6 +95,23 @@ def test_the_alerts_are_of_metrics_and_scraped_from_the_documented_port():
     assert scrape["rule_files"] == ["alerts.yml"] and (FOLDER / "alerts.yml").is_file()
     (target,) = scrape["scrape_configs"][0]["static_configs"][0]["targets"]
     assert f"--monitor {target}" in (ROOT / "docs" / "monitoring.md").read_text()
+
+
+def test_each_alert_fires_when_it_should(tmp_path):
+    """By Prometheus' own tool, where it is installed."""
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("needs promtool, of Prometheus")
+    for file in (*FOLDER.glob("*.yml"), Path(__file__).with_name("alerts_test.yml")):
+        shutil.copy(file, tmp_path)
+    for what in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run([promtool, *what], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_alert_has_a_case():
+    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"][0]["rules"]
+    (cases,) = yaml.safe_load(Path(__file__).with_name("alerts_test.yml").read_text())["tests"]
+    assert {rule["alert"] for rule in rules} == {case["alertname"] for case in cases["alert_rule_test"]}
 
 
 def test_the_docs_list_every_metric_and_no_other():

@@ -6,6 +6,7 @@ import http.client
 import json
 import socket
 import sys
+import time
 
 import pytest
 
@@ -72,6 +73,31 @@ def test_a_scrape_reads_what_the_summary_says_and_hostile_callers_change_nothing
     assert (status, json.loads(text)["status"]) == (200, "ending")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(looks.where)
+
+
+class Hangs(Looks):
+    """Keeps the loop from turning at version 1, until the health check has noticed."""
+
+    def on_event(self, event, coordinator, now):
+        if coordinator.state.version == 1:
+            deadline = time.monotonic() + 20
+            while not self.codes or (self.codes[-1] != 503 and time.monotonic() < deadline):
+                self.codes.append(self.ask("/healthz")[0])
+        elif coordinator.state.version == 2 and coordinator.finished is None:
+            self.again = json.loads(self.ask("/healthz")[1])
+
+    def begin(self, run, saved=None):
+        super().begin(run, saved)
+        self.codes, self.again = [], {}
+
+
+def test_a_loop_that_stands_still_is_said_to(tmp_path):
+    hangs = Hangs()
+    made = experiment(
+        tmp_path / "run", "fed_async", monitor="127.0.0.1:0", monitor_stall_s=0.2, clients=1, max_updates=3
+    )
+    finish(made, lambda experiment: simulate(experiment, observer=hangs))
+    assert hangs.codes[-1] == 503 and hangs.again["version"] == 1  # of its last event
 
 
 def test_a_port_that_is_taken_is_bad_input_before_there_is_a_folder(tmp_path):

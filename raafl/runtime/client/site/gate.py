@@ -40,6 +40,11 @@ Then = Literal["go on", "wait", "end"]
 _LONGEST_S = 60.0  # between two looks at the clock, which may be set meanwhile
 
 
+def _say(text: str) -> None:
+    """Log a line for the site alone, whatever `SitePolicy.logs` is."""
+    _log.info(text, extra={"private": True})
+
+
 class PolicyRefusal(RunFailed):
     """Raised for a run or a task that the site's policy does not allow; the message is for the site alone.
 
@@ -105,7 +110,7 @@ class SiteGate(Gate):
     """Gate that applies the policy of a client's site."""
 
     def __init__(
-        self, policy: SitePolicy, say: Callable[[str], None] = _log.info, now: Callable[[], datetime] = datetime.now,
+        self, policy: SitePolicy, say: Callable[[str], None] = _say, now: Callable[[], datetime] = datetime.now,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         """Open the site's books, if the policy needs any.

@@ -77,9 +77,9 @@ class RunHooks:
         """Observe that ``version`` was made; called before the end of each of its updates is.
 
         Args:
-            version: of the global model.
-            now: seconds on the run's clock.
-            seconds: of real time that handling the event took, of which the merge is a part.
+            version: version of the global model.
+            now: time in seconds of the run's clock.
+            seconds: real time that handling the event took, of which the merge is a part.
         """
 
     def stop_asked(self) -> str | None:

@@ -40,7 +40,7 @@ def bound(field: str, address: str) -> socket.socket:
 
     Args:
         field: option that the address is from, for messages.
-        address: to listen at; port 0 = any free one.
+        address: address to listen at; port 0 = any free port.
 
     Raises:
         BadInput: it cannot be had.

@@ -49,7 +49,7 @@ class RunMetrics(RunHooks):
     """Observer that keeps a run's metrics; docs/monitoring.md lists them.
 
     Attributes:
-        registry: what a scrape reads, on any thread.
+        registry: registry that a scrape reads, on any thread.
     """
 
     def __init__(

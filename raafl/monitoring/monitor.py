@@ -70,9 +70,9 @@ class Monitor:
         """Return the observers of a run.
 
         Args:
-            record: of the run, restored where it is resumed.
+            record: record of the run, restored where the run is resumed.
             runtime: "simulated" or "distributed"; spans are of the latter alone, since others' clocks are real.
-            info: what the run is, as labels.
+            info: labels that say which run it is.
             warn: is called with what is missing.
         """
         made: list[RunHooks] = []

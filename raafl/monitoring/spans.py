@@ -40,7 +40,7 @@ class SpanSink:
     """Destination of spans.
 
     Attributes:
-        provider: of the SDK.
+        provider: tracer provider of the SDK.
         is_own: whether raafl made it, and so shuts it down.
     """
 

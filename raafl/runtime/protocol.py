@@ -283,7 +283,7 @@ class Failed:
         where: the task and the line of code, as the client describes them.
         error: error in one line.
         traceback: full traceback, at most `MAX_TRACEBACK` characters; "" if the client's data are private.
-        logs: as in an `Answer`.
+        logs: lines that the client has logged, as in an `Answer`.
     """
 
     reason: str = ""

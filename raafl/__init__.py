@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raafl.api.federation import Federation, Result
     from raafl.config.experiment import Experiment
     from raafl.errors import BadInput
+    from raafl.plan.auto import auto
     from raafl.runtime.fit import fit
     from raafl.runtime.run import simulate
 
@@ -33,6 +34,7 @@ _HOME = {
     "LambdaCallback": "raafl.api.callbacks",
     "Printing": "raafl.api.callbacks",
     "Result": "raafl.api.federation",
+    "auto": "raafl.plan.auto",
     "fit": "raafl.runtime.fit",
     "simulate": "raafl.runtime.run",
 }

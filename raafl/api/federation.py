@@ -40,6 +40,7 @@ from raafl.core.algorithm import Algorithm
 from raafl.errors import BadInput, CodeFailed, RunFailed
 from raafl.local.numerics import numerics_left
 from raafl.log import console
+from raafl.plan.auto import NAME
 from raafl.submodel.isolated_run import undisturbed
 
 OnInterrupt = Literal["raise", "return"]
@@ -288,6 +289,8 @@ class Federation:
             model=lambda: spec.make(source), data=lambda: source, algorithm=copy.deepcopy(self.algorithm),
             clients=num_clients, devices=devices, resume=None if resume is None else str(resume), **self._fields,
         )  # fmt: skip
+        if experiment.algorithm.name == NAME:
+            experiment = _chosen(experiment)
         config = config_of(experiment, spec, source)
         if resume is not None:
             same_settings(_settings_in(Path(resume)), yaml.safe_load(to_yaml(config, [])))
@@ -315,6 +318,15 @@ class Federation:
             "raafl.Federation(...).replay(RUN, module, data) repeats the run.",
             *([f"callbacks: {callbacks}"] if callbacks else []),
         ]
+
+
+def _chosen(experiment: Experiment) -> Experiment:
+    """Return the experiment with a method in the place of auto."""
+    from raafl.plan.choose import choose, chosen
+
+    experiment.check()
+    with _left_as_it_was():
+        return chosen(experiment, choose(experiment))
 
 
 def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> Result:

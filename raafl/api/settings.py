@@ -26,6 +26,7 @@ from raafl.devices.profiles import Device, load_devices
 from raafl.errors import BadInput, briefly, one_of
 from raafl.local.options import FabricOptions
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
+from raafl.plan.auto import NAME, auto
 
 _FLAT = {
     f.name: group for group in ("train", "fabric") for f in dataclasses.fields(SECTIONS[group]) if f.name != "device"
@@ -135,8 +136,8 @@ def algorithm_of(algorithm: Any) -> Algorithm:
         BadInput: ``algorithm`` is neither an algorithm nor the name of one.
     """
     if isinstance(algorithm, str):
-        one_of("algorithm", algorithm, ALGORITHMS)
-        return ALGORITHMS[algorithm]()
+        one_of("algorithm", algorithm, [*ALGORITHMS, NAME])
+        return auto() if algorithm == NAME else ALGORITHMS[algorithm]()
     if not isinstance(algorithm, Algorithm):
         made = f"what it makes, raafl.{algorithm.__name__}()" if callable(algorithm) else "one, such as raafl.fed_raa()"
         raise BadInput(f"algorithm is {briefly(algorithm)}: give {made}, or its name")

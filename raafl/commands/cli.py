@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from raafl import log
 from raafl.config.argv import name_of, options_of, values, without
 from raafl.config.bundled import with_paths
-from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest, one_of, resolves
+from raafl.errors import BadInput, Replaced, RunFailed, at_least, nearest, resolves
 from raafl.lean_import import quick_imports
 from raafl.runfolder.outcome import summary_lines
 from raafl.runfolder.schema import Summary
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_WIDE, _TABLE_FROM = 160, 120  # columns: taken where no terminal says, and from which a table reads well
+_WIDE = 160  # columns where no terminal says
 _WAIT_FOR_RANK_0_S = 30.0  # torchrun ends the others soon after the first rank that fails; let that be rank 0
 
 USAGE = """\
@@ -108,7 +108,7 @@ def _main(argv: list[str]) -> int:
         "audit": _audit,
         "watch": _watch, "report": _page, "compare": _comparing("compare"),
         "reproduce": _comparing("reproduce"),
-        "plan": _printed("plan"), "calibrate": _printed("calibrate"), "axes": _printed("axes"), "algorithms": _algorithms,
+        "plan": _printed("plan"), "calibrate": _printed("calibrate"), "axes": _printed("axes"), "algorithms": _printed("listing"),
     }  # fmt: skip
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -174,13 +174,13 @@ def _fit(argv: list[str]) -> int:
     argv = located(argv)
     check_plain("fit", argv)
     with quick_imports():
-        from raafl.config.parse import parse
+        from raafl.commands.auto import parse_run
         from raafl.runtime.fit import fit
 
     _num_ranks()
     with _json_alone(argv):
         with quick_imports():
-            parsed = parse("fit", argv)
+            parsed = parse_run("fit", argv)
         result = fit(parsed.experiment, parsed.config_yaml)
     return 0 if result is None else _report(*result, parsed)
 
@@ -194,12 +194,12 @@ def _simulate(argv: list[str]) -> int:
     check_plain("simulate", argv)
     keep_freed()  # it trains here or in forks of it; and before torch starts threads
     with quick_imports():
-        from raafl.config.parse import parse
+        from raafl.commands.auto import parse_run
 
     over_ranks = _num_ranks() > 1
     with _json_alone(argv):
         with quick_imports():
-            parsed = parse("simulate", argv)
+            parsed = parse_run("simulate", argv)
             if over_ranks:
                 from raafl.runtime.simulate_over_ranks import simulate_over_ranks as simulate
             else:
@@ -229,10 +229,10 @@ def _serve(argv: list[str]) -> int:
         resolves(own.address)
     with _json_alone(rest):
         with quick_imports():
+            from raafl.commands.auto import parse_run
             from raafl.commands.serve import allow_list, serve
-            from raafl.config.parse import parse
 
-            parsed = parse("serve", rest)
+            parsed = parse_run("serve", rest)
             proof = credentials(own, server=True)
             sites = allow_list(own, proof)
         result = serve(
@@ -336,33 +336,6 @@ def _printed(module: str) -> Callable[[list[str]], int]:
         return 0
 
     return run
-
-
-def _algorithms(argv: list[str]) -> int:
-    if argv in (["--help"], ["-h"]):
-        print(
-            "usage: raafl algorithms [NAME ...] [--json]\n\nThe algorithms and their five answers; of one named, all it takes."
-        )
-        return 0
-    with quick_imports():
-        from raafl.algorithms import ALGORITHMS
-        from raafl.commands import listing
-
-    names = [arg for arg in argv if arg != "--json"]
-    for name in names:
-        if name.startswith("-"):
-            raise BadInput(f"unknown option '{name}': raafl algorithms takes names and --json only")
-        one_of("algorithm", name, ALGORITHMS)
-    rows = [ALGORITHMS[name]().describe() for name in names or ALGORITHMS]
-    if "--json" in argv:
-        print(json.dumps(rows, indent=2))
-        return 0
-    width = shutil.get_terminal_size((_WIDE, 24)).columns
-    if names:
-        print("\n\n".join(listing.whole(ALGORITHMS[row["name"]], row, width) for row in rows))
-        return 0
-    print(listing.table(rows, width) if width >= _TABLE_FROM else listing.paragraphs(rows, width))
-    return 0
 
 
 def _report(summary: dict[str, Any], folder: Path, parsed: Parsed) -> int:

@@ -39,7 +39,7 @@ def command(argv: list[str]) -> int:
         resolves(own.address)
 
     with quick_imports():
-        from raafl.config.parse import parse
+        from raafl.commands.auto import parse_run
         from raafl.runtime.client.join import join
         from raafl.runtime.client.multiprocess import together
         from raafl.runtime.client.setup import ClientSetup
@@ -50,11 +50,11 @@ def command(argv: list[str]) -> int:
         say = _said_to(service := ServiceManager.here(), own.client)
         gate = open_gate(own.policy, say, looks=own.dry_run)
         has_config = any(name_of(item) in ("--config", "--resume", "--help", "-h") for item in rest)
-        parsed = parse("join", rest) if has_config else None
+        parsed = parse_run("join", rest) if has_config else None
 
     def make_site(config_yaml: str | None) -> ClientSetup:
         with quick_imports():
-            found = parsed or parse("join", rest, config_yaml=config_yaml)
+            found = parsed or parse_run("join", rest, config_yaml=config_yaml)
         named = names_section(rest, "--data")
         experiment, text = found.experiment, found.config_yaml
 

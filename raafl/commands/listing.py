@@ -1,13 +1,59 @@
-"""Format what `raafl algorithms` prints: a table, paragraphs, or all options of one algorithm."""
+"""List the algorithms (`raafl algorithms`): as a table, as paragraphs, or one with all its options."""
 
 from __future__ import annotations
 
 import inspect
 import io
+import json
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from raafl.errors import BadInput, one_of
+from raafl.lean_import import quick_imports
+
+HELP = """\
+usage: raafl algorithms [NAME ...] [--json]
+
+The algorithms and their five answers; of one named, all it takes; of auto, how it chooses and among what."""
+_TABLE_FROM = 120
+"""Columns from which a table reads well."""
+
+
+def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
+    """Return the text that `raafl algorithms` prints.
+
+    Args:
+        argv: arguments of the command.
+        width: columns of the terminal, at which lines wrap.
+        terminal: whether the output is a terminal; not used.
+
+    Raises:
+        BadInput: an option is unknown, or no algorithm has the name.
+    """
+    if any(item in ("--help", "-h") for item in argv):
+        return HELP
+    with quick_imports():
+        from raafl.algorithms import ALGORITHMS
+        from raafl.plan.auto import NAME
+
+    names = [arg for arg in argv if arg != "--json"]
+    for name in names:
+        if name.startswith("-"):
+            raise BadInput(f"unknown option '{name}': raafl algorithms takes names and --json only")
+        one_of("algorithm", name, [*ALGORITHMS, NAME])
+    if NAME in names:
+        from raafl.plan.choose import Table
+
+        known = Table.load()
+        return json.dumps(known.to_json()) if "--json" in argv else known.text()
+    rows = [ALGORITHMS[name]().describe() for name in names or ALGORITHMS]
+    if "--json" in argv:
+        return json.dumps(rows, indent=2)
+    if names:
+        return "\n\n".join(whole(ALGORITHMS[row["name"]], row, width) for row in rows)
+    return table(rows, width) if width >= _TABLE_FROM else paragraphs(rows, width)
 
 
 def table(rows: list[dict[str, str]], width: int) -> str:

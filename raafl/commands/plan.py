@@ -74,11 +74,11 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
         raise BadInput("plan needs a config: give --config FILE, or --measure, --answer or --profiles (see --help)")
     check_plain("plan", rest)
     with quick_imports():
-        from raafl.config.parse import parse
+        from raafl.commands.auto import parse_run
         from raafl.plan.plan import make_plan
         from raafl.plan.show import text
 
-        parsed = parse("plan", rest)
+        parsed = parse_run("plan", rest)
     names = None if own.algorithms is None else [name for name in own.algorithms.split(",") if name]
     plan = make_plan(parsed.experiment, names, own.updates, here)
     if parsed.as_json:

@@ -384,7 +384,7 @@ def expand_algorithm(argv: Sequence[str]) -> list[str]:
             if not name or name.startswith("--"):
                 raise BadInput(f"{option} needs a name: {', '.join(sorted(ALGORITHMS))}")
             if "." not in name and not name.startswith("{"):
-                one_of("algorithm", name, ALGORITHMS)
+                one_of("algorithm", name, [*ALGORITHMS, "auto"])
                 name = f"raafl.{name}"
             item = f"{option}={name}"
         expanded.append(item)

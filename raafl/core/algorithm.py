@@ -16,7 +16,7 @@ A toy algorithm, whole: clients train the full model one at a time, and the newe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -245,7 +245,12 @@ class Merge(Part, ABC):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A federated algorithm: a frozen record of five parts, made by a factory in `raafl.algorithms`."""
+    """A federated algorithm: a frozen record of five parts, made by a factory in `raafl.algorithms`.
+
+    Attributes:
+        chosen: plain data on why raafl has chosen it (`raafl.plan.choose`), for the journal; its ``reasons`` are notes of the
+            run. None = the user has chosen.
+    """
 
     name: str
     paper: str
@@ -254,6 +259,7 @@ class Algorithm:
     local: Local
     trigger: Trigger
     merge: Merge
+    chosen: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
 
     def describe(self) -> dict[str, str]:
         """Return the algorithm's name, its paper, and its five parts in words."""
@@ -264,7 +270,8 @@ class Algorithm:
         """Collect the notes of all five parts for the start of a run."""
         stale = self.merge.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))
         return (
-            self.select.notes(fleet)
+            list((self.chosen or {}).get("reasons", ()))
+            + self.select.notes(fleet)
             + self.local.notes(fleet.state.submodels)
             + self.merge.notes(fleet.state, num_clients)
             + (fleet.plan.notes(num_clients) if fleet.plan is not None else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ class Plan:
         axes: axes of the model, from `raafl.parts.select.axis_report.facts`.
         by_the_loop: reason why clients cannot be trained as one batch; None = no known reason.
         guessed: part of the whole model's cost that is guessed, with the reason (`raafl.submodel.Cost`); "" = none.
+        chosen: plain data on why raafl has chosen the config's own algorithm (`raafl.plan.choose`); None = the user has.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Plan:
     axes: dict[str, Any]
     by_the_loop: str | None = None
     guessed: str = ""
+    chosen: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain data; infinite values become None."""
@@ -98,7 +100,8 @@ def make_plan(
     axes = facts(world.cut_submodels(), RATES, world.batch_size)
     loop = _by_the_loop(experiment, submodels)
     return Plan(
-        experiment.name, len(world.clients), world.batch_size, cost.params, rows, devices, advice, found, axes, loop, cost.guessed
+        experiment.name, len(world.clients), world.batch_size, cost.params, rows, devices, advice, found, axes, loop, cost.guessed,
+        own.chosen,
     )  # fmt: skip
 
 

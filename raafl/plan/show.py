@@ -43,7 +43,8 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
             "Other algorithms take minutes with a model of this size: --algorithms all, or names, predicts them."
         )
     shown += [f"Times and memory are a guess: {plan.guessed}."] if plan.guessed else []
-    return "\n\n".join([head, *shown])
+    reasons = (plan.chosen or {}).get("reasons", ())
+    return "\n\n".join([head, *(["\n".join(reasons)] if reasons else []), *shown])
 
 
 def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int | None = None) -> str:

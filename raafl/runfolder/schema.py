@@ -38,7 +38,8 @@ class JournalRow(TypedDict, total=False):
 
     Its fields by `event`, beside `time_s`, on the run's clock:
 
-    - run, the first: runtime, conditions, start, title, goals, guard (what it refuses by default);
+    - run, the first: runtime, conditions, start, title, goals, guard (what it refuses by default), and where raafl has chosen
+      the method chosen: the method, its settings, reasons, and the figures behind them;
     - joined: client, incarnation, num_samples, own_data, profile; lost: client, incarnation, reason, counts (true
       where it left a task unanswered until the timeout);
     - assigned: the fields of an `Assignment`; arrived: assignment, client, incarnation, num_samples, refusal, fingerprint;
@@ -58,6 +59,7 @@ class JournalRow(TypedDict, total=False):
     title: str
     goals: Any
     guard: dict[str, Any]
+    chosen: dict[str, Any]
     client: int
     incarnation: Any
     num_samples: int

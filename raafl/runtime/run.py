@@ -283,6 +283,8 @@ class Run:
             "conditions": conditions(experiment, trains=self.runtime == "simulated"), "start": self._start(),
             "title": title, "goals": self._goals().to_json(), "guard": {"max_norm_ratio": max_norm_ratio(experiment)},
         }  # fmt: skip
+        if experiment.algorithm.chosen is not None:
+            row["chosen"] = dict(experiment.algorithm.chosen)
         self._writer.event(row)
         self._writer.seal(self._writer.sealed(), 0, [CONFIG])
         self.record.restart_clock()

@@ -1,0 +1,222 @@
+"""Learn from a grid's result which method suits which fleet, and what such choices are worth on fleets left out.
+
+The result is that of `raafl compare benchmarks/unequal/small.yaml`; what is learnt is the table of `algorithm: auto`
+(`raafl/plan/choices.json`), and its error goes to `benchmarks/results/auto.json`.
+
+    python -m benchmarks.choices [GRID.json] [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+
+from benchmarks.common import Row, report, table
+from raafl.compare.statistics import interval
+from raafl.config.experiment import Experiment
+from raafl.config.parse import parse
+from raafl.plan.auto import auto
+from raafl.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, FleetSummary, Table, choose
+from raafl.plan.dry import World
+
+GRID = Path(__file__).parent / "results" / "unequal-small.json"
+RESULT = Path(__file__).parent / "results" / "auto.json"
+
+Key = tuple[str, str]
+"""Names of a fleet and of a task."""
+
+
+@dataclass(frozen=True)
+class MethodRuns:
+    """Runs of one method in one cell of the grid, over seeds: seconds and updates to the target, and how many reached it."""
+
+    seconds: Mapping[int, float]
+    updates: float
+    reached: int
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> MethodRuns | None:
+        """Read a row of a cell; None where no run of it has ended.
+
+        A run that did not reach the target counts as `NOT_REACHED` times its length.
+        """
+        done = [run for run in row["runs"] if "error" not in run and run["updates"]]
+        if not done:
+            return None
+        to = {run["seed"]: next(iter(run["time_to"].values())) for run in done}
+        seconds = {run["seed"]: to[run["seed"]] or NOT_REACHED * run["time_s"] for run in done}
+        updates = [seconds[run["seed"]] * run["updates"] / run["time_s"] for run in done]
+        return cls(seconds, median(updates), sum(one is not None for one in to.values()))
+
+
+def learn(grid: Mapping[str, Any]) -> tuple[Table, dict[Key, dict[str, MethodRuns]], dict[Key, Experiment]]:
+    """Return the table of a grid's result, without its error, and by fleet and task what was shown and an experiment."""
+    seen: dict[Key, dict[str, MethodRuns]] = {}
+    experiments: dict[Key, Experiment] = {}
+    cells, fleets = [], {}
+    for cell in grid["cells"]:
+        found = {row["row"]: one for row in cell["rows"] if (one := MethodRuns.of(row)) is not None}
+        if len(found) < 2:
+            continue
+        key = cell["fleet"], cell["task"]
+        command = next(run["command"] for row in cell["rows"] for run in row["runs"])
+        experiments[key] = replace(parse("simulate", _options(command)).experiment, algorithm=auto())
+        seen[key], fleets[key] = found, FleetSummary.of(World(experiments[key]))
+        updates = {label: round(one.updates, 2) for label, one in found.items()}
+        cells.append(Cell(*key, fleets[key].features, updates))
+    if not cells:
+        raise SystemExit("the grid's result has no cell with two methods")
+    sample = next(iter(fleets.values()))
+    first = next(iter(seen))[1]
+    candidates = [
+        candidate(label, method, grid, first, sample)
+        for label, method in grid["methods"].items()
+        if any(label in found for found in seen.values())
+    ]
+    return Table(candidates, cells), seen, experiments
+
+
+def _options(command: str | Sequence[str]) -> list[str]:
+    words = shlex.split(command) if isinstance(command, str) else list(command)
+    return words[words.index("simulate") + 1 :]
+
+
+def candidate(
+    label: str, method: Mapping[str, Any], grid: Mapping[str, Any], task: str, fleet: FleetSummary
+) -> Candidate:  # fmt: skip
+    """Return a method of the grid as a candidate, with the settings that the search of one task found.
+
+    Args:
+        label: of its rows.
+        method: its options.
+        grid: result of the grid.
+        task: name of that task.
+        fleet: of its cells.
+    """
+    rows = [row for cell in grid["cells"] if cell["task"] == task for row in cell["rows"] if row["row"] == label]
+    searched = [row["searched"]["settings"] for row in rows if row.get("searched")]
+    words = [*method["options"], *method["tasks"].get(task, ()), *(searched[0] if searched else ())]
+    pairs = dict(zip(words[::2], words[1::2], strict=True))
+    settings: dict[str, Any] = {}
+    for option, value in pairs.items():
+        name = option.removeprefix("--algorithm.")
+        if name == option:
+            continue
+        value = yaml.safe_load(value) if isinstance(value, str) and "{" not in value else value
+        if name.startswith("submodel."):
+            settings["submodel"] = {**settings.get("submodel", {}), name.removeprefix("submodel."): value}
+        elif name == "submodel":
+            settings["submodel"] = {}
+        else:
+            settings[name] = value
+    return Candidate(label, pairs["--algorithm"], settings, fleet.num_clients, fleet.steps)
+
+
+def left_out(
+    table: Table, seen: Mapping[Key, Mapping[str, MethodRuns]], choose_for: Callable[[Key, Table], str]
+) -> list[Row]:  # fmt: skip
+    """Choose for each cell by the other fleets alone; return a row for each, with the times over the best and over FedBuff's.
+
+    Args:
+        table: what all fleets have shown.
+        seen: runs of each method, by fleet and task.
+        choose_for: function that returns the label chosen for a fleet and task by the table that it is given.
+    """
+    rows = []
+    for cell in table.cells:
+        others = replace(table, cells=[one for one in table.cells if one.fleet != cell.fleet])
+        here = seen[cell.fleet, cell.task]
+        chosen = choose_for((cell.fleet, cell.task), others)
+        times = {label: median(one.seconds.values()) for label, one in here.items()}
+        best = min(times, key=lambda label: times[label])
+        buffered = _plain_fed_buff(table)
+        rows.append({
+            "fleet": cell.fleet, "task": cell.task, "chosen": chosen, "best": best,
+            "ratio": times[chosen] / times[best], "reached": here[chosen].reached, "seeds": len(here[chosen].seconds),
+            "over_fed_buff": times[chosen] / times[buffered] if buffered in times else None,
+            "logs_over_fed_buff": _logs(here, chosen, buffered),
+            **{f"always {label}": times[label] / times[best] for label in times},
+        })  # fmt: skip
+    return rows
+
+
+def _plain_fed_buff(table: Table) -> str:
+    found = [one.label for one in table.candidates if one.method == "fed_buff" and "submodel" not in one.settings]
+    return found[0] if found else ""
+
+
+def _logs(here: Mapping[str, MethodRuns], chosen: str, buffered: str) -> list[float]:
+    """Return the logarithm of the chosen method's time over FedBuff's, for each seed that both have."""
+    if buffered not in here:
+        return []
+    ours, theirs = here[chosen].seconds, here[buffered].seconds
+    return [math.log(ours[seed] / theirs[seed]) for seed in ours if seed in theirs]
+
+
+def summary(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, Any]:
+    """Summarize the rows: return the median and the worst ratio, and the ratio to FedBuff with its interval.
+
+    The interval is over the cells, each by the mean over its seeds, which share their fleet and task.
+    """
+    logs = [fmean(row["logs_over_fed_buff"]) for row in rows if row["logs_over_fed_buff"]]
+    found = interval(logs)
+    half = None if found is None else found.half
+    always = {label: [row[f"always {label}"] for row in rows if f"always {label}" in row] for label in labels}
+    return {
+        "median": median(row["ratio"] for row in rows), "worst": max(row["ratio"] for row in rows), "cells": len(rows),
+        "over_fed_buff": None if found is None else math.exp(found.mean),
+        "over_fed_buff_low": None if found is None or half is None else math.exp(found.mean - half),
+        "over_fed_buff_high": None if found is None or half is None else math.exp(found.mean + half),
+        "always": {label: {"median": median(v), "worst": max(v)} for label, v in always.items() if v},
+    }  # fmt: skip
+
+
+def rules(shown: Mapping[str, Any]) -> list[Row]:
+    """Return a row for auto, and one for each method that is always taken, the best first.
+
+    Args:
+        shown: summary of the choices.
+    """
+    auto_row = {"rule": "auto", "median": shown["median"], "worst": shown["worst"]}
+    if shown["over_fed_buff_low"] is not None:
+        names = ("over_fed_buff", "over_fed_buff_low", "over_fed_buff_high")
+        auto_row["over_fed_buff"] = "{:.2f} ({:.2f} to {:.2f})".format(*(shown[name] for name in names))
+    always = sorted(shown["always"].items(), key=lambda item: item[1]["median"])
+    return [auto_row, *({"rule": f"always {label}", **one} for label, one in always)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the table and its error, or with ``--check`` only print them."""
+    parser = ArgumentParser(prog="python -m benchmarks.choices")
+    parser.add_argument("grid", type=Path, nargs="?", default=GRID, help="result of the grid")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    grid = json.loads(options.grid.read_text())
+    found, seen, experiments = learn(grid)
+    rows = left_out(found, seen, lambda key, others: choose(experiments[key], others).candidate.label)
+    shown = summary(rows, [one.label for one in found.candidates])
+    for row in rows:
+        row.pop("logs_over_fed_buff")
+    print(table([{name: value for name, value in row.items() if not name.startswith("always")} for row in rows]))
+    print(json.dumps(shown, indent=1))
+    if options.check:
+        return
+    found = replace(found, held_out={name: shown[name] for name in ("median", "worst", "cells")})
+    made = {"made": {"by": "python -m benchmarks.choices", "grid": grid["name"], "date": grid.get("date")}}
+    TABLE.write_text(json.dumps({**made, **found.to_json()}, indent=1) + "\n")
+    parts = [{"part": "cell", **row} for row in rows] + [{"part": "rule", **row} for row in rules(shown)]
+    RESULT.write_text(json.dumps(report(parts, grid=grid["name"], summary=shown), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

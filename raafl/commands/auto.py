@@ -1,0 +1,51 @@
+"""Parse a command line, and choose the method where the config leaves that to raafl (`algorithm: raafl.auto`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from raafl.config.argv import name_of, without
+from raafl.config.parse import Parsed, parse
+
+if TYPE_CHECKING:
+    from raafl.plan.choose import Choice
+
+
+def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = None) -> Parsed:
+    """Parse a command line into an experiment whose method is named; errors are those of `parse`.
+
+    The chosen method stands in the text of the config, so that run folder, resume, replay and clients have the same.
+    Every process of a run chooses for itself, from the same config to the same end.
+
+    Args:
+        command: name of the command.
+        argv: options of the command line.
+        config_yaml: text of a checked config; see `parse`.
+    """
+    parsed = parse(command, argv, config_yaml=config_yaml)
+    if parsed.experiment.algorithm.name != "auto":
+        return parsed
+    from raafl.plan.choose import choose, is_open
+
+    if not is_open(parsed.experiment.algorithm):
+        return parsed
+    parsed.experiment.check(needs_end=False)
+    return with_choice(command, argv, choose(parsed.experiment), config_yaml)
+
+
+def with_choice(command: str, argv: Sequence[str], choice: Choice, config_yaml: str | None = None) -> Parsed:
+    """Parse a command line with the chosen method in the place of auto.
+
+    Args:
+        command: name of the command.
+        argv: options of the command line.
+        choice: method that was chosen.
+        config_yaml: text of a checked config; see `parse`.
+    """
+    others = [item for item in argv if name_of(item).startswith("--algorithm.")]
+    rest = without(argv, "--algorithm", *map(name_of, others))
+    again = parse(command, [*rest, *choice.candidate.options()], config_yaml=config_yaml)
+    algorithm = replace(again.experiment.algorithm, chosen=choice.to_json())
+    return replace(again, experiment=replace(again.experiment, algorithm=algorithm))

@@ -1,0 +1,385 @@
+"""Choose a method and its settings for a fleet: seconds for an update from a dry run, updates to a target from runs of a grid.
+
+The time to a target is the product of the two. The first follows from this fleet alone and is exact on the virtual clock
+(`raafl.plan.dry`). The second is learnt: `choices.json` has, for each fleet and task of the grid, how many updates each method
+took; fleets count by how near they are (`Features`). `python -m benchmarks.choices` makes that file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median_low
+from typing import Any
+
+from raafl.algorithms import ALGORITHMS
+from raafl.config.experiment import Experiment
+from raafl.core.algorithm import Algorithm
+from raafl.core.types import ClientInfo, Work
+from raafl.errors import BadInput, nearest
+from raafl.parts.select.rate_select import RateSelect
+from raafl.plan.auto import NAME, Unchosen
+from raafl.plan.dry import Prediction, World, predict
+
+TABLE = Path(__file__).with_name("choices.json")
+TASK_S = "{task_s}"
+"""Stands in a method's settings for the seconds that a task of a submodel may take."""
+TASK_SHARE = 1.2
+"""These seconds over those of the median client's task with the whole model, as in the grid."""
+NOT_REACHED = 2.0
+"""A run that did not reach its target counts as reaching it after so many times the updates that it merged."""
+_SCALES = {"slowest": 1.0, "fastest": 1.0, "link": 0.3, "fits": 0.3, "present": 0.3, "clients": 1.0}
+_MOST_UPDATES, _UPDATES_EACH = 400, 10
+_MOMENTS, _TASKS_AHEAD = 64, 50
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """A fleet in numbers, with the whole model's task as the measure.
+
+    Attributes:
+        slowest: base-2 logarithm of the slowest client's seconds for a task over the median client's.
+        fastest: base-2 logarithm of the median client's over the fastest's.
+        link: share of the median client's task that is transfers.
+        fits: share of the clients whose memory the whole model fits.
+        present: mean share of the time in which a client is there.
+        clients: base-10 logarithm of their number.
+    """
+
+    slowest: float
+    fastest: float
+    link: float
+    fits: float
+    present: float
+    clients: float
+
+    def distance(self, other: Features) -> float:
+        """Return the Euclidean distance, each number over a scale of its own: a factor of 2, a factor of 10, or 30 %."""
+        ours, theirs = asdict(self), asdict(other)
+        return math.sqrt(sum(((ours[name] - theirs[name]) / scale) ** 2 for name, scale in _SCALES.items()))
+
+    def sentence(self) -> str:
+        """Describe the fleet in words."""
+        return (
+            f"slowest client {2**self.slowest:.3g} x the median, fastest 1/{2**self.fastest:.3g}; {self.link:.0%} of a task "
+            f"is transfers; the model fits {self.fits:.0%}; a client is there {self.present:.0%} of the time"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSummary:
+    """Numbers of an experiment's fleet by which a method is chosen.
+
+    Attributes:
+        features: speeds, links, memory and hours of the fleet.
+        num_clients: number of clients (N).
+        median_s: seconds of the median client's task with the whole model.
+        steps: local steps of the median client's task.
+    """
+
+    features: Features
+    num_clients: int
+    median_s: float
+    steps: int
+
+    @classmethod
+    def of(cls, world: World) -> FleetSummary:
+        """Compute the numbers of an experiment's fleet."""
+        fleet = world.fleet(ALGORITHMS["fed_avg"]())
+        times = {client.id: fleet.task_time(client, Work()) for client in world.clients}
+        seconds = sorted(max(time.total_s, 1e-9) for time in times.values())
+        median_s = median_low(seconds)
+        links = [(time.down_s + time.up_s) / max(time.total_s, 1e-9) for time in times.values()]
+        steps = [
+            fleet.training.samples(Work(), c.num_samples, world.batch_size) / world.batch_size for c in world.clients
+        ]
+        features = Features(
+            slowest=math.log2(seconds[-1] / median_s),
+            fastest=math.log2(median_s / seconds[0]),
+            link=median_low(links),
+            fits=fmean(fleet.fits(client, Work().spec) for client in world.clients),
+            present=fmean(_present(client, median_s) for client in world.clients),
+            clients=math.log10(len(world.clients)),
+        )
+        return cls(features, len(world.clients), median_s, max(math.ceil(median_low(steps)), 1))
+
+
+def _present(client: ClientInfo, task_s: float) -> float:
+    """Return the share of a period, or of the next tasks, in which a client may work."""
+    horizon_s = client.profile.period_s or _TASKS_AHEAD * task_s
+    return fmean(client.profile.available((i + 0.5) / _MOMENTS * horizon_s) for i in range(_MOMENTS))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A method with settings.
+
+    Attributes:
+        label: name of the grid's row.
+        method: name of the algorithm.
+        settings: arguments of its factory; ``submodel`` as arguments of `raafl.parts.RateSelect`.
+        num_clients: number of clients in the grid.
+        steps: local steps of the grid's task to which counts of steps belong.
+    """
+
+    label: str
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_clients: int = 1
+    steps: int = 1
+
+    def for_fleet(self, fleet: FleetSummary) -> Candidate:
+        """Return the candidate with its settings carried over to another fleet.
+
+        Where clients start again at each arrival and C work at once, an update is merged C - 1 updates after its start, on
+        average, whatever the speeds (the discrete Little's law of Alahyane et al. 2025, arXiv 2502.08206), so about
+        (C - 1) / K merges after it with a buffer of K. This staleness is kept as it was in the grid: by the buffer, or where
+        there is none by the concurrency.
+        """
+        found: dict[str, Any] = {
+            name: max(1, round(value * fleet.steps / self.steps)) if name.endswith("_steps") else value
+            for name, value in self.settings.items()
+        }
+        trigger = ALGORITHMS[self.method]().trigger
+        if "buffer_size" in found and self.num_clients > 1:
+            scaled = found["buffer_size"] * (fleet.num_clients - 1) / (self.num_clients - 1)
+            found["buffer_size"] = max(1, round(scaled))
+        elif trigger.restart == "arrival" and trigger.staleness(2) > 0 and fleet.num_clients > self.num_clients:
+            found["concurrency"] = self.num_clients
+        if "submodel" in found:
+            limit = {
+                name: fleet.median_s * TASK_SHARE if value == TASK_S else value
+                for name, value in found["submodel"].items()
+            }
+            if "seconds" in limit:  # on a virtual clock without variation what is measured is what was predicted
+                limit["measured"] = True
+            found["submodel"] = {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in limit.items()}
+        return replace(self, settings=found)
+
+    def algorithm(self) -> Algorithm:
+        """Build the algorithm. Raises `BadInput` as its factory does."""
+        made = dict(self.settings)
+        if "submodel" in made:
+            made["submodel"] = RateSelect(**made["submodel"])
+        return ALGORITHMS[self.method](**made)
+
+    def options(self) -> list[str]:
+        """Return the options of the command line that ask for it."""
+        shown = {
+            name: {"class_path": "raafl.parts.RateSelect", "init_args": value} if name == "submodel" else value
+            for name, value in self.settings.items()
+        }
+        return [
+            "--algorithm",
+            self.method,
+            *(f"--algorithm.{name}={json.dumps(value)}" for name, value in shown.items()),
+        ]
+
+    def __str__(self) -> str:
+        settings = ", ".join(
+            _submodels(value) if name == "submodel" else f"{name} {value}" for name, value in self.settings.items()
+        )
+        return f"{self.method} ({settings})" if settings else self.method
+
+
+def _submodels(settings: Mapping[str, Any]) -> str:
+    seconds = settings.get("seconds")
+    return "submodels" if seconds is None or seconds == TASK_S else f"submodels of {seconds:.3g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Updates that the methods took on one fleet of the grid, for one task.
+
+    Attributes:
+        fleet, task: names of the grid's files.
+        features: numbers of the fleet.
+        updates: updates to the target by label, median over seeds; see `NOT_REACHED`.
+    """
+
+    fleet: str
+    task: str
+    features: Features
+    updates: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Knowledge of methods: candidates, cells of the grid, and how its choices did on fleets left out."""
+
+    candidates: Sequence[Candidate]
+    cells: Sequence[Cell]
+    held_out: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path = TABLE) -> Table:
+        """Read the table.
+
+        Raises:
+            BadInput: there is none.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise BadInput("algorithm is auto, but this version has no table of choices: name a method") from None
+        cells = [Cell(**{**one, "features": Features(**one["features"])}) for one in data["cells"]]
+        return cls([Candidate(**one) for one in data["candidates"]], cells, data["held_out"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the table as plain data."""
+        return asdict(self)
+
+    def updates(self, features: Features) -> dict[str, float]:
+        """Return the updates that each candidate needs on a fleet, over those of the best, by label.
+
+        It is the geometric mean over the cells, each weighted by ``exp(-d^2)`` of its distance d; of a far fleet the cells
+        count about alike.
+        """
+        squares = [cell.features.distance(features) ** 2 for cell in self.cells]
+        weights = [math.exp(min(squares) - square) for square in squares]
+        found = {}
+        for one in self.candidates:
+            logs = [
+                (weight, math.log(cell.updates[one.label] / min(cell.updates.values())))
+                for weight, cell in zip(weights, self.cells, strict=True)
+                if one.label in cell.updates
+            ]
+            total = sum(weight for weight, _ in logs)
+            if total > 1e-6:
+                found[one.label] = math.exp(sum(weight * log for weight, log in logs) / total)
+        return found
+
+    def text(self) -> str:
+        """Describe how `auto` chooses, among what, and how it did on fleets left out."""
+        fleets, tasks = (dict.fromkeys(getattr(cell, name) for cell in self.cells) for name in ("fleet", "task"))
+        held = self.held_out
+        error = "not known"
+        if held:
+            error = f"{held['median']:.2f} x the best time (median of {held['cells']} cells), {held['worst']:.2f} x at worst"
+        lines = [
+            "auto  (chosen before the run)",
+            "  expected time = seconds of an update here, by a dry run, x updates to a target on the nearest fleets of the grid",
+            f"  grid: {', '.join(fleets)}; {', '.join(tasks)}",
+            *(f"  candidate: {one.label}: {one}" for one in self.candidates),
+            f"  on fleets left out: {error}",
+            "  --algorithm.methods '[fed_buff, fed_avg]' chooses among these alone",
+        ]
+        return "\n".join(lines)
+
+    def nearest(self, features: Features) -> list[str]:
+        """Return the names of the grid's fleets, the nearest first."""
+        return list(
+            dict.fromkeys(cell.fleet for cell in sorted(self.cells, key=lambda c: c.features.distance(features)))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The chosen method, and why.
+
+    Attributes:
+        candidate: chosen method with settings for this fleet.
+        scores: expected time to a target of each candidate, over that of the chosen one; best first.
+        problems: reasons why others cannot be run, by label.
+        reasons: two lines for the user.
+        features: numbers of the fleet.
+    """
+
+    candidate: Candidate
+    scores: Mapping[str, float]
+    problems: Mapping[str, str]
+    reasons: tuple[str, str]
+    features: Features
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the choice as plain data, for the journal."""
+        own = self.candidate
+        return {
+            "method": own.method, "settings": dict(own.settings), "reasons": list(self.reasons),
+            "scores": {name: round(score, 4) for name, score in self.scores.items()}, "problems": dict(self.problems),
+            "features": {name: round(value, 4) for name, value in asdict(self.features).items()},
+        }  # fmt: skip
+
+
+def choose(experiment: Experiment, table: Table | None = None) -> Choice:
+    """Choose the method of an experiment whose algorithm is `raafl.plan.auto.auto`; the same each time.
+
+    Args:
+        experiment: configuration of the run.
+        table: knowledge of methods; None = raafl's own.
+
+    Raises:
+        BadInput: no method of the table can be run, or one that was asked for is not in it.
+    """
+    table, world = table or Table.load(), World(experiment)
+    fleet = FleetSummary.of(world)
+    candidates = [one.for_fleet(fleet) for one in _asked_for(experiment, table)]
+    needed = table.updates(fleet.features)
+    most = min(_MOST_UPDATES, _UPDATES_EACH * fleet.num_clients)
+    scores, problems = dict[str, float](), dict[str, str]()
+    seconds: dict[str, float] = {}
+    for one in candidates:
+        predicted = _predicted(world, one, most)
+        if predicted.update_s is None or predicted.note is not None or one.label not in needed:
+            problems[one.label] = predicted.problem or predicted.note or "the grid's near fleets have no run of it"
+        else:
+            seconds[one.label] = predicted.update_s
+            scores[one.label] = predicted.update_s * needed[one.label]
+    if not scores:
+        label, why = next(iter(problems.items()))
+        raise BadInput(f"algorithm is auto, but no method of its table can be run; {label}: {why}")
+    order = sorted(scores, key=lambda label: (scores[label], label))
+    best = next(one for one in candidates if one.label == order[0])
+    relative = {label: scores[label] / scores[order[0]] for label in order}
+    reasons = _reasons(best, relative, seconds[best.label], fleet, table)
+    return Choice(best, relative, problems, reasons, fleet.features)
+
+
+def chosen(experiment: Experiment, choice: Choice) -> Experiment:
+    """Return the experiment with the chosen method, which carries the reasons into the run's journal."""
+    return replace(experiment, algorithm=replace(choice.candidate.algorithm(), chosen=choice.to_json()))
+
+
+def is_open(algorithm: Algorithm) -> bool:
+    """Check whether the method is still to be chosen."""
+    return algorithm.name == NAME and isinstance(algorithm.select, Unchosen)
+
+
+def _asked_for(experiment: Experiment, table: Table) -> list[Candidate]:
+    select = experiment.algorithm.select
+    names = select.methods if isinstance(select, Unchosen) else None
+    if names is None:
+        return list(table.candidates)
+    known = [one.method for one in table.candidates]
+    for name in names:
+        if name not in known:
+            raise BadInput(
+                f"algorithm.methods has '{name}', of which the table of choices has no run: {nearest(name, known)}"
+            )
+    return [one for one in table.candidates if one.method in names]
+
+
+def _predicted(world: World, candidate: Candidate, most: int) -> Prediction:
+    try:
+        return predict(world, candidate.algorithm(), candidate.label, most)
+    except (BadInput, TypeError) as error:
+        return Prediction(candidate.label, problem=" ".join(str(error).split()))
+
+
+def _reasons(
+    best: Candidate, scores: Mapping[str, float], update_s: float, fleet: FleetSummary, table: Table
+) -> tuple[str, str]:  # fmt: skip
+    others = [f"{label} {score:.2g} x" for label, score in list(scores.items())[1:4]]
+    beside = f"; expected time beside it: {', '.join(others)}" if others else ""
+    near = " and ".join(table.nearest(fleet.features)[:2])
+    held = table.held_out
+    record = ""
+    if held:
+        record = f"; on fleets left out its choices took {held['median']:.2f} x the best time, {held['worst']:.2f} x at worst"
+    return (
+        f"auto: {best}, an update every {update_s:.3g} s{beside}",
+        f"auto: {fleet.features.sentence()}; nearest in the grid: {near}{record}",
+    )

@@ -1,0 +1,84 @@
+"""What is learnt of a small grid, by hand: updates to the target, settings, and choices for each fleet by the other one."""
+
+import math
+
+import pytest
+
+from benchmarks import choices
+from raafl.plan.choose import Candidate, Cell, Features, Table
+
+NEAR = Features(0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
+FAR = Features(3.0, 1.0, 0.0, 1.0, 1.0, 1.0)
+
+
+def run(seed, time_s, updates, to):
+    return {"seed": seed, "time_s": time_s, "updates": updates, "time_to": {"0.8": to, "0.9": None}}
+
+
+def test_updates_to_a_target_are_those_until_its_time():
+    """100 s have 50 updates, so that 40 s have 20; what is not reached counts as twice the run: 200 s and 100 updates."""
+    row = {
+        "runs": [run(0, 100.0, 50, 40.0), run(1, 100.0, 50, None), run(2, 100.0, 50, 60.0), {"seed": 3, "error": "x"}]
+    }
+    assert choices.MethodRuns.of(row) == choices.MethodRuns({0: 40.0, 1: 200.0, 2: 60.0}, 30.0, 2)
+    assert choices.MethodRuns.of({"runs": [{"seed": 0, "error": "diverged"}]}) is None
+
+
+def test_settings_are_the_method_s_and_those_of_its_search():
+    method = {
+        "options": [
+            "--algorithm",
+            "fed_buff",
+            "--algorithm.buffer_size",
+            "4",
+            "--algorithm.submodel",
+            "raafl.parts.RateSelect",
+            "--algorithm.submodel.seconds",
+            "{task_s}",
+            "--eval_every",
+            "2",
+        ],
+        "tasks": {"mnist": ["--algorithm.staleness", "constant"]},
+    }
+    searched = {"settings": ["--model.lr", "0.1", "--algorithm.server_lr", "0.5"]}
+    grid = {"cells": [{"task": "mnist", "fleet": "a", "rows": [{"row": "Mine", "searched": searched}]}]}
+    fleet = choices.FleetSummary(NEAR, 12, 2.0, 10)
+    assert choices.candidate("Mine", method, grid, "mnist", fleet) == Candidate(
+        "Mine", "fed_buff",
+        {"buffer_size": 4, "submodel": {"seconds": "{task_s}"}, "staleness": "constant", "server_lr": 0.5}, 12, 10,
+    )  # fmt: skip
+
+
+def seen(**seconds):
+    """A cell's rows: two seeds each, who all reached the target, an update each second."""
+    return {label: choices.MethodRuns({0: at, 1: at}, at, 2) for label, at in seconds.items()}
+
+
+@pytest.fixture
+def learnt():
+    """Where updates take as long as each other, each fleet's best is the other's second."""
+    cells = {("a", "mnist"): seen(FedBuff=100.0, FedAvg=50.0), ("b", "mnist"): seen(FedBuff=40.0, FedAvg=80.0)}
+    features = {"a": NEAR, "b": FAR}
+    updates = [
+        Cell(*key, features[key[0]], {name: one.updates for name, one in rows.items()}) for key, rows in cells.items()
+    ]
+    return Table([Candidate("FedBuff", "fed_buff"), Candidate("FedAvg", "fed_avg")], updates), cells
+
+
+def test_a_fleet_is_chosen_for_by_the_others_alone(learnt):
+    """What is best elsewhere takes 100 s over 50 s on a, and 80 s over 40 s on b, which is twice FedBuff's time there."""
+
+    def best_elsewhere(key, others):
+        (cell,) = others.cells
+        assert cell.fleet != key[0]
+        return min(cell.updates, key=cell.updates.get)
+
+    rows = choices.left_out(*learnt, best_elsewhere)
+    assert [(row["fleet"], row["chosen"], row["best"], row["ratio"]) for row in rows] == [
+        ("a", "FedBuff", "FedAvg", 2.0), ("b", "FedAvg", "FedBuff", 2.0),
+    ]  # fmt: skip
+    assert [row["over_fed_buff"] for row in rows] == [1.0, 2.0]
+    found = choices.summary(rows, ["FedBuff", "FedAvg"])
+    assert (found["median"], found["worst"], found["cells"]) == (2.0, 2.0, 2)
+    assert found["over_fed_buff"] == pytest.approx(math.sqrt(2))
+    assert found["always"] == {label: {"median": 1.5, "worst": 2.0} for label in ("FedBuff", "FedAvg")}

@@ -44,6 +44,7 @@ class ClientProcesses:
     def __init__(
         self, rank: int, size: int, begin_sum: BeginSum,
         announce: Callable[[Assignment, FlatTensors], None] = lambda assignment, received: None,
+        failed: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         """Prepare.
 
@@ -52,8 +53,10 @@ class ClientProcesses:
             size: number of processes.
             begin_sum: starts summing a tensor over processes; returns what waits for it.
             announce: on the leader, makes the other processes begin a task; None on the others.
+            failed: called when a task has failed in this process: another may have died, and then ends this one, with a line.
         """
         self.rank, self.size, self._begin_sum, self._announce = rank, size, begin_sum, announce
+        self.failed = failed
         self._share: Share | None = None
         self._buckets: Buckets | None = None
         self._stepped = True

@@ -46,6 +46,8 @@ def attempt(
         raise
     except Exception as error:
         # The other processes of the client's group wait for this one, so there the task cannot be refused in one process alone.
+        if context.process_group is not None:
+            context.process_group.failed()
         if context.process_group is not None or not is_out_of_memory(error):
             raise _failed(trainer.fabric.device, assignment, context, error) from error
         traceback.clear_frames(error.__traceback__)  # they hold the task's tensors

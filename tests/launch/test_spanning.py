@@ -62,12 +62,16 @@ def test_a_sharded_client_needs_less_memory_in_each_process(tmp_path):
     assert sharded_leader < 0.75 * leader and sharded_follower < 0.75 * follower
 
 
-def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, free_port):
+@pytest.mark.quick_cases("whole")
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_when_a_process_dies_the_client_ends_with_a_line_and_is_lost(tmp_path, free_port, kind):
     folder, notes = tmp_path / "run", tmp_path / "started"
     notes.mkdir()
     address = ("--address", f"127.0.0.1:{free_port}", "--certs", str(tmp_path / "certs"))
     CertifiedSites(tmp_path / "certs").site()
     options = ("--config", QUICKSTART, "--clients", "1", "--max_updates", "1000000", "--progress", "quiet")
+    if kind == "sharded":
+        options += ("--algorithm", "diloco", "--fabric.shard", "true")
 
     def events(kind):
         journal = folder / "events.jsonl"

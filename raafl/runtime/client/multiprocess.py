@@ -143,7 +143,7 @@ class ClientGroup:
             self._join_group(site)
             kind = ShardedProcesses if site.experiment.fabric.shard else ClientProcesses
             announce = partial(self._announce, whole=not site.experiment.fabric.shard)
-            return replace(site, process_group=kind(self.rank, self.size, self._begin_sum, announce))
+            return replace(site, process_group=kind(self.rank, self.size, self._begin_sum, announce, self._failed))
 
         return make
 
@@ -205,7 +205,7 @@ class ClientGroup:
         self._join_group(site)
         is_sharded = site.experiment.fabric.shard
         kind = ShardedProcesses if is_sharded else ClientProcesses
-        context = TaskContext(process_group=kind(self.rank, self.size, self._begin_sum))
+        context = TaskContext(process_group=kind(self.rank, self.size, self._begin_sum, failed=self._failed))
         received: FlatTensors | None = None
         while (assignment := tasks.get()) is not None:
             layout = site.trainer.payload.layout(assignment.spec, "sent")
@@ -266,6 +266,10 @@ class ClientGroup:
             self._said.wait(_WORD_S)
             self._end(f"the processes of this client have lost each other: {str(error).splitlines()[0]}")
             raise
+
+    def _failed(self) -> None:
+        """Wait for the thread that knows of a process's death, of which an error in FSDP2's own exchange may be the first sign."""
+        self._said.wait(_WORD_S)
 
     def _end(self, text: str) -> None:
         """End this process at once; of several threads the first says why."""

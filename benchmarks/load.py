@@ -5,8 +5,8 @@ clients: each has a TLS session of its own, says HELLO, and answers every assign
 stands for its training. So 500 clients cost a process, not 500, and the server cannot tell the difference.
 
 A row is a phase of the same server. *Closed*: clients answer at once, as many updates as the server takes. *Paced*: each trains
-for a while first; the delay is from the update's last byte to the next assignment's last byte. CPU seconds are the server's and
-do not depend on what else the machine does; the clock does.
+for a while first; the delay is from the update's last byte to the next assignment's last byte. *Idle*: all are there, and one is
+at work. CPU seconds are the server's and hardly depend on what else the machine does; the clock does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ data:
   class_path: raafl.data.Digits
   init_args: {{batch_size: 32}}
 partition: {{class_path: raafl.data.Iid}}
-algorithm: {{class_path: raafl.fed_async}}
+algorithm: {{class_path: raafl.fed_async, init_args: {{concurrency: {at_work}}}}}
 train: {{num_epochs: 1}}
 emulate: false
 max_time: 1h
@@ -218,12 +218,13 @@ class Stage:
             raise RuntimeError(f"the clients' process has ended after '{line}'")
         return reply
 
-    def phase(self, clients: int, seconds: float, think_s: float) -> Row:
+    def phase(self, name: str, clients: int, seconds: float, think_s: float) -> Row:
         """Let the clients work, after a second to settle; return the row of the phase.
 
         Args:
-            clients: how many have joined.
-            seconds: duration.
+            name: name of the phase.
+            clients: number of clients that have joined.
+            seconds: duration of the phase.
             think_s: wait of a client before an answer.
         """
         self.ask(f"play 1 {think_s}")
@@ -232,7 +233,7 @@ class Stage:
         after, took_s = self.server.cpu_times(), time.monotonic() - began
         cpu_s = after.user + after.system - before.user - before.system
         return {
-            "clients": clients, "think_s": think_s, **figures(told["num_updates"], told["delays"], took_s, cpu_s),
+            "phase": name, "clients": clients, "think_s": think_s, **figures(told["num_updates"], told["delays"], took_s, cpu_s),
             "clients_cpu_share": told["cpu_s"] / took_s, "server_threads": self.server.num_threads(),
             "server_rss_bytes": self.server.memory_info().rss, "machine_load": os.getloadavg()[0],
         }  # fmt: skip
@@ -247,22 +248,29 @@ def figures(num_updates: int, delays: list[float], took_s: float, cpu_s: float) 
         took_s: its duration.
         cpu_s: CPU seconds of the server in it.
     """
-    cuts = statistics.quantiles(delays, n=100) if len(delays) > 1 else [float("nan")] * 99
+    cuts = statistics.quantiles(delays, n=100) if len(delays) > 1 else None
     return {
         "updates_per_s": num_updates / took_s, "updates_per_cpu_s": num_updates / cpu_s if cpu_s else None,
-        "delay_p50_ms": cuts[49] * 1e3, "delay_p99_ms": cuts[98] * 1e3, "server_cpu_share": cpu_s / took_s,
+        "delay_p50_ms": cuts and cuts[49] * 1e3, "delay_p99_ms": cuts and cuts[98] * 1e3, "server_cpu_share": cpu_s / took_s,
     }  # fmt: skip
 
 
 @contextmanager
-def stage(clients: int) -> Iterator[Stage]:
-    """Start a server on the first core and the clients' process on the others."""
+def stage(clients: int, at_work: int | None = None) -> Iterator[Stage]:
+    """Start a server on the first core and the clients' process on the others.
+
+    Args:
+        clients: number of clients of the run.
+        at_work: largest number of them that work at once; None = all.
+    """
     cores = sorted(os.sched_getaffinity(0))
     from benchmarks.wire import certify  # it imports torch
 
     with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         folder = Path(name)
-        (folder / "load.yaml").write_text(_CONFIG.format(clients=clients))
+        (folder / "load.yaml").write_text(
+            _CONFIG.format(clients=clients, at_work="null" if at_work is None else at_work)
+        )
         certify(folder / "certs")
         (folder / "certs" / "sites.yaml").write_text(f"site: {{clients: {list(range(1, clients + 1))}}}\n")
         listener.set_inheritable(True)
@@ -291,7 +299,7 @@ def stage(clients: int) -> Iterator[Stage]:
 
 
 def rows(clients: int = CLIENTS, seconds: float = 10.0) -> list[Row]:
-    """Measure one client, then all, as fast as they can and paced; the last row is what a session holds.
+    """Measure one client, then all: as fast as they can, paced, and idle; the last row has the cost of a session.
 
     Args:
         clients: number of them.
@@ -299,19 +307,20 @@ def rows(clients: int = CLIENTS, seconds: float = 10.0) -> list[Row]:
     """
     with stage(clients) as on:
         on.ask("join 1 1")
-        found = [on.phase(1, seconds, 0.0)]
+        found = [on.phase("closed", 1, seconds, 0.0)]
         before = on.server.memory_info().rss
         start_s, start = time.monotonic(), on.server.cpu_times()
         on.ask(f"join 2 {clients}")
         joined_s, end = time.monotonic() - start_s, on.server.cpu_times()
         join_cpu_s = (end.user + end.system - start.user - start.system) / (clients - 1)
-        found.append(on.phase(clients, seconds, 0.0))
+        found.append(on.phase("closed", clients, seconds, 0.0))
         held = on.server.memory_info().rss - before
-        most = found[-1]["updates_per_s"]
-        found += [on.phase(clients, seconds, clients / (share * most)) for share in (0.5, 0.8)]
-        found += [on.phase(clients, seconds, 1.0)]
+        found += [on.phase("paced", clients, seconds, think_s) for think_s in (4.0, 2.0, 1.0)]
+    with stage(clients, at_work=1) as on:
+        on.ask(f"join 1 {clients}")
+        found.append(on.phase("idle", clients, seconds, seconds))
     session = {"joins_per_s": (clients - 1) / joined_s, "join_cpu_s": join_cpu_s}
-    return [*found, {"clients": clients, "bytes_a_session": round(held / (clients - 1)), **session}]
+    return [*found, {"phase": "session", "clients": clients, "bytes_a_session": round(held / (clients - 1)), **session}]
 
 
 if __name__ == "__main__":

@@ -298,7 +298,7 @@ def stage(clients: int, at_work: int | None = None) -> Iterator[Stage]:
                 process.wait(timeout=60)
 
 
-def rows(clients: int = CLIENTS, seconds: float = 10.0) -> list[Row]:
+def rows(clients: int = CLIENTS, seconds: float = 5.0) -> list[Row]:
     """Measure one client, then all: as fast as they can, paced, and idle; the last row has the cost of a session.
 
     Args:

@@ -71,6 +71,15 @@ docs: .venv/.docs  ## build the documentation site into build/docs (open build/d
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict -f docs/mkdocs/mkdocs.yml
 	@echo "[raafl] build/docs/index.html (to search in it: python -m http.server -d build/docs)"
 
+# Where its database cannot be reached pip-audit audits nothing, and ends well.
+define AUDITED
+import json, sys
+found = json.load(open(sys.argv[1]))["dependencies"]
+bad = [f"{one['name']} {one['version']}: {', '.join(each['id'] for each in one['vulns'])}" for one in found if one.get("vulns")]
+print(f"[raafl] pip-audit: {sum('vulns' in one for one in found)} of {len(found)} packages audited, findings: {bad or 'none'}")
+endef
+export AUDITED
+
 release: .venv/.full  ## build sdist and wheel into dist, check them, install the wheel into an empty environment and run the quick start from it
 	rm -rf dist build/release
 	$(BIN)/python -m build --no-isolation --outdir dist .
@@ -78,6 +87,11 @@ release: .venv/.full  ## build sdist and wheel into dist, check them, install th
 	$(PYTHON) -m venv build/release/env
 	build/release/env/bin/python -m pip install --quiet --disable-pip-version-check --no-compile dist/*.whl
 	cd build/release && env/bin/raafl simulate --config quickstart --output run --progress plain $(ARGS) && env/bin/raafl replay run
+	$(PYTHON) -m venv build/release/tools
+	build/release/tools/bin/python -m pip install --quiet --disable-pip-version-check --no-compile 'cyclonedx-bom<8' 'pip-audit<3'
+	build/release/tools/bin/cyclonedx-py environment --output-reproducible --of JSON -o dist/raafl.cdx.json build/release/env/bin/python
+	-build/release/tools/bin/pip-audit --progress-spinner off --path build/release/env/lib/python3*/site-packages -f json -o build/release/audit.json
+	@build/release/tools/bin/python -c "$$AUDITED" build/release/audit.json
 
 clean:  ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

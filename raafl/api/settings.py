@@ -71,6 +71,8 @@ class Settings(TypedDict, total=False):
     checkpoint_s: float | str | None
     keep_checkpoints: int
     keep_best: str | None
+    safetensors: bool
+    push_to_hub: str | None
     emulate: bool
     server_device: str
     transport: str

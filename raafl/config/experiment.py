@@ -32,6 +32,7 @@ ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 TRANSPORTS = ("staged", "nccl")
 PRECISIONS = ("32-true", "32", "bf16-mixed", "16-mixed")
 """Of Lightning's, those that leave the parameters' dtype as it is: it is that of what travels and is merged."""
+_REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.A)
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -121,6 +122,12 @@ class Experiment:
     keep_best: str | None = field(default=None, metadata=about(
         "a metric, such as accuracy, whose best checkpoint is kept beside the last, as checkpoints/best.ckpt; null = none",
         "METRIC", group="shown", may_change=True))
+    safetensors: bool = field(default=False, metadata=about(
+        "save the final model of a module without save_pretrained as model/model.safetensors, too", "[BOOL]", group="shown",
+        may_change=True))
+    push_to_hub: str | None = field(default=None, metadata=about(
+        "repository of the Hugging Face Hub, such as me/my-model, to which the final model is uploaded with a card, private "
+        "unless it exists; null = none", "OWNER/NAME", group="shown", may_change=True, used_by_replay=False))
     emulate: bool = field(default=True, metadata=about(
         "in a wall-clock run, make each rank take as long as its device would", group="computed"))
     server_device: str = field(default="cpu", metadata=about(
@@ -202,6 +209,7 @@ class Experiment:
         if self.guard.is_on and self.privacy.is_on:
             yield "guard and privacy are both on: leave guard out, privacy clips itself and its sum must take every update"
         yield from self._machine_problems()
+        yield from self._export_problems()
         checks = (
             lambda: seconds("max_time", self.max_time), lambda: seconds("checkpoint_s", self.checkpoint_s),
             lambda: entries(self.logger), self.targets, self.profiles, self._output, self._memory_bytes, self._monitor,
@@ -223,6 +231,14 @@ class Experiment:
             yield f"transport is '{self.transport}': give {' or '.join(TRANSPORTS)}"
         if not re.fullmatch(r"(cpu|cuda)(:\d{1,3})?", self.server_device):
             yield f"server_device is '{self.server_device}': give cpu, or a GPU such as cuda:0"
+
+    def _export_problems(self) -> Iterator[str]:
+        if self.push_to_hub is not None and not _REPOSITORY.fullmatch(self.push_to_hub):
+            yield f"push_to_hub is '{self.push_to_hub}': give OWNER/NAME, the name of a repository"
+        wanted = {"push_to_hub": (self.push_to_hub is not None, "huggingface_hub")}
+        for name, (is_set, package) in (wanted | {"safetensors": (self.safetensors, "safetensors")}).items():
+            if is_set and find_spec(package) is None:
+                yield f"{name} is set, which needs {package}: {installing('hf')}"
 
     def _problems(self) -> Iterator[str]:
         """Yield the problems of the parts, and of what this machine cannot do."""
@@ -286,6 +302,11 @@ class Experiment:
         dealt = assign(devices, self.clients)
         made = {number: limited(one) for number, one in {id(one): one for one in dealt}.items()}  # clients share them
         return [made[id(one)] for one in dealt]
+
+    @property
+    def saves_safetensors(self) -> bool:
+        """Check whether the final model of a plain module is saved as safetensors."""
+        return self.safetensors or self.push_to_hub is not None
 
     @property
     def measures_memory(self) -> bool:

@@ -166,14 +166,14 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
         SystemExit: `--help` or `--print_config` was given.
     """
     from raafl.config.registry import paths
-    from raafl.config.trust import imports_only, is_trusted, of_folder
+    from raafl.config.trust import SENDS, imports_only, is_trusted, of_folder
 
     trusted = TRUST in argv
     argv = expand_algorithm(expand_strict([item for item in argv if item != TRUST]))
     if config_yaml is None and (folder := _resumed(argv)) is not None:
         trusted = is_trusted(folder, asked=trusted)
-        # where a run folder of somebody else is copied to is not for its author to say
-        config_yaml = of_folder(folder, trusted=trusted, without=() if trusted else ("output",))
+        # where this user's model goes is not for the author of somebody else's run folder to say
+        config_yaml = of_folder(folder, trusted=trusted, without=() if trusted else SENDS)
     if not argv and config_yaml is None:
         raise BadInput(NEEDS_CONFIG.format(command))
     _find_project_modules()

@@ -28,6 +28,8 @@ from raafl.sanitize import LARGEST, inside, load_untrusted_yaml, sanitize_text
 _MOST = {f"Experiment.{name}": one.most for name, one in ABOUT.items() if one.most} | {"Device.count": 1_000_000}
 """Beyond which a server only wants to use up what a client has."""
 _MAX_TEXT = 200_000
+SENDS: Final = ("output", "push_to_hub")
+"""Fields that send what a run makes elsewhere: they count in a config of this user's own alone."""
 _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|[+-]?\.?inf|\.?nan", re.I | re.A)
 _WORD: Final = re.compile(r"\w[\w .+-]{0,99}", re.A)
 _DOTTED: Final = re.compile(r"[\w-]{1,60}(\.[\w-]{1,60}){0,20}", re.A)
@@ -138,11 +140,11 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user runs a config here, for `is_trusted`, if it names an object store or classes beside raafl's."""
+    """Record that this user runs a config here, for `is_trusted`, if it sends something or names classes beside raafl's."""
     try:
         tree = _tree(config_yaml)
         _check_names(tree)
-        named = is_url(tree.get("output"))
+        named = is_url(tree.get("output")) or tree.get("push_to_hub") is not None
     except UntrustedValue:
         named = True
     if named:

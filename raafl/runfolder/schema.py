@@ -196,7 +196,7 @@ class Summary(TypedDict, total=False):
     `finished` is the reason why the run ended; `updates_lost_by_reason` splits `updates_lost`; `batched` describes
     which clients were trained as one batch. `model` and `traceback` are files in the folder; `model_copy` is the place
     of a model that could not be saved there. `best` has version, metric and value of `checkpoints/best.ckpt`;
-    `mirror` describes the copy in an object store; `unwritten` counts the rows that each file lacks.
+    `mirror` describes the copy in an object store, `hub` the upload; `unwritten` counts the rows that each file lacks.
     """
 
     algorithm: str
@@ -236,6 +236,7 @@ class Summary(TypedDict, total=False):
     loggers: dict[str, dict[str, Any]]
     traceback: str | None
     mirror: dict[str, Any] | None
+    hub: dict[str, Any] | None
     unwritten: dict[str, int]
     warnings: list[str]
 

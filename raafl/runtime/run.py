@@ -38,6 +38,7 @@ from raafl.runtime.lifecycle.checkpointer import Checkpointer, check_space
 from raafl.runtime.lifecycle.divergence import Divergence
 from raafl.runtime.lifecycle.environment import conditions
 from raafl.runtime.lifecycle.export import save_final
+from raafl.runtime.lifecycle.hub import push_model
 from raafl.runtime.lifecycle.mirror import Mirror
 from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.setup import ServerSetup, build, data_notes, make_executor, max_norm_ratio
@@ -326,9 +327,8 @@ class Run:
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
         with self.statistics.filled(coordinator.state.values, anew=False):
-            summary["model"], summary["model_copy"] = save_final(
-                self.folder, self.saver, self.parts.module, coordinator.state, self.parts.data, self.progress
-            )
+            where = save_final(self.folder, self.saver, self.parts, self.progress, summary)
+        summary["model"], summary["model_copy"] = where
         summary["best"] = self.best.best
         self.observer.end(cast(dict[str, Any], summary))
         summary["finished"] = reason = self.observer.failure or self.divergence.failure or reason
@@ -336,6 +336,7 @@ class Run:
         summary["loggers"] = self.loggers.finish(outcome, summary)
         if self.observer.error is not None:
             summary["traceback"] = leave_traceback(self.folder, reason, self.observer.error)
+        summary["hub"] = push_model(self.parts.experiment.push_to_hub, self.folder, reason, self.progress.warn)
         whole = self.mirror.finish()
         summary["mirror"] = self.mirror.report(whole)
         self._writer.finish(summary, self.saver.num_failed, self.progress.warnings)

@@ -2,7 +2,8 @@
 
 A module with a method `save_pretrained(folder)` is saved to `RUN/model` by it, with the data module's tokenizer beside it:
 `transformers.AutoModel...from_pretrained("RUN/model")` loads both. For any other module the last checkpoint is the final model;
-`LightningModule.load_from_checkpoint` loads it.
+`LightningModule.load_from_checkpoint` loads it, and `RUN/model/model.safetensors` is there, too, where the config asks for it.
+A card beside either says how the model was trained.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,35 +21,39 @@ from raafl.data.federated import FederatedData
 from raafl.data.tokens import WORDS, Tokenizer, load_tokenizer
 from raafl.runfolder import checkpoints as checkpoint_files
 from raafl.runtime.lifecycle.checkpointer import Checkpointer, cause, with_ties
+from raafl.runtime.lifecycle.model_card import model_card
 from raafl.watch.progress import Progress
 
 if TYPE_CHECKING:
     from lightning import LightningModule
 
+    from raafl.runtime.setup import ServerSetup
+
 FOLDER: Final = "model"
+CARD: Final = "README.md"
+SAFETENSORS: Final = "model.safetensors"
 
 
 def save_final(
-    run_folder: Path,
-    saver: Checkpointer,
-    module: LightningModule,
-    state: GlobalState,
-    data: FederatedData,
-    progress: Progress,
-) -> tuple[str | None, str | None]:
+    run_folder: Path, saver: Checkpointer, parts: ServerSetup, progress: Progress, summary: Mapping[str, Any]
+) -> tuple[str | None, str | None]:  # fmt: skip
     """Save the final model; return its path relative to the run folder, and that of a copy elsewhere where it has none.
 
     Args:
         run_folder: folder of the run.
         saver: writer of the checkpoints, closed.
-        module: instance into which the final values are copied.
-        state: state of the server.
-        data: data of the run; a ``tokenizer`` that transformers made is saved too.
+        parts: the run's module, state, data and experiment.
         progress: view that shows errors.
+        summary: summary of the run, for the model's card.
     """
-    path = save_model(run_folder, saver.wait(), module, state, data, progress)
+    module, state, experiment = parts.module, parts.coordinator.state, parts.experiment
+    is_pretrained = callable(getattr(module, "save_pretrained", None))
+    card = model_card(summary, experiment.name, type(module).__name__, is_pretrained=is_pretrained)
+    path = save_model(run_folder, saver.wait(), module, state, parts.data, progress, card)
+    if experiment.saves_safetensors and not is_pretrained:
+        path = _save_safetensors(run_folder, module, state, progress, card) or path
     # a run that was stopped may end without a checkpoint of its last version: then none has failed
-    failed = saver.num_failed > 0 or callable(getattr(module, "save_pretrained", None))
+    failed = saver.num_failed > 0 or is_pretrained
     copy = save_copy(run_folder, module, state, progress) if path is None and failed else None
     return path, copy
 
@@ -60,6 +65,7 @@ def save_model(
     state: GlobalState,
     data: FederatedData,
     progress: Progress,
+    card: str,
 ) -> str | None:
     """Save the final model; return its path relative to the run folder, or None if it could not be saved.
 
@@ -73,12 +79,13 @@ def save_model(
         state: the server's global model.
         data: data whose ``tokenizer`` is saved, too, if it is one of transformers.
         progress: view that shows errors.
+        card: text of the model's card.
     """
     found = None
     if callable(getattr(module, "save_pretrained", None)):
         try:
             state.submodels.load_(module, state.values)
-            found = _save_pretrained(module, tokenizer_of(data.datamodule), run_folder / FOLDER)
+            found = _save_pretrained(module, tokenizer_of(data.datamodule), run_folder / FOLDER, card)
         except Exception as error:  # libraries wrap what the disk says in errors of their own
             progress.warn(
                 f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}; take it from the last "
@@ -120,12 +127,36 @@ def save_copy(run_folder: Path, module: LightningModule, state: GlobalState, pro
     return str(path)
 
 
-def _save_pretrained(module: Any, tokenizer: Any, target: Path) -> Path:
+def _save_pretrained(module: Any, tokenizer: Any, target: Path, card: str) -> Path:
     with _whole(target) as folder:
         module.save_pretrained(str(folder))
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
+        (folder / CARD).write_text(card, encoding="utf-8")
     return target
+
+
+def _save_safetensors(
+    run_folder: Path, module: LightningModule, state: GlobalState, progress: Progress, card: str
+) -> str | None:  # fmt: skip
+    """Save the values of a plain module, and the card, to `RUN/model`; return its path, or None if that fails."""
+    try:
+        from safetensors.torch import save_file
+
+        owned: set[int] = set()
+        named = {}
+        for name, tensor in with_ties(module, state.values).items():  # the format has no tensors that share memory
+            named[name] = (
+                tensor.detach().cpu().contiguous() if id(tensor) not in owned else tensor.detach().cpu().clone()
+            )
+            owned.add(id(tensor))
+        with _whole(run_folder / FOLDER) as folder:
+            save_file(named, folder / SAFETENSORS, metadata={"format": "pt"})
+            (folder / CARD).write_text(card, encoding="utf-8")
+    except Exception as error:  # as in `save_model`
+        progress.warn(f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}")
+        return None
+    return FOLDER
 
 
 def tokenizer_of(datamodule: object) -> object:

@@ -83,4 +83,4 @@ def _rows(entries: Any) -> list[str]:
 def _cell(value: object) -> str:
     """Return a value as plain text in a table: metrics' names and reasons come from others' code."""
     text = sanitize_text(value, 300)
-    return "".join(f"\\{letter}" if letter in "|<>[]`*_#" else letter for letter in text)
+    return "".join(f"\\{letter}" if letter in "\\|<>[]`*_#" else letter for letter in text)

@@ -27,6 +27,8 @@ HEAVY = (
     "pandas",
     "matplotlib",
     "torchmetrics",
+    "prometheus_client",
+    "opentelemetry",
 )
 
 

@@ -223,8 +223,7 @@ class Client:
             _log.warning(f"client {self._info.id}: {refusal}", extra={"private": True})
             return
         except TaskFailed as failed:
-            sends = self.gate.sends_tracebacks
-            told = Failed.of(failed, private=self._info.own_data if sends is None else not sends)
+            told = Failed.of(failed, private=self.gate.hides_tracebacks(self._info.own_data))
             self._give_up(assignment, replace(told, logs=self.gate.log_lines()))
             with suppress(queue.Empty):  # until the server has taken it in
                 self._received.get(timeout=self._waits.stop_s)

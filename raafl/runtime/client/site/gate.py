@@ -63,9 +63,6 @@ class PolicyRefusal(RunFailed):
 class Gate:
     """Gate that lets every task pass, for a client without a policy."""
 
-    sends_tracebacks: bool | None = None
-    """Whether a server is sent an error's traceback, or its kind and place alone; None = unless the client has data of its own."""
-
     stopped: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the task at hand is no longer wanted; set by the client."""
 
@@ -97,6 +94,10 @@ class Gate:
         """Return the metrics that may leave with an update."""
         return dict(metrics)
 
+    def hides_tracebacks(self, own_data: bool) -> bool:
+        """Check whether the server gets an error's kind and place alone; without a policy, where the client has data of its own."""
+        return own_data
+
     def logs_kept(self) -> AbstractContextManager[None]:
         """Return a context in which the log lines that may leave are kept."""
         return nullcontext()
@@ -125,7 +126,6 @@ class SiteGate(Gate):
             BadInput: the books cannot be read or written.
         """
         self.policy, self._say, self._now, self._sleep = policy, say, now, sleep
-        self.sends_tracebacks = policy.tracebacks
         self._logs = None if policy.logs is None else LogBuffer(policy.logs)
         self._hours = policy.windows()
         self._books = None if policy.state is None else SiteBooks(policy.state)
@@ -276,6 +276,10 @@ class SiteGate(Gate):
         if allowed is None:
             return dict(metrics)
         return {name: value for name, value in metrics.items() if any(fnmatchcase(name, one) for one in allowed)}
+
+    def hides_tracebacks(self, own_data: bool) -> bool:
+        """Check whether the server gets an error's kind and place alone; `SitePolicy.tracebacks` decides, whatever the data are."""
+        return not self.policy.tracebacks
 
     def logs_kept(self) -> AbstractContextManager[None]:
         """Return a context in which the lines that `SitePolicy.logs` names are kept."""

@@ -153,8 +153,9 @@ def test_bytes_are_counted_only_where_they_are_bounded():
 
 
 def test_tracebacks_stay_unless_the_site_allows_them():
-    assert not site_gate(fed_avg()).sends_tracebacks and site_gate(fed_avg(), tracebacks=True).sends_tracebacks
-    assert Gate().sends_tracebacks is None
+    gates = Gate(), site_gate(fed_avg()), site_gate(fed_avg(), tracebacks=True)
+    assert [gate.hides_tracebacks(own_data=False) for gate in gates] == [False, True, False]
+    assert [gate.hides_tracebacks(own_data=True) for gate in gates] == [True, True, False]
 
 
 def test_only_named_metrics_leave():

@@ -68,7 +68,7 @@ class Session(threading.Thread):
         """Prepare; `start` connects.
 
         ``connect`` makes the pair; ``moved`` is told of bytes over the link, (down, up); received tensors are to lie on
-        ``device``; ``terms`` are what the client must agree on beside raafl's version and the model; ``known`` is what the run
+        ``device``; ``terms`` are what the client must agree on beside the protocol's version and the model; ``known`` is what the run
         has of it: its share of the data, its profile (None = nothing); ``plan`` None = nothing is compressed, ``local``
         None = nothing is exchanged in the middle of a task.
         """
@@ -180,7 +180,7 @@ class Session(threading.Thread):
         return info, hello
 
     def _checked(self, pair: Connection) -> tuple[ClientInfo, Hello]:
-        """Check that the client runs the same raafl, config and model."""
+        """Check that the client speaks the same protocol and has the same config and model."""
         message = pair.recv(no_tensors, self._waits.join_s)
         if message.kind is Kind.CONFIG and self._terms.config_yaml:
             with self._sending:

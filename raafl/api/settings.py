@@ -58,6 +58,7 @@ class Settings(TypedDict, total=False):
     accumulate_grad_batches: int
     deterministic: bool
     tf32: bool | None
+    shard: bool
     guard: Guard | Mapping[str, Any]
     rounds: Rounds | Mapping[str, Any]
     privacy: Privacy | Mapping[str, Any]

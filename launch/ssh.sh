@@ -76,10 +76,11 @@ end() {
 trap end EXIT
 
 # In a session of its own: Ctrl-C reaches it once, by way of this script, and asks it to end; the second has it end at once.
-setsid raafl serve --config "$config" --address "0.0.0.0:${ADDRESS##*:}" --certs "$CERTS" \
+# SIGINT, which a shell's background process ignores unless told otherwise, ends the clients, too; after SIGTERM they would wait.
+setsid env --default-signal=INT raafl serve --config "$config" --address "0.0.0.0:${ADDRESS##*:}" --certs "$CERTS" \
     --clients "${#lines[@]}" "$@" &
 server=$!
-trap 'kill -TERM "$server" 2>/dev/null' INT TERM HUP
+trap 'kill -INT "$server" 2>/dev/null' INT TERM HUP
 
 for number in "${!lines[@]}"; do
     read -r host folder <<<"${lines[number]}"

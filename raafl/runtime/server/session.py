@@ -68,8 +68,8 @@ class Session(threading.Thread):
         """Prepare; `start` connects.
 
         ``connect`` makes the pair; ``moved`` is told of bytes over the link, (down, up); received tensors are to lie on
-        ``device``; ``terms`` are what the client must agree on beside the protocol's version and the model; ``known`` is what the run
-        has of it: its share of the data, its profile (None = nothing); ``plan`` None = nothing is compressed, ``local``
+        ``device``; ``terms`` are what the client must agree on beside the protocol's version and the model; ``known`` is what the
+        run has of it: its share of the data, its profile (None = nothing); ``plan`` None = nothing is compressed, ``local``
         None = nothing is exchanged in the middle of a task.
         """
         super().__init__(name=f"client-{client}", daemon=True)

@@ -6,6 +6,8 @@ Results of `raafl compare` need no more. For those of a benchmark the marker als
 - `columns: model, flops:.2f as FLOPs`: keys of a row, with a format and a title where wanted;
 - `across: rate of ratio:.2f`: a column for each value of one key, filled with another key; rows with equal columns are one;
 - `where: part=comparison, rate=0.5`: rows with these values alone.
+
+Of the result of a grid the marker names the task, whose times it shows (`task: mnist-mlp`), or a cell (`cell: mnist-mlp, gpus`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from raafl.compare.tables import Cells, cells, sentences, short
+from raafl.compare.grid_result import cell_table
+from raafl.compare.tables import Cells, cells, sentences, short, time_cell
 
 ROOT = Path(__file__).parent.parent
 _TABLE = re.compile(r"(<!-- table: (\S+?)(?:; ([^\n]*))? -->\n).*?(<!-- end of table -->)", re.S)
@@ -53,6 +56,49 @@ def _file_of(name: str) -> str:
             variant = name[place + 1 :]
             return f"{folder}/{name[:place]}.yaml" + (f" --variant {variant}" if variant else "")
     return f"{folder}/{name}.yaml"
+
+
+def task_of(result: dict[str, Any], task: str) -> str:
+    """Return the times to the first target of a task of a grid, methods by fleets, and what the intervals show of each fleet."""
+    cells = {cell["fleet"]: cell for cell in result["cells"] if cell["task"] == task}
+    rows = {(fleet, row["row"]): row for fleet, cell in cells.items() for row in cell["rows"]}
+    target = f"{result['tasks'][task]['targets'][0]:g}"
+    table = [["s to " + target, *cells]]
+    for label in result["methods"]:
+        found = [rows.get((fleet, label)) for fleet in cells]
+        table.append([label, *("not run" if row is None else time_cell(row["time_to"][target]) for row in found)])
+    shown = "\n".join(f"- {fleet}: {_shown_of(cell)}" for fleet, cell in cells.items())
+    missing = sum(len(seeds) for cell in cells.values() for seeds in cell["not_run"].values())
+    verdicts = [row["accepted"] for row in rows.values()]
+    grid = f"benchmarks/unequal/{result['name'].removeprefix('unequal-')}.yaml"
+    made = f"{result['date'][:10]}, {result['hardware']['processor']}, commit `{(result['commit'] or 'unknown')[:8]}`"
+    source = f"`raafl compare {grid}`, {made}.\nMedian over {len(result['seeds'])} seeds."
+    source += f"\nNot run yet: {missing} of the runs." if missing else ""
+    source += f"\nAccepted: {verdicts.count(True)} of {len(verdicts)} rows; refused: {verdicts.count(False)}."
+    return "\n\n".join([source, markdown(table), shown])
+
+
+def _shown_of(cell: dict[str, Any]) -> str:
+    """Return a sentence on which rows a cell's intervals show to be slower than its first."""
+    behind = {row["row"]: row["behind"] for row in cell["rows"] if row["behind"] is not None}
+    if not behind:
+        return "nobody got there."
+    first = next(iter(behind.values()))["of"]
+    slower = [f"{label} ({one['ratio']:.1f} x)" for label, one in behind.items() if one["shown"]]
+    never = [label for label, one in behind.items() if not one["reached"]]
+    level = [label for label, one in behind.items() if label != first and not one["shown"] and one["reached"]]
+    parts = [f"{first} has the best median."]
+    parts += [f"Shown to be slower: {'; '.join(slower)}."] if slower else []
+    parts += [f"Not shown: {'; '.join(level)}."] if level else []
+    parts += [f"Never there: {'; '.join(never)}."] if never else []
+    return "\n  ".join(parts)
+
+
+def cell_of(result: dict[str, Any], spec: str) -> str:
+    """Return all columns of one cell of a grid, `TASK, FLEET`."""
+    task, fleet = spec.split(", ")
+    cell = next(cell for cell in result["cells"] if (cell["task"], cell["fleet"]) == (task, fleet))
+    return markdown(cell_table(cell))
 
 
 def chosen(result: dict[str, Any], spec: str) -> str:
@@ -95,7 +141,12 @@ def renewed(text: str) -> str:
 
     def anew(found: re.Match[str]) -> str:
         result = json.loads((ROOT / found[2]).read_text())
-        return f"{found[1]}\n{chosen(result, found[3]) if found[3] else written(result)}\n\n{found[4]}"
+        spec = found[3] or ""
+        if spec.startswith(("cell: ", "task: ")):
+            text = (cell_of if spec.startswith("cell") else task_of)(result, spec[6:])
+        else:
+            text = chosen(result, spec) if spec else written(result)
+        return f"{found[1]}\n{text}\n\n{found[4]}"
 
     return _TABLE.sub(anew, text)
 

@@ -18,7 +18,7 @@ def run_file(options: Namespace) -> str:
     """Run the grid that a file describes, or with `--verify` rerun and replay a share of its runs; return the text to print.
 
     Args:
-        options: of `raafl compare`.
+        options: parsed options of `raafl compare`.
 
     Raises:
         BadInput: an option, or one of the grid's files, is wrong; before anything is run.

@@ -16,7 +16,7 @@ def energy_kj(folder: Path) -> float | None:
     """Return the kilojoules that a run's clients spent on tasks that ended, transfers included.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
 
     Returns:
         None where the power of a client's device is unknown.

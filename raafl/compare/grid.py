@@ -16,6 +16,7 @@ from raafl.errors import BadInput, at_least, nearest
 Cell = tuple[str, str]
 """Name of a task and of a fleet."""
 
+_ALL = "*"  # the devices of all tasks
 TASK_S = "{task_s}"
 """Stands in a method's options for the seconds that a task should take: the fleet's `task_s` of the task."""
 
@@ -25,12 +26,12 @@ class GridTask:
     """A model with its data: one config.
 
     Attributes:
-        name: the file's.
-        config: of all runs: a file, relative to the task's own, or the name of one that comes with raafl.
-        options: of all runs.
+        name: name of the task's file.
+        config: config of all runs: a file, relative to the task's own, or the name of one that comes with raafl.
+        options: options of all runs.
         search: values of each option that a method tries, unless it has values of its own for this task.
         metric, maximize, targets, smooth: see `Comparison`; ranks are by the first target.
-        about: for the page.
+        about: a sentence for readers.
     """
 
     name: str
@@ -49,15 +50,15 @@ class GridFleet:
     """Devices, with the virtual time that each task gets on them.
 
     Attributes:
-        name: the file's.
-        devices: as in a config: `fleet:NAME`, a device file, or a list of devices.
-        max_time: of a run, by task: seconds, or 90s, 5m, 2h.
+        name: name of the fleet's file.
+        devices: what a config has as `devices`: `fleet:NAME`, a device file, or a list of devices; by task where they differ.
+        max_time: virtual time of a run, by task: seconds, or 90s, 5m, 2h.
         task_s: seconds that a task of a submodel should take, by task; for methods whose options have `{task_s}`.
-        about: for the page.
+        about: a sentence for readers.
     """
 
     name: str
-    devices: str
+    devices: Mapping[str, str]
     max_time: Mapping[str, float | str]
     task_s: Mapping[str, float] = field(default_factory=dict)
     about: str = ""
@@ -68,11 +69,11 @@ class GridMethod:
     """A row of each cell.
 
     Attributes:
-        name: its label.
-        options: of its runs.
+        name: label of its rows.
+        options: options of its runs.
         tasks: further options by task.
         search: values of options that are tried, by task; else those of the task, and equally many.
-        about: for the page.
+        about: a sentence for readers.
     """
 
     name: str
@@ -87,9 +88,9 @@ class GridSearch:
     """Search of a grid: each method gets the same number of trials for each task, on one fleet.
 
     Attributes:
-        fleet: on which trials run; what is best there is taken on all fleets.
-        seeds: of the trials; none of them is a seed of the grid.
-        options: of trials alone.
+        fleet: the fleet of the trials; what is best there is taken on all fleets.
+        seeds: seeds of the trials; none of them is a seed of the grid.
+        options: options of trials alone.
     """
 
     fleet: str
@@ -102,13 +103,13 @@ class Grid:
     """A checked grid.
 
     Attributes:
-        name: for its folder; the file's unless given.
-        tasks, fleets, methods: by name, in order.
-        seeds: of the runs that are reported.
+        name: name of its folder; the file's unless given.
+        tasks, fleets, methods: the parts of the grid by name, in order.
+        seeds: seeds of the runs that are reported.
         search: settings of each method.
         baseline: label of the method that the others are compared with; None = the first.
         replays: seeds of each row that are replayed; a row is accepted if these replays are equal.
-        about: what a reader should know.
+        about: a paragraph for readers.
     """
 
     name: str
@@ -138,6 +139,8 @@ class Grid:
                     raise BadInput(
                         f"fleet '{fleet.name}' has no max_time for task '{task}': give max_time.{task}, such as 90s"
                     )
+                if _ALL not in fleet.devices and task not in fleet.devices:
+                    raise BadInput(f"fleet '{fleet.name}' has no devices for task '{task}': give devices.{task}")
 
     @property
     def cells(self) -> list[Cell]:
@@ -164,9 +167,10 @@ class Grid:
             )  # fmt: skip
         else:
             rows = {label: (*options, *settings[label]) for label, options in rows.items()}
+        devices = fleet.devices.get(_ALL) or fleet.devices[task.name]
         return Comparison(
             name="--".join(cell), config=task.config, rows=rows, seeds=self.seeds, search=search, metric=task.metric,
-            options=(*task.options, "--devices", fleet.devices, "--max_time", str(fleet.max_time[task.name])),
+            options=(*task.options, "--devices", devices, "--max_time", str(fleet.max_time[task.name])),
             maximize=task.maximize, targets=task.targets, smooth=task.smooth, baseline=self.baseline,
         )  # fmt: skip
 
@@ -202,7 +206,7 @@ def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
     """Read a grid and the files of its tasks, fleets and methods.
 
     Args:
-        path: of the grid. A name in it is a file of the folder `tasks`, `fleets` or `methods` beside it.
+        path: file of the grid. A name in it is a file of the folder `tasks`, `fleets` or `methods` beside it.
         more: files of further methods and fleets.
 
     Raises:
@@ -270,7 +274,8 @@ def _task(path: Path) -> GridTask:
 
 def _fleet(path: Path) -> GridFleet:
     raw = _fields(path, GridFleet, ("devices", "max_time"))
-    devices = raw["devices"] if isinstance(raw["devices"], str) else json.dumps(raw["devices"])
+    devices = raw["devices"] if isinstance(raw["devices"], dict) else {_ALL: raw["devices"]}
+    devices = {task: one if isinstance(one, str) else json.dumps(one) for task, one in devices.items()}
     times = {name: mapping(f"{path}: {name}", raw.get(name, {})) for name in ("max_time", "task_s")}
     return GridFleet(**raw | times | {"devices": devices})
 

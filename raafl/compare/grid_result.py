@@ -26,9 +26,9 @@ def grid_result(grid: Grid, runs: GridRuns, folder: Path) -> dict[str, Any]:
     """Return the result of a grid as JSON; what was not run is named in each cell.
 
     Args:
-        grid: the grid.
-        runs: what has ended.
-        folder: of the grid.
+        grid: the grid as it was read.
+        runs: runs that have ended.
+        folder: folder of the grid.
     """
     return {
         "schema": SCHEMA, "name": grid.name, "about": grid.about, **provenance(),
@@ -88,7 +88,7 @@ def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any
     the best median time, seed by seed: the ratio of the times, geometric mean with a 95 % interval.
 
     Args:
-        rows: of one cell.
+        rows: rows of one cell.
         maximize: whether more of the metric is better.
     """
     times = {row["row"]: _first(row["time_to"], "median_s") for row in rows}
@@ -177,7 +177,7 @@ def cell_table(cell: Mapping[str, Any]) -> Cells:
     """Return a cell's rows as text, best time to the first target first.
 
     Args:
-        cell: of a grid's result.
+        cell: one cell of a grid's result.
     """
     rows = sorted(cell["rows"], key=lambda row: (row["rank"]["time"], row["rank"]["final"]))
     targets = list(rows[0]["time_to"]) if rows else []

@@ -25,10 +25,10 @@ class GridRuns:
     """Record of what has been run of a grid.
 
     Attributes:
-        trials: of each method, by task.
+        trials: trials of each method, by task.
         best: the best trial of each method, by task.
-        outcomes: of the runs that ended, by cell.
-        replays: by run folder, why its replay is not equal to its summary; None where it is.
+        outcomes: outcomes of the runs that ended, by cell.
+        replays: reason why a replay is not equal to its run's summary, by run folder; None where it is.
     """
 
     trials: dict[str, Mapping[str, Sequence[Trial]]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def run_grid(
     second, so that a grid that is cut off lacks its last seeds.
 
     Args:
-        grid: the grid.
+        grid: the grid as it was read.
         runner: runs and finds runs.
         jobs: replays at a time.
         tell: is called with a line for each replay.
@@ -77,9 +77,9 @@ def replayed_seeds(grid: Grid, cell: Cell, label: str) -> list[int]:
     """Return the seeds of a row that are replayed, drawn by the row's name.
 
     Args:
-        grid: the grid.
-        cell: of the row.
-        label: of the row.
+        grid: the grid as it was read.
+        cell: cell of the row.
+        label: label of the row.
     """
     num = min(grid.replays, len(grid.seeds))
     return random.Random(f"raafl compare {'--'.join(cell)} {label}").sample(list(grid.seeds), num)

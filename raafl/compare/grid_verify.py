@@ -29,12 +29,12 @@ def verify_grid(
     result of somebody else is executed.
 
     Args:
-        grid: the grid.
-        path: of its result.
-        share: of the runs, above 0 and at most 1.
-        folder: in which the runs are made; those that have ended there are taken.
+        grid: the grid as it was read.
+        path: file of its result.
+        share: share of the runs, above 0 and at most 1.
+        folder: folder in which the runs are made; those that have ended there are taken.
         jobs: runs at a time.
-        seed: of the draw.
+        seed: seed of the draw.
 
     Raises:
         BadInput: the result is none, or is of another grid.
@@ -100,7 +100,7 @@ def beside(whole: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
     Args:
         whole: a result; its own rows win over those of the same method.
-        path: of the other result; its rows get a `from`.
+        path: file of the other result; its rows get a `from`.
 
     Raises:
         BadInput: it is no result of a grid.

@@ -64,7 +64,7 @@ def difference(run: Mapping[str, Any] | Summary | None, log: Path) -> str | None
 
     Args:
         run: has the `model_digest` that is said.
-        log: what the replay printed.
+        log: file into which the replay printed.
     """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     try:

@@ -51,7 +51,7 @@ class GridFleet:
 
     Attributes:
         name: name of the fleet's file.
-        devices: what a config has as `devices`: `fleet:NAME`, a device file, or a list of devices; by task where they differ.
+        devices: value of `devices` in a config: `fleet:NAME`, a device file, or a list of devices; by task where they differ.
         max_time: virtual time of a run, by task: seconds, or 90s, 5m, 2h.
         task_s: seconds that a task of a submodel should take, by task; for methods whose options have `{task_s}`.
         about: a sentence for readers.

@@ -19,7 +19,7 @@ def energy_kj(folder: Path) -> float | None:
         folder: folder of the run.
 
     Returns:
-        None where the power of a client's device is unknown.
+        None if the power of a client's device is unknown.
     """
     config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     devices = config.get("devices")

@@ -91,8 +91,7 @@ class Run:
         self.divergence = Divergence(self.progress.warn, strict=experiment.strict, fault=self._fault)
         self.divergence.on_evaluate(0, 0.0, metrics)  # what can diverge
         self.best = BestCheckpoint(self.folder, parts.module, experiment.keep_best, self.progress.warn)
-        self.hooks = self._observed()
-        self._config_yaml = config_yaml
+        self.hooks, self._config_yaml = self._observed(), config_yaml
         self._interrupt = Interrupt(on_insist=self.progress.abandon)
 
     def _observed(self) -> StatisticsHookList:

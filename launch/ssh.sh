@@ -57,14 +57,15 @@ client() {
 
 # Have the host make a key and a request, and sign that. $1 the client's number, $2 its host; the rest is the caller's.
 certify() {
-    local request="cd $(printf %q "$folder") && $JOIN certs request client-$1 --folder $certs >&2 && cat $certs/client-$1.csr"
+    local request
+    request="cd $(printf %q "$folder") && $JOIN certs request client-$1 --folder $certs >&2 && cat $certs/client-$1.csr"
     there "$2" "$request" </dev/null >"$SCRATCH/client-$1.csr" &&
         flock "$SCRATCH" raafl certs sign "$SCRATCH/client-$1.csr" --folder "$CERTS" --clients "$1"
 }
 
 # Whatever happens, no ssh stays; a client whose server has gone ends by itself.
 started=()
-# shellcheck disable=SC2317  # called by the trap
+# shellcheck disable=SC2317,SC2329  # called by the trap
 end() {
     local pid
     for pid in "${started[@]}"; do

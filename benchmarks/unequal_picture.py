@@ -15,7 +15,7 @@ from raafl.compare.grid_result import load_grid
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT, PICTURE = ROOT / "benchmarks/results/unequal-small.json", ROOT / "docs/images/unequal.svg"
-LEFT, ROW, HEAD, TOP = 170.0, 26.0, 52.0, 34.0
+LEFT, ROW, HEAD, TOP = 170.0, 26.0, 30.0, 28.0
 
 
 def cell_text(behind: Mapping[str, Any] | None, label: str) -> tuple[str, bool, float]:
@@ -29,7 +29,11 @@ def cell_text(behind: Mapping[str, Any] | None, label: str) -> tuple[str, bool, 
         return "never", False, 0.0
     missing = "" if behind["reached"] == behind["seeds"] else f" ({behind['reached']}/{behind['seeds']})"
     level = behind["of"] == label or (not behind["shown"] and behind["low"] is not None and not missing)
-    return f"{behind['ratio']:.1f}{missing}", level, 0.75 / max(behind["ratio"], 1.0)
+    return (
+        f"{behind['ratio']:.1f}{missing}",
+        level,
+        0.5 * behind["reached"] / behind["seeds"] / max(behind["ratio"], 1.0),
+    )
 
 
 def draw(whole: Mapping[str, Any]) -> str:

@@ -59,9 +59,9 @@ def run_grid(
     """
     found = GridRuns(outcomes={cell: [] for cell in grid.cells})
     _search(grid, runner, found, finished_only)
+    runs = _runs(grid, found)
     for seed in grid.seeds:
-        runs = _runs(grid, found, seed)
-        outcomes = _outcomes(list(runs), runner, finished_only)
+        outcomes = _outcomes([run for run in runs if run.seed == seed], runner, finished_only)
         for outcome in outcomes:
             found.outcomes[runs[outcome.run]].append(outcome)
         due = [
@@ -97,8 +97,8 @@ def _search(grid: Grid, runner: Runner, found: GridRuns, finished_only: bool) ->
         found.best[task] = run_trials(trials, comparison, comparison.search, runner) if trials else {}
 
 
-def _runs(grid: Grid, found: GridRuns, seed: int) -> dict[Run, Cell]:
-    """Return the runs of all cells with a seed: all cells of a method before the next one."""
+def _runs(grid: Grid, found: GridRuns) -> dict[Run, Cell]:
+    """Return the runs of all cells, those of a method before those of the next one."""
     listed: list[tuple[Run, Cell]] = []
     for cell in grid.cells:
         best = found.best[cell[0]]
@@ -109,7 +109,7 @@ def _runs(grid: Grid, found: GridRuns, seed: int) -> dict[Run, Cell]:
         listed += [
             (run, cell)
             for label, options in comparison.rows.items()
-            for run in resolve(comparison.config, label, (*comparison.options, *options), [seed])
+            for run in resolve(comparison.config, label, (*comparison.options, *options), grid.seeds)
         ]
     place = {label: number for number, label in enumerate(grid.methods)}
     return dict(sorted(listed, key=lambda item: place[item[0].label]))

@@ -30,6 +30,9 @@ from raafl.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, FleetSummary,
 from raafl.plan.dry import World
 
 GRID = Path(__file__).parent / "results" / "unequal-small.json"
+BESIDE = Path(__file__).parent / "results" / "unequal-fed-buff-defaults.json"
+"""Result of the grid with FedBuff's defaults alone; auto is compared with it, and does not choose it."""
+DEFAULTS = "FedBuff-10"
 RESULT = Path(__file__).parent / "results" / "auto.json"
 
 Key = tuple[str, str]
@@ -138,46 +141,47 @@ def left_out(
         here = seen[cell.fleet, cell.task]
         chosen = choose_for((cell.fleet, cell.task), others)
         times = {label: median(one.seconds.values()) for label, one in here.items()}
+        times = {label: time for label, time in times.items() if label != DEFAULTS}
         best = min(times, key=lambda label: times[label])
-        buffered = _plain_fed_buff(table)
+        logs = {label: _logs(here, chosen, label) for label in _fed_buffs(table) if label in here}
         rows.append({
             "fleet": cell.fleet, "task": cell.task, "chosen": chosen, "best": best,
             "ratio": times[chosen] / times[best], "reached": here[chosen].reached, "seeds": len(here[chosen].seconds),
-            "over_fed_buff": times[chosen] / times[buffered] if buffered in times else None,
-            "logs_over_fed_buff": _logs(here, chosen, buffered),
+            **{f"over_{label.lower()}": math.exp(fmean(values)) for label, values in logs.items()},
             **{f"always {label}": times[label] / times[best] for label in times},
         })  # fmt: skip
     return rows
 
 
-def _plain_fed_buff(table: Table) -> str:
-    found = [one.label for one in table.candidates if one.method == "fed_buff" and "submodel" not in one.settings]
-    return found[0] if found else ""
+def _fed_buffs(table: Table) -> list[str]:
+    """Return the labels of FedBuff with the whole model: the grid's, and that with its defaults."""
+    return [
+        *(one.label for one in table.candidates if one.method == "fed_buff" and "submodel" not in one.settings),
+        DEFAULTS,
+    ]
 
 
-def _logs(here: Mapping[str, MethodRuns], chosen: str, buffered: str) -> list[float]:
-    """Return the logarithm of the chosen method's time over FedBuff's, for each seed that both have."""
-    if buffered not in here:
-        return []
-    ours, theirs = here[chosen].seconds, here[buffered].seconds
+def _logs(here: Mapping[str, MethodRuns], chosen: str, other: str) -> list[float]:
+    """Return the logarithm of the chosen method's time over that of another, for each seed that both have."""
+    ours, theirs = here[chosen].seconds, here[other].seconds
     return [math.log(ours[seed] / theirs[seed]) for seed in ours if seed in theirs]
 
 
 def summary(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, Any]:
-    """Summarize the rows: return the median and the worst ratio, and the ratio to FedBuff with its interval.
+    """Summarize the rows: return the median and the worst ratio of auto and of each method, and auto's ratios to FedBuff.
 
-    The interval is over the cells, each by the mean over its seeds, which share their fleet and task.
+    Their intervals are over the cells, each by the mean over its seeds, which share their fleet and task.
     """
-    logs = [fmean(row["logs_over_fed_buff"]) for row in rows if row["logs_over_fed_buff"]]
-    found = interval(logs)
-    half = None if found is None else found.half
     always = {label: [row[f"always {label}"] for row in rows if f"always {label}" in row] for label in labels}
+    over = {}
+    for name in dict.fromkeys(name for row in rows for name in row if name.startswith("over_")):
+        found = interval([math.log(row[name]) for row in rows if name in row])
+        if found is not None and found.half is not None:
+            ends = {"ratio": found.mean, "low": found.mean - found.half, "high": found.mean + found.half}
+            over[name] = {key: math.exp(value) for key, value in ends.items()}
     return {
         "median": median(row["ratio"] for row in rows), "worst": max(row["ratio"] for row in rows), "cells": len(rows),
-        "over_fed_buff": None if found is None else math.exp(found.mean),
-        "over_fed_buff_low": None if found is None or half is None else math.exp(found.mean - half),
-        "over_fed_buff_high": None if found is None or half is None else math.exp(found.mean + half),
-        "always": {label: {"median": median(v), "worst": max(v)} for label, v in always.items() if v},
+        "over": over, "always": {label: {"median": median(v), "worst": max(v)} for label, v in always.items() if v},
     }  # fmt: skip
 
 
@@ -188,9 +192,8 @@ def rules(shown: Mapping[str, Any]) -> list[Row]:
         shown: summary of the choices.
     """
     auto_row = {"rule": "auto", "median": shown["median"], "worst": shown["worst"]}
-    if shown["over_fed_buff_low"] is not None:
-        names = ("over_fed_buff", "over_fed_buff_low", "over_fed_buff_high")
-        auto_row["over_fed_buff"] = "{:.2f} ({:.2f} to {:.2f})".format(*(shown[name] for name in names))
+    for name, one in shown["over"].items():
+        auto_row[name] = f"{one['ratio']:.2f} ({one['low']:.2f} to {one['high']:.2f})"
     always = sorted(shown["always"].items(), key=lambda item: item[1]["median"])
     return [auto_row, *({"rule": f"always {label}", **one} for label, one in always)]
 
@@ -203,10 +206,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     grid = json.loads(options.grid.read_text())
     found, seen, experiments = learn(grid)
+    for cell in json.loads(BESIDE.read_text())["cells"] if BESIDE.is_file() else ():
+        for row in cell["rows"]:
+            if (key := (cell["fleet"], cell["task"])) in seen and (one := MethodRuns.of(row)) is not None:
+                seen[key][DEFAULTS] = one
     rows = left_out(found, seen, lambda key, others: choose(experiments[key], others).candidate.label)
     shown = summary(rows, [one.label for one in found.candidates])
-    for row in rows:
-        row.pop("logs_over_fed_buff")
     print(table([{name: value for name, value in row.items() if not name.startswith("always")} for row in rows]))
     print(json.dumps(shown, indent=1))
     if options.check:

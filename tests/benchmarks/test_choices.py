@@ -77,8 +77,9 @@ def test_a_fleet_is_chosen_for_by_the_others_alone(learnt):
     assert [(row["fleet"], row["chosen"], row["best"], row["ratio"]) for row in rows] == [
         ("a", "FedBuff", "FedAvg", 2.0), ("b", "FedAvg", "FedBuff", 2.0),
     ]  # fmt: skip
-    assert [row["over_fed_buff"] for row in rows] == [1.0, 2.0]
+    assert [row["over_fedbuff"] for row in rows] == [1.0, pytest.approx(2.0)]
     found = choices.summary(rows, ["FedBuff", "FedAvg"])
     assert (found["median"], found["worst"], found["cells"]) == (2.0, 2.0, 2)
-    assert found["over_fed_buff"] == pytest.approx(math.sqrt(2))
+    assert found["over"]["over_fedbuff"]["ratio"] == pytest.approx(math.sqrt(2))
+    assert list(found["over"]) == ["over_fedbuff"]
     assert found["always"] == {label: {"median": 1.5, "worst": 2.0} for label in ("FedBuff", "FedAvg")}

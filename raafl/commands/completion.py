@@ -92,7 +92,7 @@ def _parser(commands: Mapping[str, str], shtab: Any) -> argparse.ArgumentParser:
                 _add(one, name, text, known, shtab)
         if command == "algorithms":
             one.add_argument("--json", action="store_true")
-            one.add_argument("names", nargs="*", choices=list(ALGORITHMS))
+            one.add_argument("names", nargs="*", choices=[*ALGORITHMS, "auto"])
         if not any("--help" in action.option_strings for action in one._actions):
             one.add_argument("-h", "--help", action="help")
     return parser
@@ -131,7 +131,7 @@ def _fields(command: str) -> Iterator[tuple[str, str, list[str]]]:
         for name in action.option_strings:
             if not name.startswith("--") or name.endswith((".help", "+")):
                 continue
-            known = list(ALGORITHMS) if name == "--algorithm" else _values(getattr(action, "_typehint", None))
+            known = [*ALGORITHMS, "auto"] if name == "--algorithm" else _values(getattr(action, "_typehint", None))
             text = action.help if isinstance(action.help, str) and action.help != argparse.SUPPRESS else ""
             yield name, text, known
     seen = set()

@@ -18,6 +18,7 @@ from raafl.plan.choose import Candidate, Cell, Features, FleetSummary, Table, ch
 from raafl.plan.dry import World
 from raafl.runtime.run import simulate
 from tests.helpers.cached_models import reuse_findings
+from tests.helpers.small_runs import digits, small_mlp
 
 EQUAL = Features(slowest=0.0, fastest=0.0, link=0.0, fits=1.0, present=1.0, clients=1.0)
 BUFFERED = Candidate("FedBuff", "fed_buff", {"buffer_size": 4}, num_clients=12)
@@ -215,5 +216,11 @@ def test_the_candidates_can_be_listed(known, capsys):
     assert [one["method"] for one in json.loads(capsys.readouterr().out)["candidates"]] == ["fed_buff", "fed_avg"]
 
 
-def test_a_federation_chooses_too(known):
-    assert is_open(raafl.Federation("auto").algorithm)
+def test_a_federation_chooses_too(known, tmp_path):
+    devices = [{"name": "fast", "flops_per_s": 1e8}, {"name": "slow", "flops_per_s": 2e7}]
+    limits = {"max_updates": 4, "num_steps": 1, "progress": "quiet", "output": str(tmp_path / "run")}
+    federation = raafl.Federation("auto", devices=devices, **limits)
+    assert is_open(federation.algorithm)
+    result = federation.simulate(small_mlp(), digits())
+    first = json.loads((result.folder / "events.jsonl").read_text().splitlines()[0])
+    assert result.summary["algorithm"] == first["chosen"]["method"] == "fed_buff"

@@ -4,6 +4,7 @@ The result is that of `raafl compare benchmarks/unequal/small.yaml`; what is lea
 (`raafl/plan/choices.json`), and its error goes to `benchmarks/results/auto.json`.
 
     python -m benchmarks.choices [GRID.json] [--check]
+    python -m benchmarks.choices --unseen GRID/result.json
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from raafl.config.parse import parse
 from raafl.plan.auto import auto
 from raafl.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, FleetSummary, Table, choose
 from raafl.plan.dry import World
+from raafl.runfolder.schema import JOURNAL
 
 GRID = Path(__file__).parent / "results" / "unequal-small.json"
 BESIDE = Path(__file__).parent / "results" / "unequal-fed-buff-defaults.json"
 """Result of the grid with FedBuff's defaults alone; auto is compared with it, and does not choose it."""
 DEFAULTS = "FedBuff-10"
+UNSEEN = Path(__file__).parent / "results" / "auto-unseen.json"
 RESULT = Path(__file__).parent / "results" / "auto.json"
 
 Key = tuple[str, str]
@@ -198,12 +201,41 @@ def rules(shown: Mapping[str, Any]) -> list[Row]:
     return [auto_row, *({"rule": f"always {label}", **one} for label, one in always)]
 
 
+def unseen(path: Path) -> list[Row]:
+    """Return a row for each cell of a grid of which one row is auto itself: what it chose, and its time over the others'.
+
+    Args:
+        path: result of `raafl compare benchmarks/unequal/auto.yaml`, beside its run folders.
+    """
+    rows = []
+    for cell in json.loads(path.read_text())["cells"]:
+        here = {row["row"]: one for row in cell["rows"] if (one := MethodRuns.of(row)) is not None}
+        if "auto" not in here:
+            continue
+        runs = next(row["runs"] for row in cell["rows"] if row["row"] == "auto")
+        journals = [path.parent / run["folder"] / JOURNAL for run in runs if "error" not in run]
+        firsts = [json.loads(next(iter(journal.open()))) for journal in journals]
+        rows.append({
+            "fleet": cell["fleet"], "task": cell["task"], "seeds": len(here["auto"].seconds), "reached": here["auto"].reached,
+            "chosen": " or ".join(sorted({first["chosen"]["method"] for first in firsts})),
+            **{f"over_{label.lower().replace(', ', '-')}": math.exp(fmean(_logs(here, "auto", label)))
+               for label in here if label != "auto" and _logs(here, "auto", label)},
+        })  # fmt: skip
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the table and its error, or with ``--check`` only print them."""
     parser = ArgumentParser(prog="python -m benchmarks.choices")
     parser.add_argument("grid", type=Path, nargs="?", default=GRID, help="result of the grid")
+    parser.add_argument("--unseen", type=Path, help="result of the grid auto.yaml: write results/auto-unseen.json")
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
+    if options.unseen is not None:
+        rows = unseen(options.unseen)
+        print(table(rows))
+        UNSEEN.write_text(json.dumps(report(rows), indent=2) + "\n")
+        return
     grid = json.loads(options.grid.read_text())
     found, seen, experiments = learn(grid)
     for cell in json.loads(BESIDE.read_text())["cells"] if BESIDE.is_file() else ():

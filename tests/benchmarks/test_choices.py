@@ -1,5 +1,6 @@
 """What is learnt of a small grid, by hand: updates to the target, settings, and choices for each fleet by the other one."""
 
+import json
 import math
 
 import pytest
@@ -83,3 +84,24 @@ def test_a_fleet_is_chosen_for_by_the_others_alone(learnt):
     assert found["over"]["over_fedbuff"]["ratio"] == pytest.approx(math.sqrt(2))
     assert list(found["over"]) == ["over_fedbuff"]
     assert found["always"] == {label: {"median": 1.5, "worst": 2.0} for label in ("FedBuff", "FedAvg")}
+
+
+def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
+    """auto's 40 s and 50 s over 80 s and 100 s of another row, seed by seed."""
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "events.jsonl").write_text(json.dumps({"chosen": {"method": "fed_avg"}}) + "\n{}\n")
+    rows = [
+        {"row": "auto", "runs": [{**run(i, 100.0, 50, 40.0 + 10 * i), "folder": "runs/a"} for i in range(2)]},
+        {"row": "FedBuff, defaults", "runs": [run(i, 100.0, 50, 80.0 + 20 * i) for i in range(2)]},
+    ]
+    (tmp_path / "result.json").write_text(json.dumps({"cells": [{"fleet": "f", "task": "t", "rows": rows}]}))
+    assert choices.unseen(tmp_path / "result.json") == [
+        {
+            "fleet": "f",
+            "task": "t",
+            "seeds": 2,
+            "reached": 2,
+            "chosen": "fed_avg",
+            "over_fedbuff-defaults": pytest.approx(0.5),
+        }
+    ]

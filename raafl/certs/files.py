@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import stat
-from contextlib import suppress
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from raafl.atomic_file import atomic_file
 from raafl.errors import BadInput
 from raafl.state_folder import write_private
 
@@ -74,14 +73,11 @@ def read(path: Path) -> bytes:
 
 def write(path: Path, data: bytes) -> None:
     """Replace a public file atomically, so that a server that watches it never reads half of it; raise `BadInput` on failure."""
-    scratch = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(data)
-        os.replace(scratch, path)
+        with atomic_file(path) as file:
+            file.write(data)
     except OSError as error:
-        with suppress(OSError):
-            scratch.unlink()
         raise BadInput(f"'{path}' cannot be written: {error.strerror}") from None
 
 

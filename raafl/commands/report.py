@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raafl.atomic_file import atomic_file
 from raafl.commands.stored_runs import run_tables
 from raafl.config.argv import options_of
 from raafl.errors import BadInput
@@ -21,7 +22,6 @@ from raafl.report.page import escaped, folded, page, shown, table_html
 from raafl.report.static import check_figure, draw
 from raafl.report.submodels import axes, regions, specs, staleness
 from raafl.report.timeline import time_spent, timeline
-from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.books import doubt
 from raafl.runfolder.reading import RecordedRun, read
 from raafl.units import size

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from raafl.atomic_file import atomic_file
 from raafl.compare.grid import Cell, Grid
 from raafl.compare.grid_runs import GridRuns, replayed_seeds
 from raafl.compare.provenance import provenance
@@ -16,7 +17,6 @@ from raafl.compare.report import result
 from raafl.compare.statistics import censored_median, interval
 from raafl.compare.tables import Cells, difference, short, time_cell, with_interval
 from raafl.errors import BadInput
-from raafl.runfolder.append_file import atomic_file
 
 SCHEMA = 1
 Row = Mapping[str, Any]

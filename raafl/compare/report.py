@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from raafl.atomic_file import atomic_file
 from raafl.compare.comparison import Comparison
 from raafl.compare.provenance import provenance
 from raafl.compare.results import differences, gains, measure, summarize
@@ -19,7 +20,6 @@ from raafl.report.figure import Table
 from raafl.report.groups import COLOURS, Group
 from raafl.report.page import escaped, page, plotly_js, table_html
 from raafl.report.static import check_figure, draw
-from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.reading import read
 
 

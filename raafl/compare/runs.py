@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from raafl.atomic_file import atomic_file
 from raafl.compare.comparison import Options
 from raafl.compare.processes import check_free, in_processes, start
 from raafl.compare.provenance import code_digest, file_digest, provenance
@@ -25,7 +26,6 @@ from raafl.config.bundled import with_paths
 from raafl.devices import fleets
 from raafl.errors import BadInput
 from raafl.report.groups import NOT_THE_EXPERIMENT
-from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.checkpoints import load, newest
 from raafl.runfolder.events import read_summary
 from raafl.runfolder.outcome import REASONS

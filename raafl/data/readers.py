@@ -13,12 +13,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from raafl.atomic_file import atomic_file
 from raafl.errors import BadInput, installing
 
 Bytes = npt.NDArray[np.uint8]
@@ -187,7 +188,7 @@ def _are_saved(arrays: Arrays, files: Sequence[Path]) -> bool:
     """Write an array to each file; False where a file cannot be written."""
     try:
         for path, array in zip(files, arrays, strict=True):
-            with whole_file(path) as file:
+            with atomic_file(path, is_synced=False) as file:
                 np.save(file, array)
     except OSError:
         return False
@@ -261,15 +262,3 @@ def _is_writable(folder: Path) -> bool:
     except OSError:
         return False
     return os.access(folder, os.W_OK)
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing; it gets its final name only when it is complete."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raafl.atomic_file import atomic_file
 from raafl.data import readers
 from raafl.data.sources import DOWNLOAD_TIMEOUT_S, Classes
 from raafl.data.tokens import TensorWindows
@@ -82,7 +83,7 @@ class Shakespeare(Classes):
     def _fetch(self) -> None:
         with (
             urllib.request.urlopen(_ADDRESS, timeout=DOWNLOAD_TIMEOUT_S) as answer,
-            readers.whole_file(self.file) as file,
+            atomic_file(self.file, is_synced=False) as file,
         ):
             shutil.copyfileobj(answer, file)
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raafl.atomic_file import atomic_file
 from raafl.core.types import Settled
-from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.schema import KINDS, MERGED, Summary, kind_of
 from raafl.submodel import Spec
 

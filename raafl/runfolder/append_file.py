@@ -1,4 +1,4 @@
-"""Write files that grow by whole rows, and files that appear whole or not at all; a full disk ends neither run nor file.
+"""Write files that grow by whole rows; a full disk ends neither run nor file.
 
 A row that cannot be written (disk full, quota, read-only, folder deleted) stays in memory, up to a bound, and is written when
 that works again; beyond the bound rows are dropped and counted. The first failure is reported, not raised.
@@ -13,9 +13,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import Generic, TypeVar
+
+from raafl.atomic_file import atomic_file
 
 KEPT_ROWS = 10_000
 """Rows of one file that are kept in memory while they cannot be written."""
@@ -24,46 +26,7 @@ RETRY_S = 1.0
 DELETED = "it was deleted under the run"
 
 Item = TypeVar("Item")
-_unfinished: set[Path] = set()
 _log = logging.getLogger(__name__)
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that replaces `path` only if the block ends without error (write, sync, rename).
-
-    Raises:
-        OSError: it cannot be written; `path` is unchanged, and nothing lies beside it.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    _unfinished.add(temporary)
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        _unfinished.discard(temporary)
-    _sync_folder(path.parent)
-
-
-def drop_unfinished() -> None:
-    """Remove the files that `atomic_file` is writing, in a process that is about to end at once; callable from any thread."""
-    for temporary in list(_unfinished):
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files in `folder` that a process left when it was killed within `atomic_file`."""
-    for temporary in folder.glob(".*.tmp"):
-        with suppress(OSError):
-            temporary.unlink()
 
 
 class AppendFile(Generic[Item]):
@@ -231,15 +194,6 @@ class AppendFile(Generic[Item]):
                 f"{self.path} cannot be written: {why}; the run goes on, and rows that cannot be written later "
                 f"are counted as unwritten in the summary"
             )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_table(path: Path) -> Iterator[list[str]]:

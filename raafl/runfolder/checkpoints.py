@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from raafl.atomic_file import atomic_file
 from raafl.errors import BadInput
 from raafl.log import warn_once
-from raafl.runfolder.append_file import atomic_file
 from raafl.runfolder.schema import CHECKPOINTS
 
 _FORMAT: Final = 1

@@ -23,8 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from raafl.atomic_file import atomic_file, remove_leftovers
 from raafl.errors import BadInput
-from raafl.runfolder.append_file import AppendFile, atomic_file, remove_leftovers
+from raafl.runfolder.append_file import AppendFile
 from raafl.runfolder.growing_files import JournalFile, TableFile
 from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import (

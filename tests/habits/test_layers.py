@@ -23,6 +23,7 @@ INPUT_AND_OUTPUT = ("os", "io", "pathlib", "shutil", "tempfile", "logging", "dat
 ORDER = (
     (
         "_version",
+        "atomic_file",
         "errors",
         "lean_import",
         "log",

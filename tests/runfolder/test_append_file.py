@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from raafl.runfolder import append_file as rows_module
-from raafl.runfolder.append_file import AppendFile, atomic_file, read_table, remove_leftovers
+from raafl.runfolder.append_file import AppendFile, read_table
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import CLIENT_COLUMNS
@@ -218,24 +217,3 @@ def test_a_file_that_may_not_grow_and_then_may(tmp_path):
     assert "events.jsonl cannot be written: File too large" in warning
     assert 800 < int(missing) < 1000
     assert [row["id"] for row in JournalReader(tmp_path / "run").written()] == list(range(1000))
-
-
-def test_what_a_killed_process_left_is_removed(tmp_path):
-    code = (
-        "import os, signal; from pathlib import Path; from raafl.runfolder.append_file import atomic_file\n"
-        f"with atomic_file(Path({str(tmp_path / 'file')!r})) as file:\n"
-        "    file.write(b'half'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 1
-    remove_leftovers(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_atomic_write_that_fails_and_cannot_clean_up_raises_the_first_error(tmp_path, monkeypatch):
-    def refuse(self, missing_ok=False):
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(type(tmp_path), "unlink", refuse)
-    with pytest.raises(RuntimeError, match="first"), atomic_file(tmp_path / "file"):
-        raise RuntimeError("first")

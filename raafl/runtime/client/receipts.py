@@ -21,10 +21,11 @@ from typing import Any, Final, Self
 
 import torch
 
+from raafl.atomic_file import atomic_file
 from raafl.core.records_json import assignment_from_json, assignment_to_json
 from raafl.core.types import Assignment
 from raafl.errors import BadInput
-from raafl.runfolder.append_file import AppendFile, atomic_file
+from raafl.runfolder.append_file import AppendFile
 from raafl.runfolder.json_text import to_json
 from raafl.runfolder.schema import CONFIG
 from raafl.runfolder.signing import Signer, is_signed

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-from raafl.runfolder.append_file import drop_unfinished
+from raafl.atomic_file import drop_unfinished
 
 EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -104,7 +104,7 @@ HANGING = """
 import ctypes, multiprocessing, os, sys, time
 from pathlib import Path
 from raafl.runtime.lifecycle.signals import Interrupt, ends_process
-from raafl.runfolder.append_file import atomic_file
+from raafl.atomic_file import atomic_file
 
 def hang_in_c():  # where no handler of Python's can run
     while True:

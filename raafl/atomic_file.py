@@ -1,0 +1,64 @@
+"""Write files that appear whole or not at all, whatever ends the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+_unfinished: set[Path] = set()
+
+
+@contextmanager
+def atomic_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
+    """Open a file for writing that replaces `path` only if the block ends without error (write, sync, rename).
+
+    Args:
+        path: the file's final path.
+        is_synced: whether the file survives a power failure once the block has ended; false = it can be made anew.
+
+    Raises:
+        OSError: it cannot be written; `path` is unchanged, and nothing lies beside it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    _unfinished.add(temporary)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        _unfinished.discard(temporary)
+    if is_synced:
+        _sync_folder(path.parent)
+
+
+def drop_unfinished() -> None:
+    """Remove the files that `atomic_file` is writing, in a process that is about to end at once; callable from any thread."""
+    for temporary in list(_unfinished):
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files in `folder` that a process left when it was killed within `atomic_file`."""
+    for temporary in folder.glob(".*.tmp"):
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

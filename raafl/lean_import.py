@@ -45,11 +45,12 @@ def quick_imports() -> Iterator[None]:
 
 
 def import_lightning() -> ModuleType:
-    """Import and return `lightning`; call it before the first `import lightning` of a process.
+    """Import and return `lightning` without the metrics of torchmetrics; call it before a process first imports lightning.
 
-    Does nothing special when lightning or torchmetrics is imported already, when torchmetrics is not installed, or when
-    this version of lightning asks torchmetrics for more than the two classes: then the import is the ordinary one.
-    Afterwards every package imports as if nothing had happened. Not safe while another thread imports them too.
+    Of torchmetrics only `Metric` and `MetricCollection` are loaded. The import is the ordinary one when lightning or
+    torchmetrics is imported already, when torchmetrics is not installed, or when this version of lightning asks
+    torchmetrics for more than these two classes. Afterwards every package imports as if nothing had happened. Not safe
+    while another thread imports them too.
     """
     if "lightning" not in sys.modules and "torchmetrics" not in sys.modules:
         before = set(sys.modules)

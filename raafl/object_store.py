@@ -84,7 +84,7 @@ class ObjectStore:
         Args:
             file: file to copy.
             name: name of the copy.
-            moved: function called, in any thread, as parts of the file have been sent, where the store's library tells.
+            moved: function without arguments, called in any thread each time that a part has been sent; some stores never call it.
         """
         from fsspec.callbacks import Callback
 

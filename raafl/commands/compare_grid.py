@@ -31,7 +31,7 @@ def run_file(options: Namespace) -> str:
 
     grid = read_grid(options.file, options.add)
     if options.variant or options.plan:
-        raise BadInput("variant and plan are of comparisons, and this file is a grid: leave them out")
+        raise BadInput("this file is a grid, which has no --variant and no --plan: leave them out")
     if options.rows:
         grid = grid.only(options.rows)
     folder: Path = options.output or Path("comparisons") / grid.name

@@ -83,7 +83,10 @@ class DownlinkCodec(_End):
         return self._plan.layout(spec, "sent")
 
     def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
-        """Encode ``snapshot`` for the wire; the result is valid until the next call, and the copy changes only in `unpack`."""
+        """Encode ``snapshot`` for the wire; the result is valid until the next call.
+
+        The sender's copy of what the peer has does not change here, but in `unpack`.
+        """
         one, spec = self._plan.down, assignment.spec
         if one is None or self._is_whole(spec):
             return snapshot

@@ -87,7 +87,7 @@ class FleetSummary:
 
     @classmethod
     def of(cls, world: World) -> FleetSummary:
-        """Compute the numbers of an experiment's fleet."""
+        """Compute the summary of an experiment's fleet from the predicted times of its clients' tasks."""
         fleet = world.fleet(ALGORITHMS["fed_avg"]())
         times = {client.id: fleet.task_time(client, Work()) for client in world.clients}
         seconds = sorted(max(time.total_s, 1e-9) for time in times.values())

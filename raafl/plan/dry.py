@@ -98,7 +98,7 @@ class World:
         return self._submodels[key]
 
     def cut_submodels(self) -> Submodels:
-        """Return the proven submodels of the config's own algorithm, even if it gives every client the whole model."""
+        """Return the submodels of the config's algorithm with proven axes; also for an algorithm of whole models."""
         own = self.experiment.algorithm
         return self.submodels(replace(own, select=RateSelect()) if type(own.select) is Full else own)
 

@@ -19,7 +19,7 @@ class JournalFile(AppendFile[bytes]):
     """Journal file with one JSON object a line, and a `gap` row where rows are missing.
 
     Attributes:
-        head: value of ``chain`` in the last row of the file; pending rows are linked when they are written.
+        head: link of the hash chain (``chain``) in the last row of the file; rows still in memory have none yet.
         length: number of rows in the file, with those of earlier writers.
     """
 

@@ -110,7 +110,7 @@ def proven_submodels(
     options: SubmodelOptions, module: nn.Module, batch: object, select: Select,
     plain: Callable[[], nn.Module] | None = None,
 ) -> Submodels:  # fmt: skip
-    """Return the submodels of ``module`` without the axes that a step does not prove; only the server needs this.
+    """Prove each axis of ``module`` by a training step and return the submodels with those that hold; only the server needs this.
 
     If ``select`` gives every client the whole model, nothing needs to be proven.
 

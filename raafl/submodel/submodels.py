@@ -346,7 +346,7 @@ class Submodels:
         if present is None:
             present = FlatTensors.empty(layout, device)
         elif present.layout.fingerprint != layout.fingerprint:
-            raise BadInput("present has another layout than this submodel: take it from layout(spec)")
+            raise BadInput("the layout of argument 'present' is not that of this submodel: make it from layout(spec)")
         selections = self.selections(spec)
         structure = Structure(
             module=self.module,

@@ -199,7 +199,7 @@ class RunState:
     # ---- what to show ----
 
     def now_s(self) -> float:
-        """Return the time on the run's clock; for a run on real machines it advances between rows."""
+        """Return the time on the run's clock; for a run on real machines it goes on while no journal row comes."""
         if self.summary is not None:
             return _number(self.summary.get("time_s")) or self.time_s
         idle_s = max(self._clock() - self._seen_at, 0.0)

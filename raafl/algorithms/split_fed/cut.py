@@ -84,7 +84,7 @@ class Outline:
 
     Attributes:
         path: path of the module at the cut.
-        calls: outputs of the skipped modules below the cut, by path, one for each call.
+        calls: outputs of the modules that the server leaves out (those before the cut), by path, one for each call.
         output: output of the module at the cut.
         index: index of the activation among the tensors of that output.
         activation: the activation, on the meta device.

@@ -212,7 +212,7 @@ class LowRank(Wrapped):
             state: the global model.
             pair: names of the layer's tensors.
             old: B, shape (out, rank), and A, shape (rank, in), before the merge.
-            keep: share of each old rank that stays, shape (rank,).
+            keep: factor of each rank's old values in the result, from 0 to 1, shape (rank,).
             terms: weighted products B_i A_i to add.
         """
 

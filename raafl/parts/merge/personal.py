@@ -26,7 +26,7 @@ class Start:
     Attributes:
         spec: submodel of the task.
         masks: names of the axes whose scores the task trains.
-        start: values that the task started from, saved when the model's first change; None = they have not changed.
+        start: copy of the values that the task started from, made before the model first changes; None = it has not changed.
     """
 
     spec: Spec

@@ -316,10 +316,10 @@ class CoordinateWise(Wrapped):
     """Merge wrapper: coordinate-wise trimmed mean or median of the updates that cover each element (Yin et al. 2018).
 
     These are the paper's definitions 1 and 2. Of the k updates that cover an element, floor(beta * k) are dropped at
-    each end, so a trimmed mean of too few to trim (k < 1/beta) is their mean; a median is the mean of the middle one or
-    two. Weights are equal: a client that claims more samples gets no more weight. The result replaces every update in
-    the inner merge (`feed`), and is deterministic. Memory: every update is stored until the merge, K times an update's
-    bytes; see also `locate`.
+    each end, so where k < 1/beta nothing is dropped and the trimmed mean is the mean; a median is the mean of the middle
+    one or two. Weights are equal: a client that claims more samples gets no more weight. The inner merge receives this
+    result in place of each update; it is deterministic. Memory: every update is stored until the merge, K times an
+    update's bytes.
 
     Attributes:
         combine: way of combining, trimmed_mean or median.

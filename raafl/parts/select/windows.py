@@ -313,7 +313,7 @@ class RollingWindows(Select):
     # ---- the fleet ----
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or that no submodel fits."""
+        """Return a problem for each client whose share of the model (its rate) is not given, or whose memory no submodel fits."""
         return fleet.problems(lambda client: self._size(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:

@@ -29,7 +29,9 @@ class TcpTransport(Transport):
 
     def __init__(self, meeting: ConnectOptions) -> None:
         if meeting.credentials is None:
-            raise BadInput("there are no credentials: a client proves who it is before it is let in")
+            raise BadInput(
+                "this side has no credentials, by which peers prove who they are: give --certs, or --tls_ca, --tls_cert, --tls_key"
+            )
         self._credentials, self._meeting, self.client = meeting.credentials, meeting, meeting.client
         if isinstance(meeting.credentials, LocalToken) and not is_loopback(meeting.address):
             raise BadInput(

@@ -204,8 +204,9 @@ class Experiment:
         if self.progress not in MODES:
             yield f"progress is '{self.progress}': give {', '.join(MODES[:-1])} or {MODES[-1]}"
         for wait in fields(self.waits):
-            if not getattr(self.waits, wait.name) > 0:
-                yield f"waits.{wait.name} is {getattr(self.waits, wait.name)}: give seconds above 0"
+            value = getattr(self.waits, wait.name)
+            if not value > 0 and (wait.name, value) != ("resume_s", 0):
+                yield f"waits.{wait.name} is {value}: give seconds above 0"
         if self.guard.is_on and self.privacy.is_on:
             yield "guard and privacy are both on: leave guard out, privacy clips itself and its sum must take every update"
         yield from self._machine_problems()

@@ -110,6 +110,8 @@ class Timeouts:
         stop_s: seconds for threads and clients to end.
         eval_s: seconds for the last evaluation, once the run has ended.
         alone_s: seconds for which `raafl serve` runs without enough clients, and `raafl join` without a server.
+        resume_s: seconds for which `raafl serve` keeps the task of a client whose connection broke, and what has arrived of its
+            update, for the client to go on; 0 = the task is lost at once. Between machines only.
     """
 
     join_s: float = 120.0
@@ -118,3 +120,4 @@ class Timeouts:
     stop_s: float = 10.0
     eval_s: float = 600.0
     alone_s: float = 600.0
+    resume_s: float = 60.0

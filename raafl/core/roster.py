@@ -18,6 +18,7 @@ class Roster:
         suspended: suspended clients that are still connected, by id.
         said_bytes: memory in bytes that a client declared, by id, for clients that turned out to have less.
         active: assignments whose updates may still arrive, by assignment id.
+        away: clients at work whose connection broke and that may come back to their task; no decision depends on it.
         late: ids of active assignments whose round closed without them; their updates are refused.
         idle: clients that can be drawn.
         drawn: clients drawn to start as soon as concurrency allows, in order.
@@ -32,6 +33,7 @@ class Roster:
         self.suspended: dict[int, ClientInfo] = {}
         self.said_bytes: dict[int, float] = {}
         self.active: dict[int, Assignment] = {}
+        self.away: set[int] = set()
         self.late: set[int] = set()
         self.last_id = 0
         self.idle = IdlePool()
@@ -85,6 +87,7 @@ class Roster:
     def drop(self, client: int) -> Assignment | None:
         """Remove ``client``; return the assignment that it was working on, which is no longer active, or None."""
         del self.clients[client]
+        self.away.discard(client)
         self.said_bytes.pop(client, None)
         self._middle = None
         self.idle.discard(client)

@@ -98,6 +98,16 @@ class RunRecord:
             row = {"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)}
             self.folder.event(cast(JournalRow, row))
 
+    def link(self, row: Mapping[str, Any], now: float) -> None:
+        """Journal that a client's connection broke, or that the client came back; replays pass over it.
+
+        Args:
+            row: fields of the row.
+            now: seconds on the run's clock.
+        """
+        if self.folder is not None:
+            self.folder.event(cast(JournalRow, {"time_s": now, **row}))
+
     def moved(self, down: int = 0, up: int = 0) -> None:
         """Count bytes sent over a link, down and up; callable from any thread."""
         with self._lock:

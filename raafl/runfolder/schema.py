@@ -25,7 +25,7 @@ GROWING: Final = (JOURNAL, METRICS, CLIENTS)
 
 # ---- the journal ----
 
-Kind = Literal["run", "assigned", "gap", "resumed", "joined", "arrived", "lost", "timer", "stop"]
+Kind = Literal["run", "assigned", "gap", "resumed", "away", "back", "joined", "arrived", "lost", "timer", "stop"]
 EVENTS: Final[tuple[Kind, ...]] = ("joined", "arrived", "lost", "timer", "stop")
 """What the coordinator is told of. The other rows say what it decided, or how the run began and went on."""
 
@@ -45,6 +45,8 @@ class JournalRow(TypedDict, total=False):
     - assigned: the fields of an `Assignment`; arrived: assignment, client, incarnation, num_samples, refusal, fingerprint;
       of a sum that is read as a whole also group (ids of its assignments), scale, masked;
     - timer: id; stop: reason;
+    - away, where the connection of a client with a task broke: client, incarnation, assignment, reason; back: the same without
+      reason, and chunks (of its update, that had arrived), away_s;
     - gap, where rows could not be written: rows, last_id (of the assignments until then);
     - resumed: kept (how many events count of those before), last_id, version, goals, restarted, start.
 

@@ -101,6 +101,25 @@ def _difference(name: str, ours: object, theirs: object) -> Difference:
     return Difference(name, sanitize_text(ours, 64), sanitize_text(theirs, 64))
 
 
+def in_words(different: Difference, client: int) -> str:
+    """Describe to a client in what it differs from the server.
+
+    Args:
+        different: the difference.
+        client: id of the client.
+    """
+    if different.field == "config":
+        return "the client names no config"
+    if different.field.startswith("config."):
+        return f"different config: '{different.field[7:]}' is not as in the server's config.yaml"
+    if different.field == "base":
+        return (
+            f"different frozen parameters: the server's have digest {different.ours[:16]}, those of client {client} "
+            f"{different.theirs[:16]}; they are not sent: give both the same pretrained weights"
+        )
+    return f"different {different.field}: the server has {different.ours}, client {client} has {different.theirs}"
+
+
 def client_info(
     hello: Mapping[str, Any], num_samples: int, known: ClientInfo, incarnation: int, *, own_data: bool = True
 ) -> ClientInfo:

@@ -8,6 +8,7 @@ and checks what a peer wrote, and raises `Refused` for anything else. A field th
 kind      who sends it, and when                                record                  tensors
 ========= ===================================================== ======================= ==============================
 CONFIG    client, first, if it has no config; the server's reply `Config`                none
+RESUME    client, for a HELLO: its connection broke             `raafl.runtime.resumption`  none; a WELCOME answers it
 HELLO     client, process of a client, or rank, once set up     `Hello`                 none
 WELCOME   server or rank 0: the peer is admitted                `Welcome`               none
 ASSIGN    server, leader or rank 0: train this                  `Assign`                the submodel's values

@@ -73,6 +73,7 @@ class Kind(IntEnum):
     FAILED = 11
     MEASURE = 12
     MEASURED = 13
+    RESUME = 14
 
 
 GIVEN_UP = "given-up"
@@ -153,10 +154,10 @@ class Body:
 
 
 class Checksum:
-    """Running xxh3_64 checksum over a payload."""
+    """Running xxh3_64 over a payload, or over its chunk of an index, which seeds it."""
 
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_64()
+    def __init__(self, index: int = 0) -> None:
+        self._hash = xxhash.xxh3_64(seed=index)
 
     def update(self, data: memoryview) -> None:
         """Add the next bytes to the checksum."""

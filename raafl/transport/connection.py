@@ -36,10 +36,12 @@ class Connection(ABC):
     Attributes:
         received_bytes: size on the wire of the last received message, refused ones included.
         closed: whether the session has ended; every error ends it, except `Refused` for a message that was read to its end.
+        resumes: whether a session that breaks may be continued on the peer's next connection: between machines.
     """
 
     received_bytes: int = 0
     closed: bool = False
+    resumes: bool = False
 
     @abstractmethod
     def send(self, message: Message, timeout_s: float | None = None) -> int:

@@ -31,10 +31,15 @@ def chunks(tensors: FlatTensors) -> Iterator[Tensor]:
 
 
 def piece_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[int]:
-    """Yield the number of bytes of each piece that `chunks` makes of buffers declared as (dtype, numel)."""
+    """Yield the length of each piece that `chunks` makes of buffers declared as (dtype, numel)."""
+    yield from piece_sizes(buffers, CHUNK_BYTES)
+
+
+def piece_sizes(buffers: tuple[tuple[torch.dtype, int], ...], longest: int) -> Iterator[int]:
+    """Yield the length of each piece of at most ``longest`` bytes, of buffers declared as (dtype, numel)."""
     for dtype, numel in buffers:
-        whole, rest = divmod(numel * dtype.itemsize, CHUNK_BYTES)
-        yield from itertools.repeat(CHUNK_BYTES, whole)
+        whole, rest = divmod(numel * dtype.itemsize, longest)
+        yield from itertools.repeat(longest, whole)
         if rest:
             yield rest
 

@@ -103,7 +103,7 @@ class RunState:
             self._reach()
         if kind == "run":
             self.runtime, self.title = sanitize_text(row.get("runtime", "")), sanitize_text(row.get("title", ""), 1000)
-        elif isinstance(client, int) and kind in ("joined", "lost", "assigned", "arrived"):
+        elif isinstance(client, int) and kind in ("joined", "lost", "assigned", "arrived", "away", "back"):
             getattr(self, f"_{kind}")(client, self._clients.setdefault(client, _Client()), row)
 
     def _joined(self, number: int, client: _Client, row: JournalRow) -> None:
@@ -137,6 +137,12 @@ class RunState:
         if task is not None and (task.id, task.incarnation) == (row.get("assignment"), row.get("incarnation")):
             client.task = None
             self._working.pop(number, None)
+
+    def _away(self, number: int, client: _Client, row: JournalRow) -> None:
+        self._tell(f"client {number} is away: {row.get('reason')}")
+
+    def _back(self, number: int, client: _Client, row: JournalRow) -> None:
+        self._tell(f"client {number} is back")
 
     def client(self, row: Mapping[str, Any]) -> None:
         """Process a row of clients.csv: a task has ended."""

@@ -22,7 +22,7 @@ from tests.helpers.real_ranks import Watched
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
-WAITS = Timeouts(join_s=60.0, task_s=60.0, idle_s=60.0, stop_s=5.0, alone_s=60.0)
+WAITS = Timeouts(join_s=60.0, task_s=60.0, idle_s=60.0, stop_s=5.0, alone_s=60.0, resume_s=0.5)
 SEEN = "stopped: seen"
 SLOW = 0.3  # seconds a task of the second client takes at least
 

@@ -89,6 +89,7 @@ def _be_client(
     own = options.pop("own", None)
     identity.PROTOCOL = options.pop("protocol", identity.PROTOCOL)
     identity.__version__ = options.pop("raafl", identity.__version__)
+    address = options.pop("address", address)
     config_yaml, keep_inputs = options.pop("config_yaml", ""), options.pop("keep_inputs", None)
     policy, looks = options.pop("policy", None), options.pop("looks", False)
     code = 0

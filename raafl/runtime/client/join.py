@@ -19,15 +19,18 @@ from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.client.site.gate import Gate, PolicyRefusal
 from raafl.runtime.client.worker import Client
 from raafl.runtime.protocol import PAUSED, Config, Failed, Reason, no_tensors
+from raafl.runtime.resumption import Resume, ToldToStop
 from raafl.transport import TRANSPORTS, Connection, ConnectOptions, Kind, Message, PeerLost, PeerTimeout, Refused
+from raafl.transport.tcp.connection import TcpConnection
 from raafl.transport.tcp.credentials import LocalToken
+from raafl.transport.tcp.resumable import Position, ResumableConnection
 
 if TYPE_CHECKING:
     from raafl.transport.tcp.credentials import TlsFiles
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
 _SURE = 3  # refusals in a row before a client believes them: a dying server, or a bit that flipped, looks the same
-_CONFIG_S, _PARTING_S = 30.0, 5.0
+_CONFIG_S, _PARTING_S, _RESUME_S = 30.0, 5.0, 30.0
 
 
 def join(
@@ -71,17 +74,20 @@ def join(
     site = None if needs_config else _told(make_site(None), say)
     search = _Search(transport.connect, address, alone_s, say, gate.wait)
     while True:
-        pair = gate.connection(search.find())
+        link = _Link(search, say)
+        pair = gate.connection(link.connection)
         worker: Client | None = None
         try:
             if site is None:
                 site = _told(make_site(ask_config(pair)), say)
-            worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded, files=files)
+            worker = link.worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded, files=files)
             reason = _work(worker, site, say)
         except PolicyRefusal as refusal:
             unsent = None
             _part(refusal, pair, worker, say)
             continue
+        except ToldToStop as told:
+            reason = told.reason
         except (PeerLost, PeerTimeout, Refused) as error:
             num_refused = (0 if worker and worker.num_answered else num_refused) + isinstance(error, Refused)
             if num_refused >= _SURE:
@@ -152,11 +158,12 @@ class _Search:
         self._wait = wait  # until the site is open; whether it was not
         self._connect, self._address, self._alone_s, self._say = connect, address, alone_s, say
         self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
+        self.spare: Connection | None = None  # was made to come back to a session that is no more: good for a new one
 
-    def succeeded(self) -> None:
+    def succeeded(self, how: str = "joined") -> None:
         """Record that a server has admitted the client, so that the next search gets its full time."""
         self._taken_in = True
-        self._say(f"joined {self._address}")
+        self._say(f"{how} {self._address}")
 
     def find(self) -> Connection:
         """Look for the server and return a connection to it.
@@ -165,6 +172,9 @@ class _Search:
             RunFailed: the server refuses this client, or none has been found for ``alone_s`` seconds.
         """
         doubts, told = 0, False
+        spare, self.spare = self.spare, None
+        if spare is not None:
+            return spare
         while True:
             if self._wait():
                 self._since, self._wait_s = time.monotonic(), _FIRST_WAIT_S
@@ -196,6 +206,49 @@ class _Search:
             raise RunFailed(f"no server at {self._address} for {self._alone_s:g} s{': ' + problem if problem else ''}")
         time.sleep(min(self._wait_s * random.uniform(0.8, 1.2), left))
         self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
+
+
+class _Link:
+    """The connections of one session, one after another."""
+
+    def __init__(self, search: _Search, say: Callable[[str], None]) -> None:
+        """Connect; ``say`` shows a line to the user."""
+        self._search, self._say = search, say
+        self.worker: Client | None = None
+        pair = search.find()
+        self.connection: Connection = pair
+        if isinstance(pair, TcpConnection) and pair.resumes:
+            self.connection = ResumableConnection(pair, self._renew)
+
+    def _renew(self, mine: Position, error: Exception) -> tuple[TcpConnection, Position]:
+        """Come back to the session by another connection; raises ``error`` where there is nothing to come back for.
+
+        Raises:
+            PeerLost: the server does not have the session any more.
+            RunFailed: there is no server.
+        """
+        worker, link = self.worker, self.connection
+        assert isinstance(link, ResumableConnection)
+        if worker is None or not (worker.has_task or link.is_unconfirmed):
+            raise error
+        self._say(f"the connection is gone ({error}); the task goes on, and the client comes back")
+        self._search.pause()
+        pair = self._search.find()
+        assert isinstance(pair, TcpConnection)
+        try:
+            pair.send(Message(Kind.RESUME, 0, worker.incarnation, Resume(mine).to_meta()))
+            answer = pair.recv(no_tensors, _RESUME_S)
+            if answer.kind is Kind.WELCOME:
+                theirs = Resume.from_meta(answer.meta).position
+                self._search.succeeded("back at")
+                return pair, theirs
+            if answer.kind is Kind.STOP:
+                raise ToldToStop(Reason.from_meta(answer.meta).reason)
+        except BaseException:
+            pair.close()
+            raise
+        self._search.spare = pair
+        raise PeerLost("connection-closed", "the server does not have the session any more")
 
 
 def tell_not_joining(pair: Connection, reason: str) -> None:

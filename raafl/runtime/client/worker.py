@@ -52,6 +52,7 @@ class Client:
         unsent: id of an assignment whose answer could not be sent; None = none.
         num_answered: number of tasks answered on this connection.
         gate: gate that checks each task for the client's site; lets all pass unless it is set before `run`.
+        incarnation: incarnation of this session, as the server's last message tells.
         receipts: writer of receipts for what is sent; None = no receipts.
     """
 
@@ -89,7 +90,7 @@ class Client:
         self._info, self._pair, self._submodels, self._trainer = info, pair, submodels, trainer
         self._data, self._waits, self._config = data, waits, config
         self.unsent, self._on_welcome = unsent, on_welcome
-        self.num_answered, self.gate = 0, Gate()
+        self.num_answered, self.gate, self.incarnation = 0, Gate(), 0
         # The reader's thread receives into `_storage`, the other trains from it; `_free` hands it back. `_assignment` is cleared
         # before the answer goes out, not after: the next may be here while that send has not returned yet.
         self._storage: tuple[Layout, FlatTensors] | None = None
@@ -133,6 +134,7 @@ class Client:
         try:
             while True:
                 message = self._pair.recv(self._expect, wait_s)
+                self.incarnation = message.incarnation
                 wait_s = self._waits.idle_s  # it is heard from that often, whatever the others do
                 if message.kind is Kind.WELCOME:
                     Welcome.from_meta(message.meta).apply_to(self._submodels)
@@ -158,6 +160,11 @@ class Client:
             self._received.put(error)
         self._stop.set()
         self._questions.stop()
+
+    @property
+    def has_task(self) -> bool:
+        """Whether a task is being received or trained; its answer may be on its way when it is not."""
+        return self._assignment is not None
 
     def _is_out(self, number: int) -> bool:
         return self._assignment is not None and self._assignment.id == number

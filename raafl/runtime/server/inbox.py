@@ -5,7 +5,11 @@ from __future__ import annotations
 import queue
 
 from raafl.core.types import Event
+from raafl.runtime.server.link import LinkStep
 from raafl.runtime.server.secure import SecureStep
+
+Item = Event | SecureStep | LinkStep
+"""What a session's thread tells the loop: an event of the run, or a step that the coordinator does not hear of."""
 
 
 class Inbox:
@@ -15,9 +19,9 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Event | SecureStep] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
 
-    def put(self, event: Event | SecureStep) -> None:
+    def put(self, event: Item) -> None:
         """Add an event to the queue; callable from any thread."""
         self._queue.put(event)
 
@@ -26,7 +30,7 @@ class Inbox:
         """Number of events that wait, about; from any thread."""
         return self._queue.qsize()
 
-    def get(self, timeout_s: float) -> Event | SecureStep | None:
+    def get(self, timeout_s: float) -> Item | None:
         """Return the next event, or None if there is none within ``timeout_s``."""
         try:
             return self._queue.get(timeout=max(timeout_s, 0.0))

@@ -26,10 +26,11 @@ from raafl.local.train import Stopped
 from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE
 from raafl.runtime.exchange import Conversation, ServerSide
 from raafl.runtime.fields import SignedHead
-from raafl.runtime.identity import Difference, Identity, agree, client_info
+from raafl.runtime.identity import Identity, agree, client_info, in_words
 from raafl.runtime.protocol import DRY_RUN, GPU_LOST, Answer, Assign, Config, Failed, Hello, Reason, Welcome, no_tensors
 from raafl.runtime.secure_groups import NOT_OPENED
 from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import HandedOver, SessionLink
 from raafl.runtime.server.secure import SecureSession
 from raafl.runtime.server.terms import Terms
 from raafl.sanitize import sanitize_text
@@ -92,6 +93,10 @@ class Session(threading.Thread):
         self._told, self._welcomed = False, False
         self._known = known or ClientInfo(client, 0)
         self._num_samples, self._num_damaged = 0, 0
+        self.link = SessionLink(
+            client, incarnation, inbox.put, self._waits.resume_s, lambda: None if self._out is None else self._out.id,
+            lambda: self._stopping is not None,
+        )  # fmt: skip
         self._local = local or Local()
         self._side = ServerSide(self._local, device, torch.get_num_threads())  # as many as where the run was set up
 
@@ -130,7 +135,7 @@ class Session(threading.Thread):
         failure: TaskFailed | None = None
         counts = False
         try:
-            pair = self._pair = self._connect()
+            pair = self._pair = self.link.over(self._connect())
             self._say_if_stopping()
             info, hello = self._greet(pair)
             self._num_samples = info.num_samples
@@ -140,6 +145,9 @@ class Session(threading.Thread):
             reason = "stopped"
         except GpuLost as lost:
             reason = f"{GPU_LOST}: {lost.where}: {lost.error}"
+        except HandedOver:
+            pair = None
+            return
         except TaskFailed as failed:
             failure, reason = failed, f"failed: {failed.where}: {failed.error}"
             self._part(failed, reason)
@@ -150,6 +158,7 @@ class Session(threading.Thread):
         except Exception as error:  # whatever it is, the run must hear that nothing more will come
             reason = f"failed: {type(error).__name__}: {sanitize_text(error)}"
         finally:
+            self.link.end()
             if pair is not None:
                 pair.close()
         if self._stopping is None and failure is None:
@@ -182,6 +191,13 @@ class Session(threading.Thread):
     def _checked(self, pair: Connection) -> tuple[ClientInfo, Hello]:
         """Check that the client speaks the same protocol and has the same config and model."""
         message = pair.recv(no_tensors, self._waits.join_s)
+        if message.kind is Kind.RESUME:
+            if self.link.hand_over(message):
+                self._pair = None  # the earlier session's now
+                raise HandedOver
+            with self._sending:  # it may join anew by this connection
+                pair.send(Message(Kind.REFUSED, 0, self.incarnation, Reason("there is no such session").to_meta()))
+            message = pair.recv(no_tensors, self._waits.join_s)
         if message.kind is Kind.CONFIG and self._terms.config_yaml:
             with self._sending:
                 config = Config(self._terms.config_yaml)
@@ -194,26 +210,11 @@ class Session(threading.Thread):
             raise Refused("incompatible", f"expected HELLO, got {message.kind.name}")
         hello = Hello.from_meta(message.meta)
         if (difference := agree(Identity.of(self._submodels, self._terms.sections), hello.identity)) is not None:
-            raise Refused("incompatible", self._in_words(difference))
+            raise Refused("incompatible", in_words(difference, self.client))
         own_data = self._terms.own_data
         info = client_info(hello.client, hello.num_samples, self._known, self.incarnation, own_data=own_data)
         self._terms.site.check(info)
         return info, hello
-
-    def _in_words(self, different: Difference) -> str:
-        """Describe a difference to the client."""
-        if different.field == "config":
-            return "the client names no config"
-        if different.field.startswith("config."):
-            return f"different config: '{different.field[7:]}' is not as in the server's config.yaml"
-        if different.field == "base":
-            return (
-                f"different frozen parameters: the server's have digest {different.ours[:16]}, those of client {self.client} "
-                f"{different.theirs[:16]}; they are not sent: give both the same pretrained weights"
-            )
-        return (
-            f"different {different.field}: the server has {different.ours}, client {self.client} has {different.theirs}"
-        )
 
     def _take_late(self, hello: Hello) -> None:
         """Report an answer that a client still held when its connection broke; the coordinator refuses it by id."""
@@ -283,6 +284,7 @@ class Session(threading.Thread):
                 masked = SecureSession(self._inbox.put, checked, talk, alive, self._waits.idle_s / 3)
                 masked.run(assignment)
                 self._moved(0, talk.up_bytes)
+                self.link.confirm()
                 return  # what comes of it the desk reports
             update = self._answered(exchange, task, talk)
             told = update.refusal or ""
@@ -339,6 +341,7 @@ class Session(threading.Thread):
         update.down_s, update.up_s = talk.down_s, talk.up_s
         self._moved(0, talk.up_bytes)
         self._inbox.put(Arrived(update))
+        self.link.confirm()
         if pair.closed:
             raise PeerLost("connection-broken", f"after a message refused as {update.refusal}")
         self._num_damaged = self._num_damaged + 1 if update.refusal in DAMAGED else 0

@@ -37,6 +37,8 @@ from raafl.runtime.lifecycle.signals import Interrupt
 from raafl.runtime.protocol import PAUSED
 from raafl.runtime.server.evaluator import SnapshotEvaluator
 from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link import Resumption
+from raafl.runtime.server.link_desk import LinkDesk
 from raafl.runtime.server.secure import SecureDesk, SecureStep
 from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
@@ -92,6 +94,9 @@ class Server(Driver):
         self._enter_lock = threading.Lock()
         self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
         self._timers: list[tuple[float, int]] = []
+        self._links = LinkDesk(
+            coordinator.roster, lambda row: record.link(row, self.now), self._note, self._is_current, self._offer
+        )
         self._desk = None if self.groups is None else SecureDesk(self.groups, self._note)
         self._deferred: deque[Event] = deque()  # while a group is at work
         self._start = self._resumed_at = 0.0
@@ -181,7 +186,7 @@ class Server(Driver):
     def _turn(self) -> None:
         """Wait for one event, or the next timer, and see to it."""
         wait = min(self._timers[0][0] - self.now, 0.5) if self._timers else 0.5
-        event = self._sum(self.inbox.get(max(wait, 0.0)))
+        event = self._sum(self._links.sift(self.inbox.get(max(wait, 0.0))))
         if self._interrupt.asked:  # clients that had the same Ctrl-C are not to be mourned
             self.stop("interrupted")
             return
@@ -197,6 +202,17 @@ class Server(Driver):
             self._look_after_sessions()
         if event is None and self.progress is not None:
             self.progress.update()  # seconds go by in it
+
+    def _offer(self, asked: Resumption) -> bool:
+        """Offer a session the connection by which its client came back; return whether it takes it."""
+        client = asked.client
+        if not self._is_current(client, asked.wanted):
+            return False
+        if not self.sessions[client].link.offer(asked.pair, asked.position):
+            return False
+        with self._enter_lock:
+            self._entering.pop((client, asked.incarnation), None)
+        return True
 
     @property
     def _is_busy(self) -> bool:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from raafl.transport import codec
 from raafl.transport.codec import Expect, Message, Refused
 from raafl.transport.connection import Connection, PeerLost, PeerTimeout
-from raafl.transport.frames import Frames
+from raafl.transport.frames import Frames, Partial
 from raafl.transport.tcp.stream import SocketStream, TimeBudget, hang_up, shut
 
 MIN_BYTES_PER_S = 1000.0
@@ -41,7 +41,7 @@ class TcpConnection(Connection):
             min_bytes_per_s: least average rate on the wire.
         """
         self.timeout_s, self.min_bytes_per_s = timeout_s, min_bytes_per_s
-        self.is_encrypted = hasattr(sock, "getpeercert")
+        self.is_encrypted = self.resumes = hasattr(sock, "getpeercert")
         self._socket = _stream(sock, TimeBudget(timeout_s))
         self._stream = self._socket
         self._why_closed = PeerLost("closed-here")
@@ -50,13 +50,38 @@ class TcpConnection(Connection):
         # count who is inside, so that a close never waits for the peer.
         self._lock, self._num_inside, self._open = threading.Lock(), 0, True
 
-    def send(self, message: Message, timeout_s: float | None = None) -> int:
-        """Send a message; see `Connection.send`."""
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent so far."""
+        return self._stream.num_written
+
+    @property
+    def in_step(self) -> bool:
+        """Whether no message has begun to arrive."""
+        return self._frames.in_step
+
+    @property
+    def partial(self) -> Partial | None:
+        """Message that has arrived in part, which the next connection with this peer may continue; None = none."""
+        return self._frames.partial
+
+    @partial.setter
+    def partial(self, partial: Partial | None) -> None:
+        self._frames.partial = partial
+
+    def send(self, message: Message, timeout_s: float | None = None, *, first_chunk: int = 0) -> int:
+        """Send a message; see `Connection.send`.
+
+        Args:
+            message: to send.
+            timeout_s: seconds in which the peer must accept each piece; None = the connection's own.
+            first_chunk: chunk of its payload from which to send it, where the peer has those before.
+        """
         head = codec.encode_head(message)
         with self._inside():
             self._socket.writing = TimeBudget(self.timeout_s if timeout_s is None else timeout_s, self.min_bytes_per_s)
             try:
-                return self._frames.send(head, message.tensors)
+                return self._frames.send(head, message.tensors, first_chunk)
             except Refused as refused:
                 raise PeerTimeout(f"the peer accepts the message too slowly: {refused.detail}") from None
 

@@ -29,7 +29,7 @@ from raafl.transport.tcp.credentials import ALPN, TOKEN_BYTES, LocalToken
 from raafl.transport.tcp.stream import SocketStream, TimeBudget
 from raafl.transport.tcp.tls import TlsStream
 
-MAGIC, VERSION = b"RAJN", 1
+MAGIC, VERSION = b"RAJN", 2
 MAX_TEXT_BYTES = 1000
 _HELLO = struct.Struct(f"<4sHHI{TOKEN_BYTES}s")
 _ANSWER = struct.Struct("<4sHH")

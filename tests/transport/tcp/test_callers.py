@@ -15,7 +15,7 @@ import pytest
 from raafl.errors import parse_address
 from raafl.transport import Kind, Message, PeerLost, PeerTimeout, Refused
 from raafl.transport.tcp import listener as module
-from raafl.transport.tcp.opening import client_opening, opening_stream
+from raafl.transport.tcp.opening import VERSION, client_opening, opening_stream
 from tests.helpers.certificates import TOKEN, federation
 from tests.transport.house import WAIT_S, House, all_bytes, nothing, raw
 
@@ -34,7 +34,7 @@ def client_hello():
 
 def test_what_an_unauthenticated_peer_gets():
     """Over TLS: an alert of seven bytes, or TLS's own answer to a sound greeting. With a token: words that tell of nothing."""
-    opening = b"RAJN" + struct.pack("<HHI", 1, 0, 3)
+    opening = b"RAJN" + struct.pack("<HHI", VERSION, 0, 3)
     tries = {
         "nothing": b"",
         "http": b"GET /model HTTP/1.1\r\nHost: x\r\n\r\n",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raafl.transport import PeerLost, Refused
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.opening import client_opening, opening_stream, server_opening
+from raafl.transport.tcp.opening import VERSION, client_opening, opening_stream, server_opening
 from tests.helpers.certificates import TOKEN, federation
 from tests.transport.test_fuzz import (
     DRAIN_BYTES,
@@ -127,7 +127,7 @@ def opened(data, expected, sock=None):
 def test_damaged_openings():
     """10,000 openings by somebody without the token: none is taken."""
     rng, reasons = random.Random(13), Counter()
-    hello = b"RAJN" + struct.pack("<HHI", 1, 0, 3) + TOKEN.token
+    hello = b"RAJN" + struct.pack("<HHI", VERSION, 0, 3) + TOKEN.token
     for number in range(10_000):
         data = bytearray(hello if number % 2 else hello[:12] + rng.randbytes(32))
         data[rng.randrange(12, 44)] ^= 1 << rng.randrange(8)
@@ -177,4 +177,4 @@ def test_a_client_makes_an_error_of_any_answer(data):
         client_opening(stream, 1, TOKEN)
     except (Refused, PeerLost):
         return
-    assert data.startswith(b"RAJN\1\0\0\0")
+    assert data.startswith(b"RAJN" + struct.pack("<HH", VERSION, 0))

@@ -1,0 +1,197 @@
+"""Keep a client's session while its connection is broken, and go on with it on the client's next connection.
+
+A session whose client has a task waits for ``Timeouts.resume_s``: the client is *away*. What has arrived of its answer stays in
+the session's own storage, one update at most. The client says RESUME on a new connection, whose thread (`Session`) asks the loop
+to hand the connection over (`Resumption`); the answer is a WELCOME with the first missing chunk. The coordinator does not hear
+of it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from raafl.runtime.resumption import Resume
+from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout
+from raafl.transport.tcp.connection import TcpConnection
+from raafl.transport.tcp.resumable import SUCCEEDED, Position, ResumableConnection
+
+_LOOK_S = 0.25  # how often a session that waits looks whether the run has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """Step of a session: the connection of a client at work broke, and the session waits for it.
+
+    Attributes:
+        client: its id.
+        incarnation: of the session.
+        assignment: id of the task.
+        reason: what broke the connection.
+        wait_s: how long the session waits.
+    """
+
+    client: int
+    incarnation: int
+    assignment: int
+    reason: str
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """Step of a session: the client has come back.
+
+    Attributes:
+        client: its id.
+        incarnation: of the session.
+        assignment: id of the task; None = it has ended meanwhile.
+        num_chunks: chunks of the client's answer that had arrived before.
+        away_s: how long the session was without a connection.
+    """
+
+    client: int
+    incarnation: int
+    assignment: int | None
+    num_chunks: int
+    away_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Request of a new connection's thread: hand the connection over to the client's session.
+
+    Attributes:
+        client: its id.
+        incarnation: of the new connection, which is not needed where it is handed over.
+        wanted: incarnation of the session.
+        pair: the new connection.
+        position: how far the client has received.
+        is_taken: gets whether the session has taken the connection.
+    """
+
+    client: int
+    incarnation: int
+    wanted: int
+    pair: TcpConnection
+    position: Position
+    is_taken: queue.SimpleQueue[bool] = field(default_factory=queue.SimpleQueue)
+
+
+LinkStep = Away | Back | Resumption
+
+
+class HandedOver(Exception):
+    """Raised in the thread of a new connection that an earlier session of its client has taken."""
+
+
+class SessionLink:
+    """The connections of one session, one after another; `renew` runs on the session's thread, `offer` in the loop."""
+
+    def __init__(
+        self, client: int, incarnation: int, put: Callable[[LinkStep], None], resume_s: float,
+        task: Callable[[], int | None], stopping: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        """Prepare.
+
+        Args:
+            client: its id.
+            incarnation: of the session.
+            put: passes a step to the loop.
+            resume_s: how long to wait for a client that has a task; 0 = a broken connection ends the session.
+            task: returns the id of the client's task; None = it has none.
+            stopping: returns whether the run does not need the session any more.
+        """
+        self.client, self.incarnation, self._put = client, incarnation, put
+        self._resume_s, self._task, self._stopping = resume_s, task, stopping
+        self._next: queue.SimpleQueue[tuple[TcpConnection, Position]] = queue.SimpleQueue()
+        self._pair: ResumableConnection | None = None
+        self._left_s, self._before = resume_s, (Position(), Position())
+        # The lock guards the end: a connection that is offered is taken, or told that there is no session.
+        self._lock, self._has_ended = threading.Lock(), False
+
+    def over(self, pair: Connection) -> Connection:
+        """Return the session's connection, which begins on ``pair``."""
+        if not self._resume_s or not isinstance(pair, TcpConnection) or not pair.resumes:
+            return pair
+        self._pair = ResumableConnection(pair, self.renew)
+        return self._pair
+
+    def hand_over(self, message: Message) -> bool:
+        """Have the client's session take this connection, whose first message is a RESUME; return whether it has.
+
+        Raises:
+            Refused: the message's numbers are none.
+        """
+        position = Resume.from_meta(message.meta).position
+        if self._pair is None:
+            return False
+        step = Resumption(self.client, self.incarnation, message.incarnation, self._pair.pair, position)
+        self._put(step)
+        while not self._stopping() and not self._pair.closed:  # else the loop may have ended
+            with suppress(queue.Empty):
+                return step.is_taken.get(timeout=_LOOK_S)
+        return False
+
+    def confirm(self) -> None:
+        """Let the client know that its answer has arrived, so that it keeps it no longer."""
+        if self._pair is not None and not self._pair.closed:
+            with suppress(PeerLost, PeerTimeout):  # the session will notice
+                self._pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation))
+
+    def offer(self, pair: TcpConnection, position: Position) -> bool:
+        """Go on with a connection; return whether the session does. The one that it has may not be known to be dead."""
+        with self._lock:
+            if self._has_ended or self._pair is None or self._pair.closed:
+                return False
+            self._next.put((pair, position))
+            self._pair.pair.cut(SUCCEEDED, "the client has come back by another connection")
+            return True
+
+    def end(self) -> None:
+        """Take no connection any more."""
+        with self._lock:
+            self._has_ended = True
+        while not self._next.empty():
+            self._next.get()[0].close()
+
+    def renew(self, mine: Position, error: Exception) -> tuple[TcpConnection, Position]:
+        """Wait for the client's next connection; raises ``error`` where it does not come."""
+        number, since = self._task(), time.monotonic()
+        if number is None and self._next.empty():
+            raise error
+        if number is not None:
+            self._put(Away(self.client, self.incarnation, number, str(error), self._left_s))
+        while not self._stopping():
+            left_s = self._left_s - (time.monotonic() - since)
+            try:
+                pair, theirs = self._next.get(timeout=max(min(left_s, _LOOK_S), 0.0))
+            except queue.Empty:
+                if left_s <= 0 or self._pair is None or self._pair.closed:
+                    break
+                continue
+            try:
+                pair.send(Message(Kind.WELCOME, 0, self.incarnation, Resume(mine).to_meta()))
+            except (PeerLost, PeerTimeout):
+                continue
+            away_s = time.monotonic() - since
+            self._put(Back(self.client, self.incarnation, number, mine.num_chunks, away_s))
+            self._charge(away_s, mine, theirs)
+            return pair, theirs
+        raise error
+
+    def _charge(self, away_s: float, mine: Position, theirs: Position) -> None:
+        """Take the time from what is left, which is full again once anything has arrived since the last time.
+
+        So a client that comes and goes while a transfer does not get on has ``resume_s`` in all. While the client trains there is
+        no transfer, and the deadline of the task goes on (``Timeouts.task_s``).
+        """
+        assert self._pair is not None
+        is_training = self._pair.pair.partial is None and theirs.num_messages == self._pair.num_sent
+        has_moved = (mine, theirs) != self._before
+        self._left_s = self._resume_s if is_training or has_moved else self._left_s - away_s
+        self._before = (mine, theirs)

@@ -1,0 +1,56 @@
+"""See in the server's loop to connections that break and to clients that come back, of which the coordinator does not hear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raafl.core.roster import Roster
+from raafl.core.types import Event
+from raafl.runtime.server.inbox import Item
+from raafl.runtime.server.link import Away, Back, Resumption
+from raafl.runtime.server.secure import SecureStep
+from raafl.units import duration
+
+
+class LinkDesk:
+    """Marks in the roster who is away, and writes it to log and journal; in the server's loop."""
+
+    def __init__(
+        self, roster: Roster, write: Callable[[Mapping[str, Any]], None], note: Callable[[str], None],
+        is_current: Callable[[int, int], bool], offer: Callable[[Resumption], bool],
+    ) -> None:  # fmt: skip
+        """Prepare.
+
+        Args:
+            roster: of the run.
+            write: adds a row to the journal.
+            note: shows a line to the user.
+            is_current: returns whether a client's session is that of an incarnation.
+            offer: gives a session its client's new connection; returns whether it takes it.
+        """
+        self._roster, self._write, self._note, self._is_current, self._offer = roster, write, note, is_current, offer
+
+    def sift(self, item: Item | None) -> Event | SecureStep | None:
+        """See to a step of a connection; return anything else."""
+        if isinstance(item, Resumption):
+            item.is_taken.put(self._offer(item))
+        elif isinstance(item, Away | Back):
+            if self._is_current(item.client, item.incarnation):  # else it was replaced meanwhile
+                self._tell(item)
+        else:
+            return item
+        return None
+
+    def _tell(self, item: Away | Back) -> None:
+        row = {"client": item.client, "incarnation": item.incarnation, "assignment": item.assignment}
+        if isinstance(item, Away):
+            self._roster.away.add(item.client)
+            self._write({"event": "away", **row, "reason": item.reason})
+            kept = f"assignment {item.assignment} is kept for {duration(item.wait_s)}"
+            self._note(f"client {item.client} is away ({item.reason}); {kept}")
+            return
+        self._roster.away.discard(item.client)
+        self._write({"event": "back", **row, "chunks": item.num_chunks, "away_s": item.away_s})
+        here = f"; {item.num_chunks} chunks of its update had arrived" if item.num_chunks else ""
+        self._note(f"client {item.client} is back after {duration(item.away_s)}{here}")

@@ -1,0 +1,229 @@
+"""Continue a session whose connection broke on another connection, so that what has arrived is not sent again.
+
+Both ends count the messages of tasks that they have sent and received; each keeps the last it has sent until the other is known to
+have it. When a connection breaks, an end waits for the next one or makes it (`Renew`), and the two tell each other how far they
+have received: how many messages, and how many chunks of the one that broke off. The sender goes on from there. Messages that belong
+to no assignment (heartbeats, stop) are not repeated.
+
+A session has at most one message of a task on its way in each direction: a task is sent, then answered, and each message that comes
+shows that the one before it has arrived.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from raafl.transport import codec
+from raafl.transport.codec import Expect, Message, Refused
+from raafl.transport.connection import Connection, PeerLost, PeerTimeout
+from raafl.transport.frames import count_chunks
+from raafl.transport.tcp.connection import TcpConnection
+
+SUCCEEDED = "connection-replaced"
+"""Reason of `PeerLost` on a connection whose client has come back by another."""
+
+_LINK = frozenset({"connection-closed", "connection-reset", "connection-broken", SUCCEEDED})
+_LOOK_S = 0.05  # how often a thread that waits for the other looks again
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How much of a session an end has received.
+
+    Attributes:
+        num_messages: messages of tasks, complete.
+        num_chunks: chunks of the next, from the first on.
+    """
+
+    num_messages: int = 0
+    num_chunks: int = 0
+
+
+Renew = Callable[[Position, Exception], tuple[TcpConnection, Position]]
+"""Is given how far this end has received and what broke the connection; returns the next one, and how far the other end is."""
+
+
+class ResumableConnection(Connection):
+    """A session with one peer over one connection after another.
+
+    One thread may send while another receives, as in `Connection`. Either notices that the connection is broken; only one that
+    holds the receiving lock renews it, so that nobody is in the middle of the message that is to be continued.
+
+    Attributes:
+        pair: the present connection.
+        num_sent: messages of tasks sent.
+    """
+
+    resumes = True
+
+    def __init__(self, pair: TcpConnection, renew: Renew) -> None:
+        """Begin on a connection.
+
+        Args:
+            pair: the first connection; none of the peer's messages of tasks has been read.
+            renew: called when it breaks, on the thread that noticed; what it raises ends the session.
+        """
+        self.pair, self._renew = pair, renew
+        self._sending, self._receiving = threading.Lock(), threading.RLock()
+        # The lock guards the connection, the last message, and the chunk from which it is to be sent there, together. None = there
+        # is nothing to send: it was sent there, or has arrived.
+        self._swap = threading.Lock()
+        self._first: int | None = None
+        self._last: Message | None = None
+        self.num_sent = self._num_received = self._num_repeated_bytes = 0
+        self._is_closed = False
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        """Whether the session has ended."""
+        return self._is_closed
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """Whether the last message of a task that was sent may not have arrived."""
+        return self._last is not None
+
+    def send(self, message: Message, timeout_s: float | None = None) -> int:
+        """Send a message, on another connection where this one breaks; see `Connection.send`.
+
+        The tensors of a message of a task must stay unchanged until the next message is received.
+        """
+        if not self._sending.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            raise PeerTimeout("another message is being sent")
+        try:
+            if not message.assignment:
+                return self.pair.send(message, timeout_s)
+            with self._swap:
+                self._last, self.num_sent, self._first = message, self.num_sent + 1, 0
+            return self._send_rest(message, timeout_s)
+        finally:
+            self._sending.release()
+
+    def _send_rest(self, message: Message, timeout_s: float | None = None) -> int:
+        """Send a message from its first missing chunk; the sending lock is held."""
+        num_bytes, self._num_repeated_bytes = self._num_repeated_bytes, 0
+        while True:
+            with self._swap:
+                pair, first, self._first = self.pair, self._first, None
+            if first is None:
+                return num_bytes
+            before = pair.sent_bytes
+            try:
+                pair.send(message, timeout_s, first_chunk=first)
+            except (PeerLost, PeerTimeout) as error:
+                self._replace(pair, error)
+            finally:
+                num_bytes += pair.sent_bytes - before
+
+    def recv(self, expect: Expect, timeout_s: float, *, finite: bool = False) -> Message:
+        """Receive a message, on another connection where this one breaks; see `Connection.recv`."""
+        self.received_bytes = 0
+        until = time.monotonic() + timeout_s
+        with self._receiving:
+            while True:
+                pair = self.pair
+                try:
+                    message = self._received(pair, expect, until - time.monotonic(), finite)
+                except (PeerLost, PeerTimeout) as error:
+                    lost = error
+                else:
+                    return message
+                finally:
+                    self.received_bytes += pair.received_bytes
+                if isinstance(lost, PeerTimeout) and pair.in_step and pair.partial is None:
+                    self.close()  # nothing came in time
+                    raise lost
+                self._replace(pair, lost)
+                self._repeat()
+
+    def _received(self, pair: TcpConnection, expect: Expect, left_s: float, finite: bool) -> Message:
+        # What is left of a message that broke off has the time of a piece: the deadline was for its beginning.
+        left_s = max(left_s, 1e-3 if pair.partial is None else pair.timeout_s)
+        try:
+            message = pair.recv(expect, left_s, finite=finite)
+        except Refused as refused:
+            self._num_received += refused.message is not None and refused.message.assignment != 0
+            if pair.closed:
+                self.close()
+            raise
+        self._num_received += message.assignment != 0
+        self._last = None
+        return message
+
+    def check(self) -> None:
+        """Look whether the peer is gone; where it comes back, go on with it. See `Connection.check`."""
+        pair = self.pair
+        try:
+            pair.check()
+        except PeerLost as error:
+            self._replace(pair, error)
+            self._repeat()
+
+    def close(self) -> None:
+        """End the session; see `Connection.close`."""
+        self._is_closed = True
+        self.pair.close()
+
+    def _replace(self, pair: TcpConnection, error: PeerLost | PeerTimeout) -> None:
+        """Return once ``pair`` is not the session's connection any more; raises ``error`` where there is no other."""
+        if isinstance(error, PeerLost) and error.reason not in _LINK:
+            self.close()
+        pair.cut("connection-broken", "another thread found it so")  # for whoever is still inside
+        while self.pair is pair:
+            if self._is_closed:
+                raise error
+            if self._receiving.acquire(timeout=_LOOK_S):
+                try:
+                    if self.pair is pair and not self._is_closed:
+                        self._take_next(pair, error)
+                finally:
+                    self._receiving.release()
+
+    def _take_next(self, old: TcpConnection, error: PeerLost | PeerTimeout) -> None:
+        """Go on with the next connection; the receiving lock is held."""
+        partial = old.partial
+        mine = Position(self._num_received, 0 if partial is None else partial.num_chunks)
+        try:
+            pair, theirs = self._renew(mine, error)
+            pair.partial = partial
+            # Together: a message that `send` adds meanwhile is either among those compared here, or goes by the new connection.
+            with self._swap:
+                self.pair = pair
+                self._first = self._first_missing(theirs)
+        except BaseException:
+            self.close()
+            raise
+        if self._is_closed:
+            pair.close()
+            raise error
+
+    def _first_missing(self, theirs: Position) -> int | None:
+        """Return the chunk of the last message from which the peer needs it; None = it has all.
+
+        Raises:
+            Refused: wrong-position, for one that cannot be.
+        """
+        num_missing, last = self.num_sent - theirs.num_messages, self._last
+        if num_missing == 0 and theirs.num_chunks == 0:
+            return None
+        most = 0 if last is None else count_chunks(codec.declared(last.tensors))
+        if num_missing != 1 or last is None or theirs.num_chunks > most:
+            raise Refused(
+                "wrong-position",
+                f"the other end has {theirs.num_messages} messages and {theirs.num_chunks} chunks, of {self.num_sent} messages "
+                f"and {most} chunks",
+            )
+        return theirs.num_chunks
+
+    def _repeat(self) -> None:
+        """Send what the peer lacks, unless the thread that is sending it does."""
+        while self._first is not None and not self._is_closed:
+            if self._sending.acquire(timeout=_LOOK_S):
+                try:
+                    if self._last is not None and self._first is not None:
+                        self._num_repeated_bytes += self._send_rest(self._last)
+                finally:
+                    self._sending.release()

@@ -1,0 +1,231 @@
+"""A session whose client's connection breaks: away and back, and what a client may say that comes back."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+import torch
+
+import raafl
+from raafl.config.options import Timeouts
+from raafl.core.records_json import client_to_json
+from raafl.core.roster import Roster
+from raafl.core.types import Arrived, Joined, Lost
+from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.link_desk import LinkDesk
+from raafl.runtime.server.session import Session
+from raafl.submodel import FlatTensors
+from raafl.transport import Kind, Message, PeerLost, codec, frames
+from raafl.transport.tcp.connection import TcpConnection
+from tests.helpers.coordinators import filled, line_state
+from tests.runtime.server.sessions import INFO, WAIT_S, task
+
+CHUNK = 8  # the model has 16 bytes and more
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(frames, "PIECE_BYTES", CHUNK)
+
+
+class Door:
+    """Sessions of client 4, a loop that the test turns, and the other ends of the connections, which the test plays."""
+
+    def __init__(self, **waits):
+        self.state, self.inbox, self.roster = line_state(value=2.0), Inbox(), Roster()
+        self.times = Timeouts(**{"join_s": WAIT_S, "task_s": WAIT_S, "stop_s": 2.0, "resume_s": WAIT_S, **waits})
+        self.sessions, self.rows, self.notes, self.moved = [], [], [], []
+        self.desk = LinkDesk(self.roster, self.rows.append, self.notes.append, self.is_current, self.offer)
+
+    def is_current(self, client, incarnation):
+        return incarnation == 0
+
+    def offer(self, asked):
+        return self.is_current(asked.client, asked.wanted) and self.sessions[0].link.offer(asked.pair, asked.position)
+
+    def call(self):
+        """Connect anew."""
+        ours, theirs = socket.socketpair()
+        pair = TcpConnection(ours, 5.0)
+        pair.resumes = True  # as over TLS
+        session = Session(
+            4, len(self.sessions), lambda: pair, self.state.submodels, self.inbox, self.times,
+            lambda down, up: self.moved.append((down, up)),
+        )  # fmt: skip
+        self.sessions.append(session)
+        session.start()
+        return TcpConnection(theirs, 5.0)
+
+    def hello(self, pair):
+        meta = {"raafl": raafl.__version__, "model": self.state.submodels.layout().fingerprint, **client_to_json(INFO)}
+        pair.send(Message(Kind.HELLO, meta=meta))
+        return hear(pair)
+
+    def begin(self):
+        """Have the client join and get assignment 1; return its connection."""
+        pair = self.call()
+        assert self.hello(pair).kind is Kind.WELCOME and isinstance(self.event(), Joined)
+        self.sessions[0].assign(task(1), self.state.values.clone())
+        hear(pair, FlatTensors.empty(self.state.submodels.layout()))
+        return pair
+
+    def event(self):
+        """Turn the loop until there is an event."""
+        while (item := self.inbox.get(WAIT_S)) is not None:
+            if (event := self.desk.sift(item)) is not None:
+                return event
+        raise AssertionError("nothing has happened")
+
+    def turn(self):
+        """See to the next step of a connection."""
+        assert self.desk.sift(self.inbox.get(WAIT_S)) is None
+
+    def resume(self, received=1, chunks=0, incarnation=0):
+        """Come back; return the new connection."""
+        pair = self.call()
+        pair.send(Message(Kind.RESUME, 0, incarnation, {"received": received, "chunks": chunks}))
+        return pair
+
+    def close(self):
+        for session in self.sessions:
+            session.stop("over")
+            session.join(WAIT_S)
+            assert not session.is_alive()
+
+
+@pytest.fixture
+def door(request):
+    made = Door(**getattr(request, "param", {}))
+    yield made
+    made.close()
+
+
+def hear(pair, into=None):
+    return pair.recv(lambda kind, number, meta: into, WAIT_S)
+
+
+def update(door, fill=3.0):
+    return Message(Kind.UPDATE, 1, 0, {"num_samples": 17, "num_steps": 2}, filled(door.state, fill))
+
+
+def cut_in(door, pair, num_chunks):
+    """Send an update of which so many chunks arrive, and break the connection."""
+    one = update(door)
+    head, whole = codec.encode_head(one), one.tensors.buffers[torch.float32]
+    data = bytearray(head)
+    for index, piece in enumerate(torch.split(whole, CHUNK // 4)[:num_chunks]):
+        checksum = codec.Checksum(index)
+        checksum.update(codec.memory(piece))
+        data += codec.memory(piece).tobytes() + checksum.footer()
+    pair._stream.write([bytes(data) + b"\0\0\0"])  # and three bytes of the next
+    pair.close()
+
+
+def test_a_client_comes_back_to_its_session_and_its_update_is_settled_once(door):
+    cut_in(door, door.begin(), 1)
+    door.turn()
+    assert door.roster.away == {4} and "client 4 is away (connection-closed" in door.notes[0]
+    pair = door.resume()
+    door.turn()  # the request
+    welcome = hear(pair)
+    assert (welcome.kind, welcome.meta, welcome.incarnation) == (Kind.WELCOME, {"received": 0, "chunks": 1}, 0)
+    pair.send(update(door), first_chunk=1)
+    event = door.event()
+    assert door.roster.away == set() and "1 chunks of its update had arrived" in door.notes[1]
+    assert isinstance(event, Arrived) and event.update.refusal is None and event.update.incarnation == 0
+    assert event.update.tensors.fingerprint() == filled(door.state, 3.0).fingerprint()
+    assert hear(pair).kind is Kind.KEEPALIVE  # it has arrived
+    door.sessions[1].join(WAIT_S)
+    assert not door.sessions[1].is_alive()  # the new connection's thread has handed it over, and says nothing
+    assert door.inbox.get(0.0) is None
+    assert [row["event"] for row in door.rows] == ["away", "back"] and door.rows[1]["chunks"] == 1
+    assert sum(up for _, up in door.moved) > update(door).tensors.num_bytes  # what came twice is counted
+
+
+def test_a_client_may_know_first_that_its_connection_is_dead(door):
+    """The server still waits on the old one, which a middlebox has forgotten."""
+    old = door.begin()
+    pair = door.resume()
+    door.turn()
+    assert hear(pair).meta == {"received": 0, "chunks": 0}
+    pair.send(update(door))
+    assert isinstance(door.event(), Arrived)
+    with pytest.raises(PeerLost):
+        hear(old)
+
+
+@pytest.mark.parametrize("door", [{"resume_s": 0.05}], indirect=True)
+def test_a_client_that_does_not_come_back_is_lost_after_resume_s(door):
+    cut_in(door, door.begin(), 1)
+    door.turn()
+    event = door.event()
+    assert isinstance(event, Lost) and event.reason.startswith("disconnected: connection-closed") and not event.counts
+    pair = door.resume()
+    door.turn()
+    assert hear(pair).kind is Kind.REFUSED  # too late
+    assert door.hello(pair).kind is Kind.WELCOME  # and it joins by the same connection
+    assert isinstance(door.event(), Joined)
+
+
+def test_without_a_task_a_client_is_lost_at_once(door):
+    pair = door.call()
+    door.hello(pair)
+    door.event()
+    pair.close()
+    assert isinstance(door.event(), Lost)
+
+
+@pytest.mark.parametrize("received,chunks", [(0, 9), (2, 0), (1, 1), (2**52, 2**52)])
+def test_a_position_that_cannot_be_is_refused_with_a_reason(door, received, chunks):
+    cut_in(door, door.begin(), 1)
+    door.turn()
+    pair = door.resume(received, chunks)
+    event = door.event()
+    assert isinstance(event, Arrived) and event.update.refusal == "wrong-position"
+    assert isinstance(door.event(), Lost)
+    pair.close()
+
+
+@pytest.mark.parametrize("meta", [{}, {"received": -1, "chunks": 0}, {"received": "1", "chunks": 2}, {"received": 1}])
+def test_words_that_are_no_position_are_refused(door, meta):
+    cut_in(door, door.begin(), 1)
+    door.turn()
+    pair = door.call()
+    pair.send(Message(Kind.RESUME, 0, 0, meta))
+    event = door.event()
+    assert isinstance(event, Lost) and event.incarnation == 1 and "bad-json" in event.reason
+    assert door.sessions[0].is_alive()  # the session waits for its own client still
+    pair.close()
+
+
+def test_a_session_that_is_none_is_not_come_back_to(door):
+    pair = door.resume(incarnation=7)
+    door.turn()
+    assert hear(pair).kind is Kind.REFUSED
+
+
+@pytest.mark.parametrize("door", [{"resume_s": 0.6}], indirect=True)
+def test_who_comes_again_and_again_while_nothing_arrives_has_resume_s_in_all(door):
+    """And the server holds the storage of one update, whatever the client does."""
+    cut_in(door, door.begin(), 1)
+    event, pairs = None, []
+    while event is None:
+        before = len(door.rows)
+        event = door.desk.sift(door.inbox.get(WAIT_S))
+        if len(door.rows) > before and door.rows[-1]["event"] == "away":
+            time.sleep(0.1)
+            pairs.append(door.resume())
+        elif len(door.rows) > before:
+            pairs[-1].close()
+    assert isinstance(event, Lost) and [row["event"] for row in door.rows].count("away") in range(3, 10)
+    assert len(door.sessions[0]._storage) == 1
+
+
+def test_a_run_that_ends_waits_for_nobody_who_is_away(door):
+    cut_in(door, door.begin(), 1)
+    door.turn()
+    door.sessions[0].stop("done")
+    door.sessions[0].join(WAIT_S)
+    assert not door.sessions[0].is_alive() and door.inbox.get(0.0) is None

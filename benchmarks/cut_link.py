@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import struct
 import subprocess
@@ -40,14 +41,16 @@ class Relay:
         num_cuts: connections broken while something was under way.
     """
 
-    def __init__(self, target: int, bytes_per_s: float, every_s: float | None) -> None:
+    def __init__(self, target: int, bytes_per_s: float, every_s: float | None, until_bytes: float = math.inf) -> None:
         """Listen; entering the context begins.
 
         Args:
             target: port of the server, on this machine.
             bytes_per_s: rate from caller to server.
             every_s: seconds between cuts; None = no cuts.
+            until_bytes: upwards, after which nothing is cut any more.
         """
+        self._until_bytes = until_bytes
         self._target, self._rate, self._every_s = target, bytes_per_s, every_s
         self._listener = socket.create_server((_HOST, 0))
         # The system doubles it. A router's queue is like that, and what lies there at a cut is lost.
@@ -86,7 +89,7 @@ class Relay:
     def _cut_again(self) -> None:
         before = 0
         while not self._stop.wait(self._every_s):
-            if self.up_bytes > before + _BUSY_BYTES:  # else nothing is under way
+            if before + _BUSY_BYTES < self.up_bytes < self._until_bytes:  # else nothing is under way
                 self.num_cuts += 1
                 self.cut()
             before = self.up_bytes
@@ -129,7 +132,8 @@ def model(num_bytes: int) -> list[str]:
     """Return options of a run whose only client does one task, with an update of about so many bytes."""
     return [
         "--config", CONFIG, "--clients=1", "--devices=null", "--algorithm=fed_avg", "--max_updates=1", "--progress=plain",
-        f"--model.hidden=[{num_bytes // _UNIT_BYTES}]", "--train.num_epochs=null", "--train.num_steps=1", "--eval_every=100",
+        f"--model.hidden=[{num_bytes // _UNIT_BYTES}]", "--train.num_epochs=null", "--train.num_steps=1", "--data.batch_size=2",
+        "--eval_every=100",
     ]  # fmt: skip
 
 
@@ -146,7 +150,7 @@ def measure(num_bytes: int, mbit_per_s: float, every_s: float | None) -> Row:
         certify(folder / "certs")
         (folder / "certs" / "sites.yaml").write_text("site: {clients: [1]}\n")
         port = _free_port()
-        relay = stack.enter_context(Relay(port, mbit_per_s * 1e6 / 8, every_s))
+        relay = stack.enter_context(Relay(port, mbit_per_s * 1e6 / 8, every_s, 0.98 * num_bytes))
         certs = ["--certs", str(folder / "certs")]
         run = ["serve", *model(num_bytes), "--output", str(folder / "run"), "--address", f"{_HOST}:{port}", *certs]
         server = stack.enter_context(_raafl(*run))

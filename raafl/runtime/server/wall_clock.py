@@ -91,7 +91,7 @@ class Server(Driver):
         # and record included, is the loop's alone.
         self._entering: dict[_Life, Session] = {}  # not yet joined
         self._lives: Counter[int] = Counter()
-        self._enter_lock = threading.Lock()
+        self._enter_lock, self._is_closed = threading.Lock(), False
         self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
         self._timers: list[tuple[float, int]] = []
         self._links = LinkDesk(
@@ -127,12 +127,14 @@ class Server(Driver):
             the first to know that its old connection is dead.
 
         Raises:
-            Refused: too many connections of this client are being admitted already.
+            Refused: too many connections of this client are being admitted already, or the run has ended.
         """
         if self._patience_s is None:
             self.sessions[client] = make(self.coordinator.roster.joins[client])
             return
         with self._enter_lock:
+            if self._is_closed:
+                raise Refused("stopped", "the run has ended")
             entering = sum(client == other for other, _ in self._entering)
             lives = entering + sum(client == session.client for _, session in list(self._leaving)) + 1
             if entering >= _MAX_ENTERING or lives >= _MAX_LIVES:
@@ -340,6 +342,7 @@ class Server(Driver):
     def close(self) -> None:
         """Close the connections of clients that have not disconnected yet."""
         with self._enter_lock:
+            self._is_closed = True  # whoever calls until the port is closed would be left alone
             everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]
         for session in everyone:
             if session.is_alive():

@@ -147,7 +147,7 @@ def test_a_cut_while_nothing_travels_is_not_noticed_above():
         assert server.recv(lambda *_: None, WAIT_S).meta == {"num_samples": 1}
         server.send(Message(Kind.KEEPALIVE))
         assert working.result(WAIT_S).kind is Kind.KEEPALIVE
-    sides = {side: mine for side, mine in made.renewed}
+    sides = dict(made.renewed)
     assert sides == {0: Position(0, 0), 1: Position(1, 0)} and len(made.renewed) == 2
 
 

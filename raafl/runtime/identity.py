@@ -105,7 +105,7 @@ def in_words(different: Difference, client: int) -> str:
     """Describe to a client in what it differs from the server.
 
     Args:
-        different: the difference.
+        different: difference between the two identities.
         client: id of the client.
     """
     if different.field == "config":

@@ -13,7 +13,7 @@ class ToldToStop(Exception):
     """Raised where a client that comes back to its session is told that the run, or its part in it, has ended.
 
     Attributes:
-        reason: as the server says.
+        reason: reason that the server gives.
     """
 
     def __init__(self, reason: str) -> None:
@@ -26,7 +26,7 @@ class Resume:
     """Message that says how much of a session its sender has received: RESUME, and the WELCOME that answers it.
 
     Attributes:
-        position: how much; its ``num_chunks`` is the index of the first missing chunk.
+        position: part that has been received; ``num_chunks`` is the index of the first missing chunk.
     """
 
     position: Position

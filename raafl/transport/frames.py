@@ -36,12 +36,12 @@ class Partial:
     """A message of which only a part has arrived.
 
     Attributes:
-        head: its header and JSON section, as received.
-        header: decoded.
-        body: decoded.
-        target: storage of its payload, which belongs to this message until it is complete or given up.
-        num_chunks: how many chunks from the first on have arrived whole.
-        problem: what is wrong with them, reason and detail; None = nothing.
+        head: header and JSON section, as received.
+        header: decoded header of the message.
+        body: decoded JSON section of the message.
+        target: storage of the payload, which belongs to this message until it is complete or given up.
+        num_chunks: number of chunks that have arrived whole, from the first on.
+        problem: reason and detail for which they are refused; None = nothing is wrong.
     """
 
     head: bytes
@@ -72,8 +72,8 @@ class Frames:
         """Send a message; return its bytes on the wire.
 
         Args:
-            head: as encoded by `codec.encode_head`.
-            tensors: its payload; None = none.
+            head: header and JSON section, encoded by `codec.encode_head`.
+            tensors: payload of the message; None = none.
             first_chunk: index of the first chunk to send: the receiver has those before.
         """
         before = self._stream.num_written

@@ -76,7 +76,6 @@ def join(
     while True:
         link = _Link(search, say)
         pair = gate.connection(link.connection)
-        worker: Client | None = None
         try:
             if site is None:
                 site = _told(make_site(ask_config(pair)), say)
@@ -84,18 +83,16 @@ def join(
             reason = _work(worker, site, say)
         except PolicyRefusal as refusal:
             unsent = None
-            _part(refusal, pair, worker, say)
+            _part(refusal, pair, link.worker, say)
             continue
-        except ToldToStop as told:
-            reason = told.reason
         except (PeerLost, PeerTimeout, Refused) as error:
-            num_refused = (0 if worker and worker.num_answered else num_refused) + isinstance(error, Refused)
+            num_refused = (0 if link.worker and link.worker.num_answered else num_refused) + isinstance(error, Refused)
             if num_refused >= _SURE:
                 raise RunFailed(
                     f"client {client}: {address} sends something that is not raafl's protocol: {error}"
                 ) from None
             say(f"the connection to {address} is gone ({error}); trying again for {alone_s:g} s")
-            unsent = unsent if worker is None else worker.unsent
+            unsent = unsent if link.worker is None else link.worker.unsent
             search.pause()
             continue
         finally:
@@ -120,6 +117,8 @@ def _work(worker: Client, site: ClientSetup, say: Callable[[str], None]) -> str:
     """Let a client work; where its code fails on data of its own, say here what the server is not told."""
     try:
         return worker.run()
+    except ToldToStop as told:
+        return told.reason
     except TaskFailed as failed:
         if site.info.own_data:
             say(failed.traceback)

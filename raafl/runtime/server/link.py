@@ -28,11 +28,11 @@ class Away:
     """Step of a session: the connection of a client at work broke, and the session waits for it.
 
     Attributes:
-        client: its id.
-        incarnation: of the session.
+        client: id of the client.
+        incarnation: incarnation of the session.
         assignment: id of the task.
-        reason: what broke the connection.
-        wait_s: how long the session waits.
+        reason: error that broke the connection.
+        wait_s: seconds for which the session waits.
     """
 
     client: int
@@ -47,11 +47,11 @@ class Back:
     """Step of a session: the client has come back.
 
     Attributes:
-        client: its id.
-        incarnation: of the session.
+        client: id of the client.
+        incarnation: incarnation of the session.
         assignment: id of the task; None = it has ended meanwhile.
         num_chunks: chunks of the client's answer that had arrived before.
-        away_s: how long the session was without a connection.
+        away_s: seconds for which the session had no connection.
     """
 
     client: int
@@ -66,11 +66,11 @@ class Resumption:
     """Request of a new connection's thread: hand the connection over to the client's session.
 
     Attributes:
-        client: its id.
-        incarnation: of the new connection, which is not needed where it is handed over.
+        client: id of the client.
+        incarnation: incarnation of the new connection, not needed once it is handed over.
         wanted: incarnation of the session.
-        pair: the new connection.
-        position: how far the client has received.
+        pair: new connection of the client.
+        position: part of the session that the client has received.
         is_taken: gets whether the session has taken the connection.
     """
 
@@ -99,12 +99,12 @@ class SessionLink:
         """Prepare.
 
         Args:
-            client: its id.
-            incarnation: of the session.
-            put: passes a step to the loop.
-            resume_s: how long to wait for a client that has a task; 0 = a broken connection ends the session.
-            task: returns the id of the client's task; None = it has none.
-            stopping: returns whether the run does not need the session any more.
+            client: id of the client.
+            incarnation: incarnation of the session.
+            put: callback that passes a step to the loop.
+            resume_s: seconds to wait for a client that has a task; 0 = a broken connection ends the session.
+            task: callback that returns the id of the client's task; None = it has none.
+            stopping: callback that returns whether the run does not need the session any more.
         """
         self.client, self.incarnation, self._put = client, incarnation, put
         self._resume_s, self._task, self._stopping = resume_s, task, stopping
@@ -159,7 +159,7 @@ class SessionLink:
         while not self._next.empty():
             self._next.get()[0].close()
 
-    def renew(self, mine: Position, error: Exception) -> tuple[TcpConnection, Position]:
+    def renew(self, here: Position, error: Exception) -> tuple[TcpConnection, Position]:
         """Wait for the client's next connection; raises ``error`` where it does not come."""
         number, since = self._task(), time.monotonic()
         if number is None and self._next.empty():
@@ -175,16 +175,16 @@ class SessionLink:
                     break
                 continue
             try:
-                pair.send(Message(Kind.WELCOME, 0, self.incarnation, Resume(mine).to_meta()))
+                pair.send(Message(Kind.WELCOME, 0, self.incarnation, Resume(here).to_meta()))
             except (PeerLost, PeerTimeout):
                 continue
             away_s = time.monotonic() - since
-            self._put(Back(self.client, self.incarnation, number, mine.num_chunks, away_s))
-            self._charge(away_s, mine, theirs)
+            self._put(Back(self.client, self.incarnation, number, here.num_chunks, away_s))
+            self._charge(away_s, here, theirs)
             return pair, theirs
         raise error
 
-    def _charge(self, away_s: float, mine: Position, theirs: Position) -> None:
+    def _charge(self, away_s: float, here: Position, theirs: Position) -> None:
         """Take the time from what is left, which is full again once anything has arrived since the last time.
 
         So a client that comes and goes while a transfer does not get on has ``resume_s`` in all. While the client trains there is
@@ -192,6 +192,6 @@ class SessionLink:
         """
         assert self._pair is not None
         is_training = self._pair.pair.partial is None and theirs.num_messages == self._pair.num_sent
-        has_moved = (mine, theirs) != self._before
+        has_moved = (here, theirs) != self._before
         self._left_s = self._resume_s if is_training or has_moved else self._left_s - away_s
-        self._before = (mine, theirs)
+        self._before = (here, theirs)

@@ -18,7 +18,7 @@ class LinkDesk:
 
     def __init__(
         self, roster: Roster, write: Callable[[Mapping[str, Any]], None], note: Callable[[str], None],
-        is_current: Callable[[int, int], bool], offer: Callable[[Resumption], bool],
+        offer: Callable[[Resumption], bool],
     ) -> None:  # fmt: skip
         """Prepare.
 
@@ -26,17 +26,17 @@ class LinkDesk:
             roster: of the run.
             write: adds a row to the journal.
             note: shows a line to the user.
-            is_current: returns whether a client's session is that of an incarnation.
             offer: gives a session its client's new connection; returns whether it takes it.
         """
-        self._roster, self._write, self._note, self._is_current, self._offer = roster, write, note, is_current, offer
+        self._roster, self._write, self._note, self._offer = roster, write, note, offer
 
     def sift(self, item: Item | None) -> Event | SecureStep | None:
         """See to a step of a connection; return anything else."""
         if isinstance(item, Resumption):
             item.is_taken.put(self._offer(item))
         elif isinstance(item, Away | Back):
-            if self._is_current(item.client, item.incarnation):  # else it was replaced meanwhile
+            client = self._roster.find(item.client)
+            if client is not None and client.incarnation == item.incarnation:  # else it was replaced meanwhile
                 self._tell(item)
         else:
             return item

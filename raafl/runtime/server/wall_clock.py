@@ -94,9 +94,7 @@ class Server(Driver):
         self._enter_lock, self._is_closed = threading.Lock(), False
         self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
         self._timers: list[tuple[float, int]] = []
-        self._links = LinkDesk(
-            coordinator.roster, lambda row: record.link(row, self.now), self._note, self._is_current, self._offer
-        )
+        self._links = LinkDesk(coordinator.roster, lambda row: record.link(row, self.now), self._note, self._offer)
         self._desk = None if self.groups is None else SecureDesk(self.groups, self._note)
         self._deferred: deque[Event] = deque()  # while a group is at work
         self._start = self._resumed_at = 0.0
@@ -207,14 +205,11 @@ class Server(Driver):
 
     def _offer(self, asked: Resumption) -> bool:
         """Offer a session the connection by which its client came back; return whether it takes it."""
-        client = asked.client
-        if not self._is_current(client, asked.wanted):
-            return False
-        if not self.sessions[client].link.offer(asked.pair, asked.position):
+        session = self.sessions[asked.client] if self._is_current(asked.client, asked.wanted) else None
+        if session is None or not session.link.offer(asked.pair, asked.position):
             return False
         with self._enter_lock:
-            self._entering.pop((client, asked.incarnation), None)
-        return True
+            return self._entering.pop((asked.client, asked.incarnation), None) is not None
 
     @property
     def _is_busy(self) -> bool:

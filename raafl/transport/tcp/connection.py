@@ -73,7 +73,7 @@ class TcpConnection(Connection):
         """Send a message; see `Connection.send`.
 
         Args:
-            message: to send.
+            message: message to send.
             timeout_s: seconds in which the peer must accept each piece; None = the connection's own.
             first_chunk: chunk of its payload from which to send it, where the peer has those before.
         """

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from raafl.transport import codec
 from raafl.transport.codec import Expect, Message, Refused
@@ -31,11 +33,11 @@ _LOOK_S = 0.05  # how often a thread that waits for the other looks again
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How much of a session an end has received.
+    """Part of a session that an end has received.
 
     Attributes:
-        num_messages: messages of tasks, complete.
-        num_chunks: chunks of the next, from the first on.
+        num_messages: number of complete messages of tasks.
+        num_chunks: number of chunks of the next message, from the first on.
     """
 
     num_messages: int = 0
@@ -53,8 +55,8 @@ class ResumableConnection(Connection):
     holds the receiving lock renews it, so that nobody is in the middle of the message that is to be continued.
 
     Attributes:
-        pair: the present connection.
-        num_sent: messages of tasks sent.
+        pair: the session's present connection.
+        num_sent: number of messages of tasks sent.
     """
 
     resumes = True
@@ -63,8 +65,8 @@ class ResumableConnection(Connection):
         """Begin on a connection.
 
         Args:
-            pair: the first connection; none of the peer's messages of tasks has been read.
-            renew: called when it breaks, on the thread that noticed; what it raises ends the session.
+            pair: the first connection, from which no message of a task has been read.
+            renew: callback for a broken connection, on the thread that noticed it; what it raises ends the session.
         """
         self.pair, self._renew = pair, renew
         self._sending, self._receiving = threading.Lock(), threading.RLock()
@@ -175,12 +177,9 @@ class ResumableConnection(Connection):
         while self.pair is pair:
             if self._is_closed:
                 raise error
-            if self._receiving.acquire(timeout=_LOOK_S):
-                try:
-                    if self.pair is pair and not self._is_closed:
-                        self._take_next(pair, error)
-                finally:
-                    self._receiving.release()
+            with _attempt(self._receiving) as is_mine:
+                if is_mine and self.pair is pair and not self._is_closed:
+                    self._take_next(pair, error)
 
     def _take_next(self, old: TcpConnection, error: PeerLost | PeerTimeout) -> None:
         """Go on with the next connection; the receiving lock is held."""
@@ -221,9 +220,17 @@ class ResumableConnection(Connection):
     def _repeat(self) -> None:
         """Send what the peer lacks, unless the thread that is sending it does."""
         while self._first is not None and not self._is_closed:
-            if self._sending.acquire(timeout=_LOOK_S):
-                try:
-                    if self._last is not None and self._first is not None:
-                        self._num_repeated_bytes += self._send_rest(self._last)
-                finally:
-                    self._sending.release()
+            with _attempt(self._sending) as is_free:
+                if is_free and self._last is not None and self._first is not None:
+                    self._num_repeated_bytes += self._send_rest(self._last)
+
+
+@contextmanager
+def _attempt(lock: Any) -> Iterator[bool]:
+    """Hold a lock, if it can be had soon; yield whether it is held."""
+    is_held = lock.acquire(timeout=_LOOK_S)
+    try:
+        yield is_held
+    finally:
+        if is_held:
+            lock.release()

@@ -37,13 +37,10 @@ class Door:
         self.state, self.inbox, self.roster = line_state(value=2.0), Inbox(), Roster()
         self.times = Timeouts(**{"join_s": WAIT_S, "task_s": WAIT_S, "stop_s": 2.0, "resume_s": WAIT_S, **waits})
         self.sessions, self.rows, self.notes, self.moved = [], [], [], []
-        self.desk = LinkDesk(self.roster, self.rows.append, self.notes.append, self.is_current, self.offer)
-
-    def is_current(self, client, incarnation):
-        return incarnation == 0
+        self.desk = LinkDesk(self.roster, self.rows.append, self.notes.append, self.offer)
 
     def offer(self, asked):
-        return self.is_current(asked.client, asked.wanted) and self.sessions[0].link.offer(asked.pair, asked.position)
+        return asked.wanted == 0 and self.sessions[0].link.offer(asked.pair, asked.position)
 
     def call(self):
         """Connect anew."""
@@ -75,6 +72,8 @@ class Door:
         """Turn the loop until there is an event."""
         while (item := self.inbox.get(WAIT_S)) is not None:
             if (event := self.desk.sift(item)) is not None:
+                if isinstance(event, Joined):
+                    self.roster.join(event.client)
                 return event
         raise AssertionError("nothing has happened")
 

@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-import raafl
 from raafl.config.options import Timeouts
 from raafl.core.records_json import client_to_json
 from raafl.core.roster import Roster
 from raafl.core.types import Arrived, Joined, Lost
+from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.link_desk import LinkDesk
 from raafl.runtime.server.session import Session
@@ -56,7 +56,7 @@ class Door:
         return TcpConnection(theirs, 5.0)
 
     def hello(self, pair):
-        meta = {"raafl": raafl.__version__, "model": self.state.submodels.layout().fingerprint, **client_to_json(INFO)}
+        meta = {"protocol": PROTOCOL, "model": self.state.submodels.layout().fingerprint, **client_to_json(INFO)}
         pair.send(Message(Kind.HELLO, meta=meta))
         return hear(pair)
 

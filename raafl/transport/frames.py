@@ -164,14 +164,15 @@ class Frames:
 
     def _drain(self, header: Header, body: Body | None) -> None:
         """Read a refused payload to its end, unless that is too far away, or unknown."""
+        # First, since what a peer declares may have more chunks than can be counted.
+        if header.payload_bytes > self.drain_bytes:
+            return
         num_chunks = 1
         if header.payload_bytes > PIECE_BYTES:
             if body is None:
                 return
             num_chunks = count_chunks(body.buffers)
         left = header.payload_bytes + num_chunks * FOOTER_BYTES if header.payload_bytes else 0
-        if header.payload_bytes > self.drain_bytes:
-            return
         scratch = memoryview(bytearray(min(left, _SCRATCH_BYTES)))
         while left:
             step = min(left, len(scratch))

@@ -27,7 +27,8 @@ from raafl.transport.tcp.connection import TcpConnection
 SUCCEEDED = "connection-replaced"
 """Reason of `PeerLost` on a connection whose client has come back by another."""
 
-_LINK = frozenset({"connection-closed", "connection-reset", "connection-broken", SUCCEEDED})
+# A thread that notices the break closes the connection, so that the other finds it closed here.
+_LINK = frozenset({"connection-closed", "connection-reset", "connection-broken", "closed-here", SUCCEEDED})
 _LOOK_S = 0.05  # how often a thread that waits for the other looks again
 
 

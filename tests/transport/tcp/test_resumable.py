@@ -209,3 +209,15 @@ def test_a_deadline_is_for_the_beginning_of_a_message():
         end.recv(lambda *_: None, 0.05)
     assert end.closed
     peer.close()
+
+
+def test_a_sender_that_finds_its_connection_closed_by_the_receiving_thread_goes_on():
+    """The receiver noticed the break first: its close is no end of the session."""
+    update = flat(3, 1.0)
+    with Ends() as made, ThreadPoolExecutor(2) as pool:
+        server, client = made.ends
+        client.pair.close()
+        arriving = pool.submit(receive, server, update)
+        client.send(Message(Kind.UPDATE, 3, 0, {}, update))
+        assert torch.equal(arriving.result(WAIT_S).tensors["w"], update["w"])
+        assert len(made.renewed) == 2

@@ -16,6 +16,7 @@ import yaml
 
 from raafl.commands.cli import USAGE, main
 from raafl.compare.comparison import read
+from raafl.compare.grid import is_grid, read_grid
 from raafl.compare.runs import resolve
 from raafl.config.argv import values, without
 from raafl.config.bundled import with_paths
@@ -125,8 +126,12 @@ def check_raafl(argv: list[str], *, runs: bool) -> None:
 
 
 def check_comparison(path: Path) -> None:
-    """Read a comparison and parse its first row; tests/compare runs such files."""
-    comparison = read(path)
+    """Read a comparison, or a grid's first cell, and parse its first row; tests/compare runs such files."""
+    if is_grid(path):
+        grid = read_grid(path)
+        comparison = grid.comparison(grid.cells[0])
+    else:
+        comparison = read(path)
     label, options = next(iter(comparison.rows.items()))
     assert resolve(comparison.config, label, (*comparison.options, *options), comparison.seeds)
 

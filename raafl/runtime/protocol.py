@@ -89,8 +89,7 @@ class Hello:
     Attributes:
         identity: properties that must be equal at peer and server.
         unsent: id of an assignment whose answer could not be sent on an earlier connection; None = none.
-        client: description of a client (`client_to_json`), recorded series of its device replaced by their digests; empty where
-            torchrun started the client.
+        client: description of a client (`client_to_json`), with digests of its recorded series; empty under torchrun.
         memory_bytes: number of bytes of memory that a process of a client may use; None = no limit.
     """
 

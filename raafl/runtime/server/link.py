@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from raafl.runtime.resumption import Resume
 from raafl.transport import Connection, Kind, Message, PeerLost, PeerTimeout
 from raafl.transport.tcp.connection import TcpConnection
-from raafl.transport.tcp.resumable import SUCCEEDED, Position, ResumableConnection
+from raafl.transport.tcp.resumable import LINK, SUCCEEDED, Position, ResumableConnection
 
 _LOOK_S = 0.25  # how often a session that waits looks whether the run has ended
 
@@ -160,7 +160,7 @@ class SessionLink:
             self._next.get()[0].close()
 
     def renew(self, here: Position, error: Exception) -> tuple[TcpConnection, Position]:
-        """Wait for the client's next connection; raises ``error`` where it does not come."""
+        """Wait for the client's next connection; raises ``error`` where it does not come, or why it may not."""
         number, since = self._task(), time.monotonic()
         if number is None and self._next.empty():
             raise error
@@ -171,6 +171,8 @@ class SessionLink:
             try:
                 pair, theirs = self._next.get(timeout=max(min(left_s, _LOOK_S), 0.0))
             except queue.Empty:
+                if self._pair is not None and (why := self._pair.pair.why_closed).reason not in LINK:
+                    raise why from None  # its site was taken out meanwhile
                 if left_s <= 0 or self._pair is None or self._pair.closed:
                     break
                 continue

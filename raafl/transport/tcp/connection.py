@@ -30,6 +30,7 @@ class TcpConnection(Connection):
 
     Attributes:
         is_encrypted: whether the socket uses TLS.
+        why_closed: error that whoever uses the connection gets once it is closed here.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float, *, min_bytes_per_s: float = MIN_BYTES_PER_S) -> None:
@@ -44,7 +45,7 @@ class TcpConnection(Connection):
         self.is_encrypted = self.resumes = hasattr(sock, "getpeercert")
         self._socket = _stream(sock, TimeBudget(timeout_s))
         self._stream = self._socket
-        self._why_closed = PeerLost("closed-here")
+        self.why_closed = PeerLost("closed-here")
         self._frames = Frames(self._stream)
         # One thread sends while another receives: the frames' two halves share nothing. The lock is held for moments only, to
         # count who is inside, so that a close never waits for the peer.
@@ -119,7 +120,7 @@ class TcpConnection(Connection):
 
     def cut(self, reason: str, detail: str) -> None:
         """End the session; threads that use it get `PeerLost` with this reason."""
-        self._why_closed = PeerLost(reason, detail)
+        self.why_closed = PeerLost(reason, detail)
         self.close()
 
     def _has_ended(self) -> bool:
@@ -130,7 +131,7 @@ class TcpConnection(Connection):
         """Count the threads inside, and close the pair when anything but a refusal in step goes wrong."""
         with self._lock:
             if self._has_ended():
-                raise self._why_closed
+                raise self.why_closed
             self._num_inside += 1
         try:
             yield
@@ -139,7 +140,7 @@ class TcpConnection(Connection):
             if not (isinstance(error, Refused) and self._frames.in_step):
                 self.close()
             if was_closed and isinstance(error, PeerLost | PeerTimeout):
-                raise self._why_closed from None
+                raise self.why_closed from None
             raise
         finally:
             with self._lock:

@@ -28,7 +28,7 @@ SUCCEEDED = "connection-replaced"
 """Reason of `PeerLost` on a connection whose client has come back by another."""
 
 # A thread that notices the break closes the connection, so that the other finds it closed here.
-_LINK = frozenset({"connection-closed", "connection-reset", "connection-broken", "closed-here", SUCCEEDED})
+LINK = frozenset({"connection-closed", "connection-reset", "connection-broken", "closed-here", SUCCEEDED})
 _LOOK_S = 0.05  # how often a thread that waits for the other looks again
 
 
@@ -172,7 +172,7 @@ class ResumableConnection(Connection):
 
     def _replace(self, pair: TcpConnection, error: PeerLost | PeerTimeout) -> None:
         """Return once ``pair`` is not the session's connection any more; raises ``error`` where there is no other."""
-        if isinstance(error, PeerLost) and error.reason not in _LINK:
+        if isinstance(error, PeerLost) and error.reason not in LINK:
             self.close()
         pair.cut("connection-broken", "another thread found it so")  # for whoever is still inside
         while self.pair is pair:

@@ -62,7 +62,10 @@ class TcpTransport(Transport):
         self._recheck(connection, peer)  # what was revoked between the opening and this moment
 
     def recheck(self) -> None:
-        """Close every connection whose peer `ConnectOptions.authorize` would refuse now; called when rules have changed."""
+        """Close every connection whose peer `ConnectOptions.authorize` would refuse now; called when rules have changed.
+
+        A connection that is broken already gets the reason, too: a session may wait for its peer to come back.
+        """
         with self._lock:
             admitted = list(self._admitted.items())
         for connection, peer in admitted:
@@ -70,8 +73,7 @@ class TcpTransport(Transport):
 
     def _recheck(self, connection: TcpConnection, peer: Peer) -> None:
         try:
-            if not connection.closed:
-                self._meeting.authorize(peer)
+            self._meeting.authorize(peer)
         except Refused as refused:
             connection.cut(refused.reason, refused.detail)
 

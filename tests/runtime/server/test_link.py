@@ -228,3 +228,14 @@ def test_a_run_that_ends_waits_for_nobody_who_is_away(door):
     door.sessions[0].stop("done")
     door.sessions[0].join(WAIT_S)
     assert not door.sessions[0].is_alive() and door.inbox.get(0.0) is None
+
+
+def test_a_client_whose_site_is_taken_out_while_it_is_away_is_lost_at_once(door):
+    pair = door.begin()
+    pair.close()
+    door.turn()
+    assert door.roster.away == {4}
+    door.sessions[0].link._pair.pair.cut("revoked", "the certificate of site 'south' was revoked")
+    since = time.monotonic()
+    event = door.event()
+    assert isinstance(event, Lost) and "revoked" in event.reason and time.monotonic() - since < WAIT_S / 4

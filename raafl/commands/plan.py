@@ -40,7 +40,7 @@ data is loaded and shared out; nothing is trained. Every field of a config is an
   --address HOST:PORT   with --measure: measure the link to the server, where `raafl plan --answer` runs
   --device DEVICE       with --measure: cpu or cuda (default cpu); --threads N of it (default 1, as in a run)
   --answer HOST:PORT    answer those who measure their link to this machine, until interrupted
-  --profiles            list the devices that a config may name, with the source of each figure
+  --profiles            list the devices and fleets that a config may name, with their sources
   --json                print JSON and nothing else"""
 
 
@@ -150,6 +150,7 @@ def _measure(own: Namespace, rest: Sequence[str]) -> Profile:
 
 def _profiles(width: int, terminal: bool, *, as_json: bool) -> str:
     from raafl.devices.catalog import catalogue, rows
+    from raafl.devices.fleets import FLEET, bundled
     from raafl.plan.show import table
 
     if as_json:
@@ -160,4 +161,5 @@ def _profiles(width: int, terminal: bool, *, as_json: bool) -> str:
     )
     for name, one in catalogue()["generators"].items():
         shown += f"\n\n{name}: {one['what']}, drawn anew for each client by seed\n  {one['source']}"
-    return shown + "".join(f"\n\n{name}: {what}" for name, what in catalogue()["shares"].items())
+    shown += "".join(f"\n\n{name}: {what}" for name, what in catalogue()["shares"].items())
+    return shown + "".join(f"\n\n{FLEET}{name}: {one['what']}\n  {one['source']}" for name, one in bundled().items())

@@ -328,7 +328,7 @@ def test_help_and_the_profiles_that_a_config_may_name(capsys):
     assert "--measure" in capsys.readouterr().out
     assert main(["plan", "--profiles"]) == 0
     shown = capsys.readouterr().out
-    assert "jetson-nano" in shown and "PKU-Chengxu/FLASH" in shown and "\x1b" not in shown
+    assert "jetson-nano" in shown and "PKU-Chengxu/FLASH" in shown and "fleet:phones: " in shown and "\x1b" not in shown
     assert main(["plan", "--profiles", "--json"]) == 0
     assert {"device", "field", "value", "source"} == set(json.loads(capsys.readouterr().out)[0])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import yaml
 from raafl.config.remote_options import credentials, split
 from tests.habits.source import ROOT
 from tests.helpers import forkserver
+from tests.helpers.tools import tool
 from tests.launch.command_lines import check
 
 FOLDER = ROOT / "launch" / "container"
@@ -24,9 +24,9 @@ SERVICES = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
 
 
 def test_hadolint_finds_nothing():
-    if shutil.which("hadolint") is None:
+    if (program := tool("hadolint")) is None:
         pytest.skip("hadolint is not installed")
-    found = subprocess.run(["hadolint", str(FOLDER / "Dockerfile")], capture_output=True, text=True)
+    found = subprocess.run([program, str(FOLDER / "Dockerfile")], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "")
 
 

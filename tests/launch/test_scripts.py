@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import forkserver
+from tests.helpers.tools import tool
 from tests.launch.processes import ROOT, WAIT_S, started, until
 
 SCRIPTS = sorted(path for path in (ROOT / "launch").rglob("*") if path.suffix in (".sh", ".sbatch"))
@@ -77,9 +77,9 @@ def merged_of(folder):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[path.name for path in SCRIPTS])
 def test_shellcheck_finds_nothing(script):
-    if shutil.which("shellcheck") is None:
+    if (program := tool("shellcheck")) is None:
         pytest.skip("shellcheck is not installed")
-    found = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
+    found = subprocess.run([program, str(script)], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "")
 
 

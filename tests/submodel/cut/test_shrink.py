@@ -230,7 +230,7 @@ def test_the_global_state_itself_can_be_the_storage():
     for buffer in full.buffers.values():
         buffer.zero_()
     assert torch.equal(shared(x), torch.zeros(2, 3))
-    with pytest.raises(BadInput, match="another layout"):
+    with pytest.raises(BadInput, match="not that of this submodel"):
         submodels.shrink(Spec.select({"layers.1": [0]}), present=full)
 
 

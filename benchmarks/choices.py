@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from benchmarks.common import Row, report, table
-from raafl.compare.statistics import interval
+from raafl.compare.statistics import geometric
 from raafl.config.experiment import Experiment
 from raafl.config.parse import parse
 from raafl.plan.auto import auto
@@ -178,10 +178,9 @@ def summary(rows: Sequence[Row], labels: Sequence[str]) -> dict[str, Any]:
     always = {label: [row[f"always {label}"] for row in rows if f"always {label}" in row] for label in labels}
     over = {}
     for name in dict.fromkeys(name for row in rows for name in row if name.startswith("over_")):
-        found = interval([math.log(row[name]) for row in rows if name in row])
-        if found is not None and found.half is not None:
-            ends = {"ratio": found.mean, "low": found.mean - found.half, "high": found.mean + found.half}
-            over[name] = {key: math.exp(value) for key, value in ends.items()}
+        found = geometric([row[name] for row in rows if name in row])
+        if found["low"] is not None:
+            over[name] = found
     return {
         "median": median(row["ratio"] for row in rows), "worst": max(row["ratio"] for row in rows), "cells": len(rows),
         "over": over, "always": {label: {"median": median(v), "worst": max(v)} for label, v in always.items() if v},

@@ -14,7 +14,7 @@ from raafl.compare.grid import Cell, Grid
 from raafl.compare.grid_runs import GridRuns, replayed_seeds
 from raafl.compare.provenance import provenance
 from raafl.compare.report import result
-from raafl.compare.statistics import censored_median, interval
+from raafl.compare.statistics import censored_median, geometric
 from raafl.compare.tables import Cells, difference, short, time_cell, with_interval
 from raafl.errors import BadInput
 
@@ -132,17 +132,11 @@ def _dominates(one: tuple[float | None, float | None], other: tuple[float | None
 def _behind(row: Row, leader: Row) -> dict[str, Any]:
     """Compare a row's times to the first target with the leader's, over the seeds in which both got there."""
     ours, theirs = ({run["seed"]: _first(run.get("time_to", {})) for run in one["runs"]} for one in (row, leader))
-    logs = [
-        math.log(own / best) for seed, own in ours.items() if own and (best := theirs.get(seed))
-    ]  # fmt: skip
-    found = interval(logs)
+    ratios = geometric([own / best for seed, own in ours.items() if own and (best := theirs.get(seed))])
     reached = sum(value is not None for value in ours.values())
     return {
-        "of": leader["row"], "reached": reached, "seeds": len(ours),
-        "ratio": None if found is None else math.exp(found.mean),
-        "low": None if found is None or found.half is None else math.exp(found.mean - found.half),
-        "high": None if found is None or found.half is None else math.exp(found.mean + found.half),
-        "shown": found is not None and found.half is not None and found.mean > found.half,
+        "of": leader["row"], "reached": reached, "seeds": len(ours), **ratios,
+        "shown": ratios["low"] is not None and ratios["low"] > 1,
     }  # fmt: skip
 
 

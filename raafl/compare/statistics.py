@@ -51,6 +51,19 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval |
     return interval([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
 
+def geometric(ratios: Sequence[float]) -> dict[str, float | None]:
+    """Return the geometric mean of ratios above 0 with the ends of its 95 % interval: `ratio`, `low`, `high`.
+
+    The interval is that of the logarithms. Of one ratio the ends are None, of none all three.
+    """
+    found = interval([math.log(ratio) for ratio in ratios])
+    if found is None:
+        return {"ratio": None, "low": None, "high": None}
+    low, high = (None, None) if found.half is None else (found.mean - found.half, found.mean + found.half)
+    ends = {"ratio": found.mean, "low": low, "high": high}
+    return {name: None if value is None else math.exp(value) for name, value in ends.items()}
+
+
 def smoothed(curve: Curve, num: int) -> list[tuple[float, float]]:
     """Return the moving average of a curve over ``num`` evaluations, each at the time of its last one."""
     num = min(num, len(curve))

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from raafl.compare.statistics import censored_median, gini, interval, paired, smoothed, time_to
+from raafl.compare.statistics import censored_median, geometric, gini, interval, paired, smoothed, time_to
 
 
 def test_an_interval_is_students():
@@ -68,3 +68,12 @@ def test_gini(counts, expected):
 def test_a_value_that_is_not_finite_has_no_interval():
     found = interval([math.nan, 1.0])
     assert found is not None and math.isnan(found.mean) and found.half is None and not found.excludes_0
+
+
+def test_ratios_have_the_interval_of_their_logarithms():
+    """Of 1/2, 2 and 4: logarithms to base 2 of -1, 1 and 2, mean 2/3, standard deviation 1.5275, t(2) = 4.3027."""
+    half = 4.302653 * math.sqrt(7 / 3) / math.sqrt(3)
+    found = geometric([0.5, 2.0, 4.0])
+    assert found == pytest.approx({"ratio": 2 ** (2 / 3), "low": 2 ** (2 / 3 - half), "high": 2 ** (2 / 3 + half)})
+    assert geometric([3.0]) == {"ratio": pytest.approx(3.0), "low": None, "high": None}
+    assert geometric([]) == {"ratio": None, "low": None, "high": None}

@@ -13,14 +13,14 @@ _unfinished: set[Path] = set()
 
 @contextmanager
 def atomic_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
-    """Open a file for writing that replaces `path` only if the block ends without error (write, sync, rename).
+    """Open a temporary file for writing; rename it to `path` if the block ends without an error, else delete it.
 
     Args:
         path: the file's final path.
-        is_synced: whether the file survives a power failure once the block has ended; false = it can be made anew.
+        is_synced: whether to wait until the data are on the disk, so that the file survives a power failure.
 
     Raises:
-        OSError: it cannot be written; `path` is unchanged, and nothing lies beside it.
+        OSError: the file cannot be written; `path` is unchanged, and no temporary file is left.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     _unfinished.add(temporary)
@@ -42,14 +42,14 @@ def atomic_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
 
 
 def drop_unfinished() -> None:
-    """Remove the files that `atomic_file` is writing, in a process that is about to end at once; callable from any thread."""
+    """Delete the temporary files that `atomic_file` is writing, just before the process exits; callable from any thread."""
     for temporary in list(_unfinished):
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files in `folder` that a process left when it was killed within `atomic_file`."""
+    """Delete the temporary files that a killed process left in `folder`."""
     for temporary in folder.glob(".*.tmp"):
         with suppress(OSError):
             temporary.unlink()

@@ -23,8 +23,8 @@ class BadInput(ValueError):
     """Raised for wrong input before training starts; its message is one line, meant for the user.
 
     Attributes:
-        field: name of the config's field that the error is about, if naming the field's place in the file helps; else
-            empty.
+        field: name of the config field at fault, if the message should also give the line of the config file that sets
+            it; else empty.
     """
 
     field: str | None = None
@@ -61,7 +61,7 @@ class TaskFailed(CodeFailed):
 
     @property
     def kind(self) -> tuple[int, str, str]:
-        """Key that equal failures share, whatever their batch: (client or code at fault, kind of error, source line)."""
+        """Key that equal failures in different batches share: (client or source line at fault, kind of error, source line)."""
         return self.client, self.error.partition(":")[0], self.error.rpartition("(")[2]
 
 
@@ -78,13 +78,13 @@ class InvalidPayload(ValueError):
 
 
 def format_error(error: BaseException) -> str:
-    """Format an error as one line: its kind, its message, and the line of the user's code that raised it."""
+    """Format an error as one line: its type, its message, and the line of the user's code that raised it."""
     message = one_line(error.msg if isinstance(error, SyntaxError) else str(error))
     return f"{type(error).__name__}{': ' if message else ''}{message}{user_frame(error)}"
 
 
 def cause(error: BaseException) -> str:
-    """Describe an error in one line, with the line of the user's code; a `BadInput` is given with its whole message."""
+    """Format an error and the line of the user's code that raised it as one line; only the message is used for a `BadInput`."""
     return f"{' '.join(str(error).split())}{user_frame(error)}" if isinstance(error, BadInput) else format_error(error)
 
 
@@ -110,18 +110,18 @@ def user_frame(error: BaseException) -> str:
 
 
 def no_utf8(error: UnicodeDecodeError) -> str:
-    """Return the end of a message about a file that is not UTF-8 text: the position of the fault, and the remedy."""
+    """Return the end of an error message about a file that is not valid UTF-8: the position of the wrong byte, and the remedy."""
     at = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
     return f"is not text in UTF-8 ({at}): save it as UTF-8, from a spreadsheet as CSV UTF-8"
 
 
 def installing(extra: str) -> str:
-    """Return the pip command that installs an optional extra of raafl, such as "vision", from its checkout."""
+    """Return the pip command that installs an optional extra of raafl, such as "vision"."""
     return f"pip install '.[{extra}]' in the checkout of raafl"
 
 
 def briefly(value: object) -> str:
-    """Describe a value for a message in one line; a long value is described by its class."""
+    """Describe a value in one line for a message: a short value is printed, a long one is described by its class."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     text = repr(value)
@@ -191,7 +191,7 @@ def positive(field: str, value: float | None, *, optional: bool = False) -> None
 
 
 def resolves(text: str) -> None:
-    """Raise `BadInput` unless ``text`` is HOST:PORT and this machine can resolve the host's name now."""
+    """Raise `BadInput` unless ``text`` is HOST:PORT and this machine can resolve the host name."""
     host, port = parse_address(text)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -203,14 +203,19 @@ def resolves(text: str) -> None:
 
 
 def refuse_unused(reason: str, **given: tuple[object, object]) -> None:
-    """Raise `BadInput` for each argument that is not at its default although ``reason`` makes it useless."""
+    """Raise `BadInput` for each argument that the user has set although it has no effect.
+
+    Args:
+        reason: explanation of why the arguments have no effect, for the message.
+        given: value and default of each argument, by its name.
+    """
     unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
     if unused:
         raise BadInput(f"{', '.join(unused)}, but {reason}: leave out the one or the other")
 
 
 def fraction(field: str, value: float, *, zero: bool = False) -> None:
-    """Raise `BadInput` unless a value lies in (0, 1].
+    """Raise `BadInput` unless a value is above 0 and at most 1.
 
     Args:
         field: the field's name, for the message.
@@ -222,10 +227,10 @@ def fraction(field: str, value: float, *, zero: bool = False) -> None:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return the host and port of ``HOST:PORT``; an IPv6 host stands in brackets, and port 0 means any.
+    """Split ``HOST:PORT`` into host and port; an IPv6 address is written in brackets, and port 0 means any free port.
 
     Raises:
-        BadInput: the text is anything else.
+        BadInput: the text has another form.
     """
     host, colon, port = text.strip().rpartition(":")
     if not colon or not host:

@@ -28,10 +28,10 @@ VARIABLE: Final = "RAAFL_LOG"
 
 
 class Console(logging.Handler):
-    """Handler that prints records on standard error, or calls a record's own `show`."""
+    """Logging handler that prints records on standard error; a record with a `show` function is printed by that function."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record; do nothing where standard error is closed."""
+        """Print one record; do nothing if standard error is closed."""
         show = getattr(record, "show", None)
         if show is not None:
             show()
@@ -43,13 +43,14 @@ class Console(logging.Handler):
 
 
 class JsonConsole(logging.Handler):
-    """Handler that prints each record on standard error as a line of JSON, of ASCII characters alone.
+    """Logging handler that prints each record on standard error as one line of JSON in ASCII.
 
-    Its fields: time (ISO 8601, UTC), level, logger, message; rank under torchrun; client where the record is of one; exception.
+    Fields: time (ISO 8601, UTC), level, logger, message; also rank under torchrun, client if a client logged the
+    record, and exception if there was one.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one record; do nothing where standard error is closed."""
+        """Print one record; do nothing if standard error is closed."""
         row = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage(),
@@ -66,10 +67,10 @@ class JsonConsole(logging.Handler):
 
 @contextmanager
 def console(kind: LogFormat = "text") -> Iterator[None]:
-    """Install a `Console` or a `JsonConsole` on the logger "raafl" for the block, unless that logger has a handler.
+    """Install a `Console` or `JsonConsole` handler on the logger "raafl" for the block, unless that logger already has a handler.
 
-    Records of level INFO and above are printed, unless the logger has a level of its own. The root logger's handlers
-    get them, too.
+    Records of level INFO and above are printed, unless the logger has its own level. Handlers of the root logger get
+    the records, too.
     """
     logger = logging.getLogger("raafl")
     if logger.handlers:
@@ -92,6 +93,6 @@ def warn_once(logger: logging.Logger, text: str) -> None:
 
 
 def is_printed() -> bool:
-    """Check whether progress is printed on the console, rather than routed elsewhere or silenced."""
+    """Check whether raafl's log records are printed on the console, and not sent to other handlers or turned off."""
     logger = logging.getLogger("raafl")
     return logger.isEnabledFor(logging.INFO) and any(isinstance(handler, Console) for handler in logger.handlers)

@@ -32,7 +32,7 @@ def overrides(module: object, name: str) -> bool:
 
 
 def begin(module: Any, batch: Any) -> None:
-    """Call those hooks that a module overrides and Lightning calls before the first step; ``batch`` is on its device."""
+    """Call the module's overridden hooks that Lightning calls before the first training step."""
     for name in TASK_HOOKS[:3]:
         if overrides(module, name):
             getattr(module, name)()

@@ -15,14 +15,14 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+", re.S)
 
 
 def is_url(text: object) -> bool:
-    """Check whether a text is a URL rather than a path."""
+    """Check whether a text is a URL, and not a path."""
     return isinstance(text, str) and _URL.fullmatch(text) is not None
 
 
 class ObjectStore:
-    """A folder in an object store, whose files are named by paths relative to it.
+    """A folder in an object store such as S3; its files are named by paths relative to the folder.
 
-    Methods may raise whatever the store's own library raises, an `OSError` in most cases.
+    Methods may raise any error of the store's own library; most of these are an `OSError`.
 
     Attributes:
         url: URL of the folder.
@@ -53,11 +53,11 @@ class ObjectStore:
     @classmethod
     @contextmanager
     def answering(cls, url: str, field: str) -> Iterator[ObjectStore]:
-        """Give a store to a block in which any error of the store becomes a `BadInput` that names ``field``.
+        """Open an object store for the block, and convert any error of the store inside the block to a `BadInput` about ``field``.
 
         Args:
             url: URL of the folder.
-            field: option that the URL is from, for messages.
+            field: name of the option that has the URL, for messages.
         """
         store = cls(url, field)
         try:
@@ -72,19 +72,19 @@ class ObjectStore:
             ) from error
 
     def names(self) -> list[str]:
-        """List the files, by path; empty where there is no such folder."""
+        """List the paths of all files in the folder, sorted; an empty list if the folder does not exist."""
         self._files.invalidate_cache()
         found = self._files.find(self._root)
         names = (path.removeprefix(self._root).lstrip("/") for path in found)
         return sorted(name for name in names if not name.rpartition("/")[2].startswith("."))
 
     def put(self, file: Path, name: str, moved: Callable[[], None] = lambda: None) -> None:
-        """Copy a file into the store; it is there whole or not at all.
+        """Upload a file; readers see the whole file or none of it.
 
         Args:
             file: file to copy.
             name: name of the copy.
-            moved: function without arguments, called in any thread each time that a part has been sent; some stores never call it.
+            moved: function called from any thread each time that a part was uploaded; some stores never call it.
         """
         from fsspec.callbacks import Callback
 
@@ -96,27 +96,27 @@ class ObjectStore:
             self._files.put_file(str(file), path, callback=Sent())
 
     def write(self, data: bytes, name: str) -> None:
-        """Write a small file; it is there whole or not at all."""
+        """Write a small file to the store; readers see the whole file or none of it."""
         with self._whole(name) as path:
             self._files.pipe_file(path, data)
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
+        """Remove the file ``name`` from the store."""
         self._files.rm(f"{self._root}/{name}")
 
     def rename(self, suffix: str) -> None:
-        """Move all files to a folder whose name has ``suffix`` behind it."""
+        """Rename the folder by appending ``suffix`` to its name."""
         self._files.mv(self._root, self._root + suffix, recursive=True)
 
     def fetch(self, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> int:
-        """Copy files into a local folder; return how many.
+        """Download files into a local folder; return the number of files.
 
         Args:
-            folder: local folder, made if it is not there.
-            wanted: function that chooses files by their paths.
+            folder: local folder; created if it does not exist.
+            wanted: function that gets a file's path and returns whether to download it.
 
         Raises:
-            BadInput: a path leads out of the folder: somebody else has written there.
+            BadInput: a file's path leads out of the local folder, so somebody else has written to the store.
         """
         names = [name for name in self.names() if wanted(name)]
         for name in names:

@@ -16,12 +16,12 @@ from raafl.errors import BadInput, at_least, briefly, one_of
 
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate scheduler and when it steps, as in Lightning's ``lr_scheduler`` dict.
+    """A learning-rate scheduler and its settings, as in Lightning's ``lr_scheduler`` dict.
 
     Attributes:
         scheduler: learning-rate scheduler of torch.
         interval: unit of ``frequency``, "step" or "epoch".
-        frequency: number of batches of an epoch, or of epochs, from one step of the scheduler to the next.
+        frequency: number of batches, or of epochs, between two steps of the scheduler.
         monitor: name of the logged metric that a ReduceLROnPlateau reads; None = the scheduler reads no metric.
     """
 
@@ -31,24 +31,26 @@ class Schedule:
     monitor: str | None = None
 
     def is_due(self, interval: str, index: int) -> bool:
-        """Check whether the scheduler steps at the end of batch ``index`` of an epoch, or of epoch ``index``.
+        """Check whether the scheduler steps now.
 
-        Both count from 0.
+        Args:
+            interval: event that has just ended, "step" or "epoch".
+            index: index of the batch within its epoch, or of the epoch; counted from 0.
         """
         return interval == self.interval and (index + 1) % self.frequency == 0
 
 
 def step_scheduler(scheduler: Any, metric: Any) -> None:
-    """Step a scheduler with ``metric`` if it reads one, as Lightning does."""
+    """Step a learning-rate scheduler, with ``metric`` if it is a ReduceLROnPlateau."""
     scheduler.step() if metric is None else scheduler.step(metric)
 
 
 def configure(module: nn.Module) -> tuple[Optimizer, list[Schedule]]:
-    """Read a module's `configure_optimizers`: return its one optimizer and its schedulers.
+    """Call a module's `configure_optimizers`; return its one optimizer and its learning-rate schedulers.
 
     Raises:
-        BadInput: the module has several optimizers or none, one whose step needs a closure, or a scheduler with settings
-            that are not Lightning's.
+        BadInput: the module has no optimizer or several, an optimizer whose step needs a closure, or a scheduler with
+            settings that Lightning does not know.
     """
     answer: Any = module.configure_optimizers()  # type: ignore[operator]
     owner, monitor = f"{type(module).__name__}.configure_optimizers", None

@@ -1,4 +1,4 @@
-"""Text that somebody else wrote, made fit for a terminal, a log and a table: the one function for it.
+"""Make text from other people safe to print on a terminal, in a log or in a table.
 
 Whatever a peer says that is shown or kept goes through `sanitize_text` where it comes in: names in HELLO, reasons of a STOP or a
 refusal, names of metrics, fields of a config that differ. So does what is shown of a run folder that somebody else may have
@@ -18,8 +18,8 @@ _MAX_VALUES, _MAX_DEPTH = 100_000, 24  # of a foreign table
 def sanitize_text(text: object, most: int = MOST) -> str:
     """Return ``text`` as one line of at most ``most`` characters that are safe to print on a terminal.
 
-    Line breaks, control and escape characters, bidirectional and other invisible controls, and lone surrogates become
-    backslash escapes; a shortened text ends in an ellipsis. Sanitising twice changes nothing.
+    Line breaks, control characters, escape sequences, invisible characters and lone surrogates become backslash
+    escapes. A shortened text ends in an ellipsis. Applying the function twice changes nothing more.
     """
     whole = str(text)
     if len(whole) <= most and whole.isprintable():
@@ -31,7 +31,7 @@ def sanitize_text(text: object, most: int = MOST) -> str:
 
 
 def sanitize_tree(value: object, most: int = 1000) -> Any:
-    """Return nested plain data with every text in it, keys included, passed through `sanitize_text`."""
+    """Apply `sanitize_text` to every text in nested plain data, including the keys of mappings; return the result."""
     if isinstance(value, str):
         return sanitize_text(value, most)
     if isinstance(value, dict):
@@ -40,18 +40,18 @@ def sanitize_tree(value: object, most: int = 1000) -> Any:
 
 
 def load_untrusted_yaml(text: str) -> dict[str, Any]:
-    """Parse YAML from an untrusted source to a mapping of plain values, of bounded size with aliases expanded.
+    """Parse a YAML mapping from an untrusted source: only plain values are allowed, and the size is limited.
 
     Raises:
-        ValueError: the text is anything else, or too large.
+        ValueError: the text is not such a mapping, or is too large.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML loader of plain values only, without merge keys (`<<`), by which a small text could fill the memory."""
+        """YAML loader that accepts plain values only, and no merge keys (`<<`), with which a short text could fill the memory."""
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            """Raise for a merge key (`<<`); configs that raafl writes have none."""
+            """Raise an error if a mapping has a merge key (`<<`); configs that raafl writes have none."""
             if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
                 raise yaml.YAMLError("a merge key")
 
@@ -79,7 +79,7 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
 
 
 def inside(value: object) -> list[Any]:
-    """List the values directly inside a mapping (keys included) or a list; return [] for anything else."""
+    """List the direct children of a mapping (keys and values) or a list; return [] for anything else."""
     if isinstance(value, dict):
         return [*value, *value.values()]
     return value if isinstance(value, list) else []

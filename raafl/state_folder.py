@@ -1,4 +1,4 @@
-"""Locate this user's state folder, where raafl keeps notes that outlive a run; write files that only the user can read."""
+"""Locate the user's state folder, in which raafl keeps small files between runs; write files that only the user can read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def state_folder() -> Path:
-    """Return the folder for files that outlive a run, `$XDG_STATE_HOME/raafl` or its default at home; it need not exist.
+    """Return the folder for files that raafl keeps between runs: `$XDG_STATE_HOME/raafl`, or its default in the home folder.
+
+    The folder may not exist yet.
 
     Raises:
         RuntimeError: the user has no home folder.
@@ -16,7 +18,7 @@ def state_folder() -> Path:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a new file with mode 600, whatever the umask is.
+    """Write a new file that only this user can read (mode 600).
 
     Raises:
         FileExistsError: the file exists already.

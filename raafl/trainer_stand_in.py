@@ -1,4 +1,4 @@
-"""Answer what a LightningModule asks `self.trainer`, where there is no Trainer.
+"""Provide a `self.trainer` for a LightningModule that trains without a Lightning Trainer.
 
 Every module that raafl runs has a `TrainerStandIn` as its trainer. It knows what is common to Trainers and to a federated
 task, with the task's own numbers, and refuses the rest by name.
@@ -48,10 +48,10 @@ _STAGES = ("training", "validating", "testing")
 
 
 class TrainerStandIn:
-    """Replacement for the Lightning Trainer of a module in a federated task.
+    """Replacement for the Lightning Trainer that a module sees as `self.trainer` in a federated task.
 
     Attributes:
-        asked: names of attributes that the module has read.
+        asked: names of the trainer's attributes that the module has read.
     """
 
     asked: set[str]
@@ -64,11 +64,11 @@ class TrainerStandIn:
         vars(self)["_metrics"] = dict
 
     def set(self, **values: object) -> None:
-        """Set attributes of the stand-in that the module may read."""
+        """Set attributes of the replacement trainer that the module may read."""
         self._values.update(values)
 
     def stage(self, stage: str) -> None:
-        """Set the flags ``training``, ``validating`` and ``testing`` as they are in a stage."""
+        """Set the trainer's flags ``training``, ``validating`` and ``testing`` for a stage of the run."""
         self.set(**{name: name == stage for name in _STAGES}, evaluating=stage != "training")
 
     def begin(self, optimizer: object, schedules: list[Any]) -> None:
@@ -77,12 +77,12 @@ class TrainerStandIn:
         self._values.pop("strategy", None)
 
     def measure(self, metrics: Callable[[], dict[str, Any]]) -> None:
-        """Set the function that returns the metrics logged so far, for `callback_metrics` and its like."""
+        """Set the function that returns the metrics logged so far; `callback_metrics` and similar attributes call it."""
         vars(self)["_metrics"] = metrics
 
     @property
     def asked_of_task(self) -> list[str]:
-        """Attributes that the module has read and whose values differ from task to task, in order."""
+        """Names of the trainer's attributes that the module has read and whose values differ between tasks, sorted."""
         return sorted(self.asked & OF_A_TASK)
 
     def __getattr__(self, name: str) -> Any:
@@ -155,14 +155,14 @@ _MADE: dict[str, Callable[[TrainerStandIn], Any]] = {
 
 
 def stage(module: object, stage: str) -> None:
-    """Set the stage (training, validating or testing) in the trainer stand-in of ``module``, if it has one."""
+    """Set the stage (training, validating or testing) of the trainer that `attach` gave ``module``, if it has one."""
     trainer = vars(module).get("_trainer")
     if isinstance(trainer, TrainerStandIn):
         trainer.stage(stage)
 
 
 def attach(module: nn.Module) -> TrainerStandIn:
-    """Attach a trainer stand-in to a module and the LightningModules inside it, and return it."""
+    """Give a module, and all LightningModules inside it, a replacement for the Lightning Trainer; return the replacement."""
     trainer = TrainerStandIn(module)
     for part in module.modules():
         if "_trainer" in vars(part):

@@ -1,4 +1,4 @@
-"""Write quantities for people, in the unit that suits their size."""
+"""Format durations, sizes and shares for people, in a unit that suits the number."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Issued:
 
     @property
     def valid(self) -> bool:
-        """Whether the certificate is neither revoked nor expired."""
+        """Whether the certificate can be used: neither revoked nor expired."""
         return not self.revoked and self.days_left > 0
 
 
@@ -98,7 +98,7 @@ class Authority:
         return authority
 
     def issue_server(self, hosts: Sequence[str], days: int = DAYS) -> x509.Certificate:
-        """Create a key and certificate for the server, with the host names and IP addresses by which clients reach it."""
+        """Create a key and certificate for the server; ``hosts`` are the host names and IP addresses by which clients reach it."""
         names = [_host(host) for host in hosts]
         if not names:
             raise BadInput("HOST is missing: give the host names and IP addresses by which clients call the server")
@@ -107,7 +107,7 @@ class Authority:
         return self._issue(Holder(self.federation), key.public_key(), names, days)
 
     def sign(self, request: x509.CertificateSigningRequest, days: int = DAYS) -> Issued:
-        """Sign a site's request; return the certificate.
+        """Issue a certificate for a site's signing request.
 
         Raises:
             BadInput: the request is damaged, or the site has a valid certificate for another key.
@@ -124,10 +124,10 @@ class Authority:
         return Issued(self._issue(holder, key, [], days), holder, revoked=False)
 
     def renew(self, name: str, days: int = DAYS) -> Issued:
-        """Issue the next certificate of a site, or of ``server``, for the key of its present one.
+        """Issue a new certificate with the same key for a site, or for ``server``.
 
         Raises:
-            BadInput: the site has no certificate that is not revoked.
+            BadInput: the site has no certificate, or only revoked ones.
         """
         self._check_days(days)
         mine = [issued for issued in self._certificates_of(name) if not issued.revoked]
@@ -146,7 +146,7 @@ class Authority:
         return [issued for issued in mine if issued.valid]
 
     def issued(self) -> list[Issued]:
-        """Return all certificates that the authority issued, in the order of their expiry."""
+        """Return all certificates that the authority has issued, those that expire first coming first."""
         path = self.folder / "revoked.crl"
         revoked = read_revoked(path, self.certificate) if path.is_file() else frozenset()
         found = []
@@ -205,7 +205,7 @@ class Authority:
 
 
 def request(folder: Path, site: str) -> x509.CertificateSigningRequest:
-    """Create a site's key, and write the request for its certificate to ``SITE.csr``; an existing key is used again."""
+    """Create a site's private key, unless it exists, and write a signing request to ``SITE.csr``; return the request."""
     check_name("site", site)
     path = folder / f"{site}.key"
     key = files.read_key(path) if path.exists() else files.new_key(path)
@@ -215,7 +215,7 @@ def request(folder: Path, site: str) -> x509.CertificateSigningRequest:
 
 
 def read_request(data: bytes, where: str) -> x509.CertificateSigningRequest:
-    """Read a signing request from bytes; an error, `BadInput`, names the file ``where``."""
+    """Parse a signing request; ``where`` is the file's name for the message of a `BadInput`."""
     try:
         return x509.load_pem_x509_csr(data)
     except ValueError:
@@ -223,7 +223,7 @@ def read_request(data: bytes, where: str) -> x509.CertificateSigningRequest:
 
 
 def request_site(request: x509.CertificateSigningRequest) -> str:
-    """Return the site that a request names, after checking key and signature; raise `BadInput` if they are wrong."""
+    """Return the name of the site in a signing request; raise `BadInput` if its key or its signature is invalid."""
     names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     key = request.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1):
@@ -234,16 +234,16 @@ def request_site(request: x509.CertificateSigningRequest) -> str:
 
 
 def fingerprint(thing: x509.Certificate | x509.CertificateSigningRequest) -> str:
-    """Return the SHA-256 of a public key, in groups that people can compare over the phone."""
+    """Return the SHA-256 of a public key in short groups, which two people can compare over the phone."""
     digest = hashlib.sha256(_spki(thing.public_key())).hexdigest().upper()
     return ":".join(digest[place : place + 4] for place in range(0, 64, 4))
 
 
 def read_revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
-    """Return the serial numbers in a revocation list, which ``authority`` must have signed.
+    """Read a revocation list and check that ``authority`` has signed it; return the serial numbers of the revoked certificates.
 
     Raises:
-        BadInput: the file has no revocation list, the authority did not sign it, or its next update is overdue.
+        BadInput: the file has no revocation list, another authority has signed it, or its next update is overdue.
     """
     try:
         revoked = x509.load_pem_x509_crl(files.read(path))

@@ -72,7 +72,7 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Replace a public file atomically, so that a server that watches it never reads half of it; raise `BadInput` on failure."""
+    """Replace a file atomically, so that no reader sees half of it; raise `BadInput` if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:

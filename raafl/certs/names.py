@@ -1,4 +1,4 @@
-"""Name the holder of a certificate: a URI in its subject alternative names states federation and site.
+"""Write the name of a site and its federation into a certificate, as a URI among its subject alternative names, and read it.
 
 A site is ``raafl://FEDERATION/site/SITE``, a server ``raafl://FEDERATION/server``. Certificates of another authority are taken
 as well where they have such a URI.
@@ -33,12 +33,12 @@ class Holder:
 
     @property
     def uri(self) -> str:
-        """URI that names the holder in a certificate."""
+        """URI with the names of federation and site, written into the certificate."""
         return f"raafl://{self.federation}/" + ("server" if self.site is None else f"site/{self.site}")
 
 
 def holder_of(uris: Iterable[str]) -> Holder | None:
-    """Return the holder that a certificate's URIs name; None if raafl's URI is missing or not the only one."""
+    """Return the site or server that a certificate's URIs name; None unless exactly one of them is raafl's."""
     holders = []
     for uri in uris:
         if found := _SITE.fullmatch(uri):
@@ -49,7 +49,7 @@ def holder_of(uris: Iterable[str]) -> Holder | None:
 
 
 def check_name(field: str, name: str) -> str:
-    """Return the name of a site or federation; raise `BadInput` if a certificate or a file cannot contain it."""
+    """Check the name of a site or federation, and return it; raise `BadInput` if it has characters that are not allowed."""
     if not re.fullmatch(_NAME, name) or name in RESERVED:
         raise BadInput(
             f"{field} is '{name}': give 1 to 63 of the characters a-z, A-Z, 0-9, '.', '_' and '-', not "

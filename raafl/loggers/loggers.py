@@ -35,7 +35,7 @@ MAX_QUEUED = 1000
 
 
 class Loggers(RunHooks):
-    """Loggers of a run, which work in threads of their own; only `finish` waits for them."""
+    """The Lightning loggers of a run. Each works in a thread of its own; only `finish` waits for them."""
 
     def __init__(
         self, logger: Any, folder: Path, record: RunRecord, warn: Callable[[str], None], note: Callable[[str], None], *,
@@ -68,12 +68,12 @@ class Loggers(RunHooks):
             worker.put(lambda logger: logger.log_hyperparams(hyper_parameters(config_yaml)))
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Count the end of a task for the histograms of the next evaluation."""
+        """Record the end of a task, for the histograms that are logged at the next evaluation."""
         if self._workers:
             self._since.settled(settled)
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Log an evaluation with the run's counters at that time; see `RunHooks.on_evaluate`."""
+        """Log an evaluation together with the run's counts at that time; see `RunHooks.on_evaluate`."""
         if not self._workers:
             return
         record = self._record
@@ -92,11 +92,11 @@ class Loggers(RunHooks):
             worker.put(lambda logger: log(logger, measured), counted=True)
 
     def finish(self, status: str, summary: Summary | None = None) -> dict[str, dict[str, Any]]:
-        """Flush the loggers' queues within their deadlines; return the outcome of each logger.
+        """Wait, for a limited time, until the loggers have written everything; return the outcome of each logger.
 
         Args:
             status: end of the run: "success", "interrupted" or "failed".
-            summary: summary of the run, to log with its tables and final model; None = log none of these.
+            summary: summary of the run, to log together with tables and the final model; None = log none of these.
         """
         tables = Tables(self._folder)
         for worker in self._workers:
@@ -111,7 +111,7 @@ class Loggers(RunHooks):
         return {worker.name: worker.give_up() for worker in self._workers}
 
     def close(self) -> None:
-        """Tell the loggers' threads to end, without waiting for them."""
+        """Tell the loggers' threads to stop, without waiting for them."""
         for worker in self._workers:
             worker.give_up()
 
@@ -132,11 +132,11 @@ class _Worker(threading.Thread):
 
     @property
     def at_work(self) -> bool:
-        """Whether the logger's thread is running and not stuck in a call."""
+        """Whether the logger's thread is alive and no call has blocked it."""
         return self.is_alive() and not self._look()
 
     def put(self, call: Callable[[Any], None], *, counted: bool = False) -> None:
-        """Queue a call of the logger and return at once; ``counted`` marks a call that logs metrics."""
+        """Add a call to the logger's queue and return at once; ``counted`` marks a call that logs metrics."""
         self._look()
         try:
             self._queue.put_nowait((call, counted))
@@ -144,13 +144,13 @@ class _Worker(threading.Thread):
             self._fail(f"{self._queue.maxsize} calls wait for it, and what comes is dropped")
 
     def end(self, call: Callable[[Any], None]) -> None:
-        """Queue the last call of the logger."""
+        """Add the last call to the logger's queue."""
         self.put(call)
         with suppress(queue.Full):
             self._queue.put_nowait(None)
 
     def give_up(self) -> dict[str, Any]:
-        """Stop calling the logger; return the rows logged, the failed calls, and the first error."""
+        """Stop calling the logger; return the number of rows logged and of failed calls, and the first error."""
         self._look()
         left = 0
         with suppress(queue.Empty):
@@ -164,7 +164,7 @@ class _Worker(threading.Thread):
             return {"logged": self._logged, "failed": self._failed, "error": self._error}
 
     def run(self) -> None:
-        """Build the logger and make the queued calls."""
+        """Create the logger and make the queued calls; this is the main function of the logger's thread."""
         try:
             self._since = time.monotonic() + CALL_S  # to import and to connect may take twice as long
             logger = self._make()

@@ -68,7 +68,7 @@ class Measurements:
 
 
 class Since:
-    """Collector of staleness and coverage of the updates merged since the last evaluation."""
+    """Collector of the staleness of updates, and of the share of the model they trained, since the last evaluation."""
 
     def __init__(self, share: Callable[[Iterable[Spec]], float | None] | None = None) -> None:
         """Start empty; ``share`` returns how much of the model some submodels cover (None = unknown)."""
@@ -77,13 +77,13 @@ class Since:
         self._specs: dict[int, set[Spec]] = {}
 
     def settled(self, settled: Settled) -> None:
-        """Count the end of a task, with the update's staleness if it was merged."""
+        """Record the end of a task, and its update's staleness if the update was merged."""
         if settled.outcome == MERGED and settled.assignment is not None:
             self._staleness.append(settled.staleness)
             self._specs.setdefault(settled.version, set()).add(settled.assignment.spec)
 
     def take(self) -> tuple[list[int], list[float]]:
-        """Return each update's staleness and each version's coverage, and reset both."""
+        """Return each update's staleness and each version's trained share of the model, and empty the collector."""
         shares = [self._share(specs) for specs in self._specs.values()] if self._share is not None else []
         staleness, self._staleness = self._staleness, []
         self._specs = {}
@@ -99,7 +99,7 @@ def is_a(logger: object, name: str) -> bool:
 
 
 def prepare(logger: Any) -> None:
-    """Tell W&B which axis to draw each metric against."""
+    """Tell W&B which quantity is the x axis of each metric."""
     if not is_a(logger, "WandbLogger"):
         return
     begin = _prefix(logger)
@@ -109,7 +109,7 @@ def prepare(logger: Any) -> None:
 
 
 def log(logger: Any, measured: Measurements) -> None:
-    """Log an evaluation with its version as the step."""
+    """Log an evaluation to a Lightning logger; the step is the model's version."""
     row: dict[str, Any] = measured.scalars()
     histograms = {"staleness": measured.staleness, "coverage": measured.coverage}
     if is_a(logger, "WandbLogger"):
@@ -134,7 +134,13 @@ def log(logger: Any, measured: Measurements) -> None:
 
 
 def binned(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return a histogram as counts and edges, with a bin for each ``whole`` number or `BINS` bins from 0 to 1."""
+    """Compute a histogram, as counts and bin edges.
+
+    Args:
+        values: the values to count.
+        whole: whether the values are whole numbers, which get a bin each; else they are shares, counted in `BINS` bins
+            from 0 to 1.
+    """
     import numpy as np
 
     most = int(max(values)) + 1 if whole else 1
@@ -202,18 +208,18 @@ Table = tuple[list[str], list[list[Any]]]
 
 
 class Tables:
-    """Tables of a run, read from its folder once, by the thread that asks first."""
+    """Tables of a run for its loggers; its folder is read once, when a thread first needs a table."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, threading.Lock()
         self._found: tuple[dict[str, Table], Any] | None = None
 
     def all(self) -> dict[str, Table]:
-        """Return the tables by name: clients, timeline and regions."""
+        """Return the tables by name: clients, timeline and regions (pieces of the model that are merged separately)."""
         return self._read()[0]
 
     def figure(self) -> object:
-        """Return the timeline as a plotly figure; None without plotly, or if there are too many tasks."""
+        """Return the timeline as a plotly figure; None if plotly is not installed or the run has too many tasks."""
         return self._read()[1]
 
     def _read(self) -> tuple[dict[str, Table], Any]:
@@ -254,7 +260,7 @@ def clients_table(run: RecordedRun) -> Table:
 
 
 def timeline_table(run: RecordedRun) -> Table:
-    """Return a table with a row for each task in the order of their ends; only the last `MAX_TASKS`."""
+    """Return a table with a row for each of the last `MAX_TASKS` tasks, in the order in which they ended."""
     tasks = run.tasks
     numbers = ("assigned_s", "arrived_s", "version", "merged_version", "staleness", "bytes_down", "bytes_up")
     rows = []
@@ -265,7 +271,7 @@ def timeline_table(run: RecordedRun) -> Table:
 
 
 def regions_table(run: RecordedRun) -> Table:
-    """Return a table of the number of merged updates of each region of the model."""
+    """Return a table with the number of merged updates of each region (a piece of the model that is merged separately)."""
     counts: dict[int, int] = {}
     for region in run.tasks["region"][run.tasks.are(MERGED)]:
         if math.isfinite(region):
@@ -337,7 +343,7 @@ def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RunIds:
-    """Identifiers that trackers gave a run, stored in its folder so that a resumed run continues them."""
+    """Ids that trackers such as W&B gave a run, stored in its folder so that a resumed run continues the same entry."""
 
     def __init__(self, folder: Path) -> None:
         """Read the identifiers of an earlier attempt from ``folder``."""
@@ -348,11 +354,11 @@ class RunIds:
             self._found = {str(name): _names_in(ids) for name, ids in found.items()}
 
     def of(self, name: str) -> dict[str, Any]:
-        """Return the arguments with which the logger ``name`` continues an earlier run; none for a new run."""
+        """Return the arguments with which the logger ``name`` continues an earlier run; an empty mapping for a new run."""
         return dict(self._found.get(name, {}))
 
     def keep(self, name: str, logger: Any) -> None:
-        """Store the identifier that a logger gave the run; do nothing if it cannot be written."""
+        """Store the id that a logger gave the run; do nothing if the file cannot be written."""
         ids: dict[str, Any] = {}
         if is_a(logger, "WandbLogger"):
             ids = {"id": logger.experiment.id}

@@ -1,4 +1,4 @@
-"""Answer short HTTP requests on a port of their own, on one thread, whatever a caller does.
+"""Answer short HTTP requests on a port and thread of their own, for monitoring tools.
 
 Nothing here waits for the run, and no caller can make the run wait: a request has a bounded size, a caller a bounded time, and
 of too many callers the oldest goes. So a caller that never finishes its request keeps nobody else out.
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply: status, body and its type."""
+    """A reply to an HTTP request: status, body and content type."""
 
     status: HTTPStatus
     body: bytes
@@ -39,11 +39,11 @@ def bound(field: str, address: str) -> socket.socket:
     """Return a socket that listens at ``HOST:PORT``.
 
     Args:
-        field: option that the address is from, for messages.
-        address: address to listen at; port 0 = any free port.
+        field: name of the option that has the address, for messages.
+        address: ``HOST:PORT`` to listen at; port 0 = any free port.
 
     Raises:
-        BadInput: it cannot be had.
+        BadInput: this machine cannot listen at the address.
     """
     try:
         host, port = parse_address(address)
@@ -63,10 +63,10 @@ def bound(field: str, address: str) -> socket.socket:
 
 
 class Endpoint:
-    """A listening socket and the thread that answers there.
+    """HTTP server for short requests: a listening socket, and the thread that answers.
 
     Attributes:
-        address: ``HOST:PORT`` at which it listens.
+        address: ``HOST:PORT`` at which the server listens.
     """
 
     def __init__(self, listener: socket.socket, routes: Mapping[str, Callable[[], Reply]]) -> None:

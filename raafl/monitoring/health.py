@@ -1,4 +1,4 @@
-"""Tell whether a run's loop still turns."""
+"""Report whether the main loop of a run is still running, for health checks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from raafl.monitoring.endpoint import Reply
 
 
 class Health(RunHooks):
-    """Observer that notes each turn of the runtime's loop; `report` may be called on any thread.
+    """Observer that records each iteration of the run's main loop, for a health check.
 
     Attributes:
-        state: "starting" until the loop turns first, "running", and "ending" once the coordinator has finished.
+        state: "starting" before the first iteration, then "running", and "ending" once the run has finished its work.
     """
 
     def __init__(self, stall_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,25 +33,28 @@ class Health(RunHooks):
         self.state: Literal["starting", "running", "ending"] = "starting"
 
     def stop_asked(self) -> str | None:
-        """Note a turn."""
+        """Record an iteration of the run's main loop; always return None, so that the run goes on."""
         self._turned_at = self._clock()
         if self.state == "starting":
             self.state = "running"
         return None
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Note the version, and whether the run winds up, which may take its time; see `RunHooks.on_event`."""
+        """Record the model's version, and whether the run has finished its work; see `RunHooks.on_event`."""
         self._version = coordinator.state.version
         if coordinator.finished is not None:
             self.state = "ending"
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the loop turned last."""
+        """Seconds since the last iteration of the run's main loop."""
         return self._clock() - self._turned_at
 
     def report(self) -> Reply:
-        """Return 503 for a run whose loop has not turned for too long, else 200."""
+        """Return the reply to a health check: status 503 if the main loop has made no iteration for too long, else 200.
+
+        It can be called on any thread.
+        """
         idle_s = self.idle_s
         stalled = self.state == "running" and idle_s > self._stall_s
         body = {"status": "stalled" if stalled else self.state, "version": self._version, "idle_s": round(idle_s, 3)}

@@ -30,14 +30,14 @@ _STATES: Final = ("idle", "working", "suspended")
 
 
 class LabelValues:
-    """The first values of a label that occur, at most so many; any other counts as `OTHER`."""
+    """Values of a metric's label, limited in number: once the limit is reached, every new value becomes `OTHER`."""
 
     def __init__(self, most: int) -> None:
         """Allow ``most`` values beside `OTHER`."""
         self._most, self._values = most, dict[str, str]()
 
     def of(self, text: str) -> str:
-        """Return the label's value for a text: its first 60 characters, plain ones alone."""
+        """Return the value to use as label for a text: at most 60 characters, with unusual characters replaced by ``_``."""
         if text not in self._values:
             if len(self._values) >= self._most:
                 return OTHER
@@ -46,10 +46,10 @@ class LabelValues:
 
 
 class RunMetrics(RunHooks):
-    """Observer that keeps a run's metrics; docs/monitoring.md lists them.
+    """Observer that computes a run's metrics for Prometheus; docs/monitoring.md lists them.
 
     Attributes:
-        registry: registry that a scrape reads, on any thread.
+        registry: Prometheus registry of the metrics; it can be read on any thread.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RunMetrics(RunHooks):
         return kind, self._reasons.of(reason) if reason else ""
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Count the end of a task; see `RunHooks.on_settled`."""
+        """Update the metrics when a task has ended; see `RunHooks.on_settled`."""
         self._updates.labels(*self._outcome(settled.outcome)).inc()
         if 0 < settled.client <= self._num_clients:
             self._by_client.labels(settled.client, kind_of(settled.outcome)).inc()
@@ -136,11 +136,11 @@ class RunMetrics(RunHooks):
                 self._transfer_s.labels(direction).observe(seconds)
 
     def on_merged(self, version: int, now: float, seconds: float) -> None:
-        """Measure a merge; see `RunHooks.on_merged`."""
+        """Update the metrics of merges; see `RunHooks.on_merged`."""
         self._merge_s.observe(seconds)
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Set what an event may have changed; see `RunHooks.on_event`."""
+        """Update the metrics that an event may have changed; see `RunHooks.on_event`."""
         roster = coordinator.roster
         there, working = len(roster.clients), len(roster.busy)
         for state, num in zip(_STATES, (there - working, working, len(roster.suspended)), strict=True):
@@ -151,7 +151,7 @@ class RunMetrics(RunHooks):
         self._clock_s.set(now)
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Set what was measured; see `RunHooks.on_evaluate`."""
+        """Update the metrics of the global model after an evaluation; see `RunHooks.on_evaluate`."""
         self._measured(version, metrics)
 
     def _measured(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -173,7 +173,7 @@ class _AtScrape(Collector):
         self._record, self._health, self._num_queued, self._reasons = record, health, num_queued, reasons
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
+        """Yield the metrics that are computed at each scrape, with their present values."""
         record = self._record
         moved = CounterMetricFamily(
             "raafl_transferred_bytes", "Bytes between server and clients", labels=("direction",)
@@ -197,5 +197,5 @@ class _AtScrape(Collector):
         )
 
     def describe(self) -> Iterator[Metric]:
-        """Yield the metrics without values."""
+        """Yield the metrics that are computed at each scrape, without values."""
         return self.collect()

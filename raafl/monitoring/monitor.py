@@ -1,4 +1,4 @@
-"""Open a run's port for an operator's tools, and make the observers that feed it."""
+"""Open a run's monitoring port, and create the observers that provide its data."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ EMPTY: Final = Reply(HTTPStatus.OK, b"")
 
 
 class Monitor:
-    """The monitoring of one run: nothing, unless the config or OpenTelemetry's environment asks for it.
+    """Monitoring of one run by Prometheus and OpenTelemetry; it does nothing unless the config or the environment asks for it.
 
     Attributes:
-        address: ``HOST:PORT`` of /metrics and /healthz; None = the port is off.
+        address: ``HOST:PORT`` that serves /metrics and /healthz; None = no port is open.
     """
 
     address: str | None = None
@@ -67,13 +67,13 @@ class Monitor:
     def observers(
         self, record: RunRecord, runtime: str, info: Mapping[str, str], warn: Callable[[str], None]
     ) -> list[RunHooks]:  # fmt: skip
-        """Return the observers of a run.
+        """Create the observers that compute metrics, health and trace spans of a run.
 
         Args:
-            record: record of the run, restored where the run is resumed.
-            runtime: "simulated" or "distributed"; spans are of the latter alone, since others' clocks are real.
-            info: labels that say which run it is.
-            warn: is called with what is missing.
+            record: record of the run; its counts continue if the run was resumed.
+            runtime: "simulated" or "distributed"; only a distributed run has trace spans, since its clock is real.
+            info: labels that identify the run.
+            warn: function called with a message about each package that is missing.
         """
         made: list[RunHooks] = []
         if self._endpoint is not None:

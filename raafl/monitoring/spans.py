@@ -37,18 +37,18 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SpanSink:
-    """Destination of spans.
+    """Receiver of OpenTelemetry's trace spans.
 
     Attributes:
-        provider: tracer provider of the SDK.
-        is_own: whether raafl made it, and so shuts it down.
+        provider: tracer provider of OpenTelemetry's SDK.
+        is_own: whether raafl created the provider, so that raafl also shuts it down.
     """
 
     provider: TracerProvider
     is_own: bool
 
     def close(self) -> None:
-        """Export what is left, for a few seconds at most."""
+        """Export the remaining spans; give up after a few seconds."""
         if self.is_own:
             thread = threading.Thread(target=self.provider.shutdown, name="spans", daemon=True)
             thread.start()
@@ -56,10 +56,12 @@ class SpanSink:
 
 
 def find_sink(warn: Callable[[str], None]) -> SpanSink | None:
-    """Return the process's own tracer provider, or one for the exporters that `EXPORTERS` names; None = there is none.
+    """Find where to send trace spans: to the process's own tracer provider, or to the exporters that the environment names.
+
+    Returns None if there is neither.
 
     Args:
-        warn: is called with what is missing for the exporters that are named.
+        warn: function called with a message about each exporter that cannot be used.
     """
     if "opentelemetry.sdk.trace" in sys.modules:
         from opentelemetry import trace
@@ -104,7 +106,7 @@ def _exporter(name: str, warn: Callable[[str], None]) -> Any:
 
 
 class Spans(RunHooks):
-    """Observer that makes the spans of a run on the wall clock."""
+    """Observer that creates OpenTelemetry's trace spans for a distributed run."""
 
     def __init__(self, provider: TracerProvider) -> None:
         """Make spans for a ``provider``."""
@@ -113,7 +115,7 @@ class Spans(RunHooks):
         self._merged: list[SpanContext] = []
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Make the span of a task that has ended, and of its transfers; see `RunHooks.on_settled`."""
+        """Create the spans of a task that has ended and of its transfers; see `RunHooks.on_settled`."""
         assignment, update = settled.assignment, settled.update
         if assignment is None:
             return
@@ -143,11 +145,11 @@ class Spans(RunHooks):
                 span.end(start + _ns(seconds))
 
     def on_merged(self, version: int, now: float, seconds: float) -> None:
-        """Note a merge, whose tasks end next; see `RunHooks.on_merged`."""
+        """Record a merge, whose span is created by `on_event`; see `RunHooks.on_merged`."""
         self._merge = (version, time.time_ns(), seconds)
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Make the span of a merge, with links to its tasks; see `RunHooks.on_event`."""
+        """Create the span of the last merge, with links to the tasks it merged; see `RunHooks.on_event`."""
         if self._merge is None:
             return
         from opentelemetry import trace

@@ -20,7 +20,7 @@ _SECONDS = 10  # over which the trainings of a simulation are counted
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Limits of a run, of which the first to be met ends it: updates, seconds, or all targets."""
+    """Limits of a run: updates, seconds, and targets of metrics. The run ends when the first limit is met."""
 
     max_updates: int | None = None
     max_time_s: float | None = None
@@ -33,7 +33,7 @@ class Goals:
 
     @classmethod
     def from_json(cls, data: Any) -> Goals:
-        """Restore goals from the result of `to_json`; anything else gives no goals."""
+        """Restore goals from the result of `to_json`; data of any other form give no goals."""
         try:
             targets = [Target(str(one["metric"]), float(one["value"])) for one in data["targets"]]
             updates, time_s = data["max_updates"], data["max_time_s"]
@@ -44,7 +44,7 @@ class Goals:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Progress of a run at ``time_s``: merged updates and bytes."""
+    """Progress of a run at ``time_s``: number of merged updates and of transferred bytes."""
 
     time_s: float = 0.0
     updates: int = 0
@@ -53,14 +53,16 @@ class Mark:
 
 @dataclass(slots=True)
 class Marks:
-    """Recent merges of a run, from which its rates are computed."""
+    """Progress of a run at its most recent merges, from which its speed is computed."""
 
     marks: deque[Mark] = field(default_factory=lambda: deque([Mark()], MERGES + 1))
 
     def merged(self, mark: Mark, *, replaces: bool) -> None:
         """Record a run's progress after a merge.
 
-        ``replaces`` replaces the last mark, if one more update of that merge becomes known.
+        Args:
+            mark: progress of the run now.
+            replaces: whether ``mark`` belongs to the same merge as the last one, and so replaces it.
         """
         if replaces and len(self.marks) > 1:
             last = self.marks.pop()
@@ -68,7 +70,7 @@ class Marks:
         self.marks.append(mark)
 
     def rates(self, now: Mark) -> tuple[float, float]:
-        """Return updates and bytes per second since `MERGES` merges ago, or since the run began."""
+        """Return updates per second and bytes per second, averaged over the last `MERGES` merges."""
         then = self.marks[0]
         lasted_s = now.time_s - then.time_s
         if lasted_s <= 0:
@@ -77,7 +79,7 @@ class Marks:
 
 
 class Trainings:
-    """Recent training results of a simulation by wall time, from which its throughput is computed."""
+    """Times of a simulation's recent training tasks, from which its throughput is computed."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -85,7 +87,7 @@ class Trainings:
         self._marks: deque[tuple[float, int]] = deque(maxlen=_SECONDS)
 
     def arrived(self, at: float) -> None:
-        """Count a training result at the clock time ``at``."""
+        """Record that a training task was finished at the clock time ``at``."""
         self._num += 1
         if self._marks and at == self._marks[-1][0]:
             self._marks[-1] = at, self._num
@@ -93,7 +95,7 @@ class Trainings:
             self._marks.append((at, self._num))
 
     def per_s(self, now: float) -> float | None:
-        """Return the number of trainings per second; None if unknown."""
+        """Return the number of training tasks per second; None if unknown."""
         if not self._marks or now <= self._marks[0][0] or self._num == self._marks[0][1]:
             return None
         then, num = self._marks[0]
@@ -102,7 +104,7 @@ class Trainings:
 
 @dataclass(frozen=True, slots=True)
 class Eta:
-    """Seconds until one goal of a run is met at the current rate; None if unknown."""
+    """Estimated seconds until one goal of a run is met; None if unknown."""
 
     goal: str
     in_s: float | None
@@ -116,11 +118,11 @@ def etas(
 
     Args:
         goals: goals of the run.
-        now_s: time in seconds on the run's clock.
+        now_s: present time in seconds on the run's clock.
         updates: number of updates merged so far.
         updates_per_s: present rate of merged updates.
-        evaluations: evaluations, oldest first, each with ``time_s`` and metrics. A target counts as met when the
-            least-squares line through the last `EVALUATIONS` of them meets it.
+        evaluations: evaluations of the global model, oldest first, each with ``time_s`` and metrics. When a target will
+            be met is estimated by a least-squares line through the last `EVALUATIONS` of them.
         reached: targets that are already met.
     """
     found = []
@@ -159,7 +161,10 @@ def _reached_in_s(target: Target, now_s: float, evaluations: Sequence[Mapping[st
 
 
 def speed(evaluations: Sequence[Mapping[str, float]]) -> float | None:
-    """Return the seconds of the run's clock per wall-clock second, over the last `EVALUATIONS`; None if unknown."""
+    """Return the seconds of the run's clock per second of real time, over the last `EVALUATIONS` evaluations.
+
+    Returns None if unknown.
+    """
     points = [(row["wall_s"], row["time_s"]) for row in evaluations if "wall_s" in row][-EVALUATIONS:]
     if len(points) < 2:
         return None

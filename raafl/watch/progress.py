@@ -28,28 +28,28 @@ _log = logging.getLogger(__name__)
 
 
 class Progress:
-    """View of a run's progress, which shows snapshots as often as its mode allows.
+    """Display of a run's progress on the terminal.
 
-    `live` redraws a table four times a second and at each evaluation. `plain` writes a line every two seconds, and one
-    for an evaluation if the last line is a second old. `quiet` writes only warnings. `auto` is `live` on a terminal and
-    `plain` elsewhere; `verbose` is `auto` with a line for each task that begins or ends. The last evaluation is always
-    shown, at the latest by `stop`. If the output can no longer be written (a closed pipe), nothing more is shown, and
-    the run goes on.
+    Modes: `live` redraws a table four times a second. `plain` writes a line every two seconds, and a line for an
+    evaluation unless one was written less than a second ago. `quiet` writes only warnings. `auto` is `live` on a
+    terminal and `plain` elsewhere. `verbose` is `auto` with a line for each task that begins or ends.
 
-    All output but the live table goes through `logging`: a handler on the logger "raafl" gets the lines of `plain`, and
-    nothing is printed.
+    The last evaluation is always shown. If the output can no longer be written (a closed pipe), nothing more is shown,
+    and the run goes on.
+
+    All output except the live table goes through `logging`: if the logger "raafl" has a handler, that handler gets the
+    lines of `plain`, and nothing is printed.
 
     Args:
-        mode: name of the mode, one of these five.
-        file: stream to write to; None = standard output. Give standard error if standard output is used for something
-            else.
+        mode: one of the five modes.
+        file: stream to write to; None = standard output.
         clock: function that returns monotonic seconds.
 
     Attributes:
-        stamped: whether each line of `plain` begins with date and time, for a log that is kept.
-        warnings: texts that `warn` has logged, in order.
-        verbose: whether a line for each task is wanted; code that follows tasks passes such lines to `note`.
-        source: function that returns a snapshot of the run, used if `update` is given none.
+        stamped: whether each line of `plain` begins with date and time.
+        warnings: texts of the warnings logged so far, in order.
+        verbose: whether to pass a line for each task to `note`.
+        source: function that returns a snapshot of the run; called if `update` gets no snapshot.
     """
 
     source: Callable[[], ProgressState] | None = None
@@ -75,7 +75,7 @@ class Progress:
         self.warnings: list[str] = []
 
     def start(self, title: str) -> None:
-        """Start showing progress; `title` names the run. Updates before this show nothing."""
+        """Start the display; `title` is the name of the run. Updates before this call show nothing."""
         self._title = title
         now = self._clock()
         self._due_at, self._status_at = now if self.mode == "live" else now + self._period_s, now
@@ -87,10 +87,12 @@ class Progress:
     def update(
         self, snapshot: ProgressState | Callable[[], ProgressState] | None = None, evaluated: bool = False
     ) -> None:
-        """Show a snapshot if one is due, or at once if `evaluated` says that an evaluation has just ended.
+        """Show a snapshot of the run if enough time has passed since the last one.
 
-        Without `snapshot` the constructor's `source` is called. A function is called only if something will be shown;
-        otherwise a call only reads the clock.
+        Args:
+            snapshot: snapshot to show, or a function that returns one; the function is called only if something will be
+                shown. None = call the attribute `source`.
+            evaluated: whether an evaluation has just ended; the snapshot is then shown at once.
         """
         now, snapshot = self._clock(), snapshot or self.source
         if snapshot is None or self._due_at == float("inf"):
@@ -133,7 +135,7 @@ class Progress:
         return bool(begun) and (said != self._said or now - self._status_at >= _UNCHANGED_S)
 
     def note(self, text: str) -> None:
-        """Log a line, which the console prints once, above the table or by itself."""
+        """Log a line of text; the console prints it above the live table."""
         self._say(text, partial(self._print, text))
 
     def _print(self, text: str) -> None:
@@ -143,10 +145,7 @@ class Progress:
             self._line(text, wrap=not text.startswith("warning: "))  # one line, for those who search for it
 
     def warn(self, text: str) -> None:
-        """Log a warning once, and store it in `warnings`; callable from any thread.
-
-        The console prints it in the view and on standard error, but only once on a terminal that shows both.
-        """
+        """Log a warning, unless it was logged before, and store it in `warnings`; callable from any thread."""
         if text in self.warnings or len(self.warnings) >= _MAX_WARNINGS:
             return
         self.warnings.append(text)
@@ -166,12 +165,12 @@ class Progress:
         _log.log(level, text, extra={"show": show})
 
     def abandon(self) -> None:
-        """Restore the terminal's cursor without waiting, in a process that is about to end at once."""
+        """Make the terminal's cursor visible again without waiting for other threads, just before the process exits."""
         if self._live is not None:
             os.write(self._file.fileno(), b"\x1b[?25h\n")
 
     def stop(self) -> None:
-        """Show the last evaluation and restore the terminal; a second call does nothing."""
+        """Show the last evaluation, end the display and restore the terminal; a second call does nothing."""
         if self._unseen is not None and self._due_at != float("inf"):
             self._show(self._unseen, self._clock(), evaluated=True)
         live, self._live, self._due_at = self._live, None, float("inf")

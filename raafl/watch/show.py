@@ -19,7 +19,7 @@ WIDTH = 100
 
 
 def sentence(state: ProgressState, width: int = WIDTH) -> str:
-    """Format a run's progress as one line; the least important parts are left out if they do not fit."""
+    """Format a run's progress as one line of at most ``width`` characters; less important parts are left out to make it fit."""
     parts = [(0, _moment(state.time_s, state.version)), (0, _updates(state)), *_rates(state)]
     if state.clients or state.num_clients:
         working, there = _counts(state)
@@ -35,7 +35,7 @@ def sentence(state: ProgressState, width: int = WIDTH) -> str:
 
 
 def evaluation(state: ProgressState, width: int = WIDTH) -> str:
-    """Format the last evaluation as one line, with as many metrics as fit."""
+    """Format the last evaluation as one line of at most ``width`` characters, with as many metrics as fit."""
     metrics, head = _metrics(state), f"{_moment(*(state.evaluated or (state.time_s, state.version)))}  eval:"
     shown = len(metrics)
     while len(line := "  ".join([head, *metrics[:shown], *_more(len(metrics) - shown)])) > width and shown > 1:
@@ -49,7 +49,7 @@ def wrapped(text: str, width: int = WIDTH) -> str:
 
 
 def table(state: ProgressState, title: str = "") -> RenderableType:
-    """Return the table for a terminal: title, a line per client, the run's figures, metrics and remaining time."""
+    """Return the progress table for a terminal: title, a row per client, the run's counts, metrics and remaining time."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -71,7 +71,7 @@ def table(state: ProgressState, title: str = "") -> RenderableType:
 
 
 def plain(state: ProgressState) -> dict[str, Any]:
-    """Return a snapshot as plain data, for JSON."""
+    """Convert a snapshot of a run's progress to plain data, for JSON."""
     metrics = {name: value if math.isfinite(value) else None for name, value in state.metrics.items()}
     now = "running" if state.finished is None else "finished"
     return {**dataclasses.asdict(state), "metrics": metrics, "state": now}

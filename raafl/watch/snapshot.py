@@ -15,11 +15,12 @@ class ClientProgress:
     """Progress of one client of a run.
 
     Attributes:
-        doing: submodel that it trains now; empty if it is idle.
+        doing: description of the submodel that it is training; empty if it is idle.
         num_tasks: number of its merged tasks.
         there: whether the client is connected.
-        version: global version that it trains from; ``behind``: number of versions made since.
-        since_s: seconds since its task began; ``due_in_s``: seconds until it should report, negative if it is late.
+        version: version of the global model from which it trains; ``behind``: number of versions made since then.
+        since_s: seconds since its task began; ``due_in_s``: predicted seconds until its task ends, negative if it is
+            late.
     """
 
     client: int
@@ -43,21 +44,21 @@ class ProgressState:
         time_s: seconds on the run's clock: wall time, or the virtual clock of a simulation.
         metrics: metrics of the newest evaluation; ``evaluated`` has its time and version.
         clients: clients to show, one entry each.
-        num_clients: number of clients that have ever joined, if more than are shown; ``num_there`` are connected,
-            ``num_working`` at work.
+        num_clients: number of clients that have ever joined, which may be more than are shown; ``num_there`` are
+            connected, and ``num_working`` are training.
         num_updates_goal: number of updates after which the run ends; None = another limit ends it.
-        finished: reason why the run has ended; None = it has not.
+        finished: reason for which the run has ended; None = it goes on.
         updates_per_s: recent rate of updates on the run's clock; ``bytes_per_s``: recent rate of bytes, up and down
             together.
         staleness_mean: mean staleness of the updates merged so far.
-        outcomes: number of tasks that ended as merged, refused, lost and unused.
-        etas: estimated time of each goal; ``ends_in_s``: that of the run's end. Both in seconds of the run's clock from
-            now.
+        outcomes: number of ended tasks by outcome: merged, refused, lost and unused.
+        etas: estimated seconds until each goal of the run is met; ``ends_in_s``: seconds until the run ends. Both are
+            in seconds of the run's clock.
         speed: seconds of the run's clock per second of real time.
         trainings_per_s: trainings of a simulation per second of real time; ``num_processes``: number of processes that
             train, if known.
-        share_batched: share of the trainings in which clients trained as one batch, of ``mean_cohort`` clients on
-            average.
+        share_batched: share of the training tasks that ran together with others as one batch; ``mean_cohort``: mean
+            number of clients in such a batch.
     """
 
     version: int

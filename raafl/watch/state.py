@@ -44,7 +44,7 @@ class _Client:
     lasted_s: dict[str, float] = field(default_factory=dict)  # spec -> seconds of the last task on it; the newest last
 
     def due_s(self) -> float | None:
-        """Return the time at which its task should end, by the duration of its last task with that submodel, else of any task."""
+        """Predict when the client's task will end, from the duration of its last task with the same submodel, or of any task."""
         if self.task is None:
             return None
         guess = self.lasted_s.get(spec_in_words(self.task.spec)) if len(self.lasted_s) > 1 else None
@@ -56,14 +56,14 @@ class _Client:
 
 
 class RunState:
-    """State of a run, computed from its rows; `snapshot` returns the part to show.
+    """Progress of a run, computed from the rows of its files; `snapshot` returns it for display.
 
     Attributes:
         runtime: kind of the run, "simulated" or "distributed"; empty until it is known.
         time_s: time of the last row, in seconds on the run's clock.
-        say: function called with a line for each event.
-        how: function that returns the number of processes of a simulation, the share of its trainings that run in
-            batches, and the clients in a batch.
+        say: function called with a line of text for each event.
+        how: function that returns the number of processes of a simulation, the share of its tasks that are trained in
+            batches, and the mean number of clients in a batch.
     """
 
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None
@@ -93,7 +93,7 @@ class RunState:
     # ---- rows ----
 
     def event(self, row: JournalRow, at: float | None = None) -> None:
-        """Process a row of events.jsonl, written at clock time ``at`` (None = now)."""
+        """Update the progress with a row of events.jsonl, written at clock time ``at`` (None = now)."""
         time_s = row.get("time_s")
         if isinstance(time_s, int | float):
             self.time_s, self._seen_at = max(self.time_s, float(time_s)), self._clock() if at is None else at
@@ -145,7 +145,7 @@ class RunState:
         self._tell(f"client {number} is back")
 
     def client(self, row: Mapping[str, Any]) -> None:
-        """Process a row of clients.csv: a task has ended."""
+        """Update the progress with a row of clients.csv, which describes a task that has ended."""
         number, outcome = int(row["client"]), str(row["outcome"])
         client = self._clients.setdefault(number, _Client())
         since_s, until_s = _number(row.get("assigned_s")), _number(row.get("arrived_s"))
@@ -178,7 +178,7 @@ class RunState:
         self._version = version
 
     def metrics(self, row: Mapping[str, Any]) -> None:
-        """Process a row of metrics.csv: the global model was evaluated."""
+        """Update the progress with a row of metrics.csv, which has an evaluation of the global model."""
         found = {name: number for name, value in row.items() if (number := _number(value)) is not None}
         found.setdefault("time_s", 0.0)
         self._measured = {name: value for name, value in row.items() if is_metric(name)}
@@ -192,7 +192,7 @@ class RunState:
                 self._reached.add(target)
 
     def ended(self, summary: Summary) -> None:
-        """Process the summary of a finished run."""
+        """Update the progress with the summary of a finished run."""
         self.summary = summary
         for client in self._working.values():
             client.task = None
@@ -205,14 +205,14 @@ class RunState:
     # ---- what to show ----
 
     def now_s(self) -> float:
-        """Return the time on the run's clock; for a run on real machines it goes on while no journal row comes."""
+        """Return the present time on the run's clock; in a distributed run it also advances while no row is written."""
         if self.summary is not None:
             return _number(self.summary.get("time_s")) or self.time_s
         idle_s = max(self._clock() - self._seen_at, 0.0)
         return self.time_s + (idle_s if self.runtime == "distributed" else 0.0)
 
     def snapshot(self, most: int | None = MAX_CLIENTS) -> ProgressState:
-        """Return a snapshot of the present state with ``most`` clients, those longest at work first."""
+        """Return a snapshot of the progress with at most ``most`` clients: those that have worked longest on their tasks."""
         now_s, summary, is_simulated = self.now_s(), self.summary or {}, self.runtime == "simulated"
         updates = int(summary.get("updates_merged", self._updates))
         down, up = summary.get("bytes_down", self._bytes[0]), summary.get("bytes_up", self._bytes[1])
@@ -273,12 +273,17 @@ class RunState:
 
 
 def follow(path: Path, clock: Callable[[], float] = time.time) -> RunTail[RunState]:
-    """Follow the run in a folder that need not exist yet; ``clock`` is the clock of file times."""
+    """Read the run in a folder and continue as its files grow; the folder need not exist yet.
+
+    Args:
+        path: folder of the run.
+        clock: function that returns the present time in seconds, as in the files' modification times.
+    """
     return RunTail(path, lambda: RunState(clock=clock), clock)
 
 
 def spec_in_words(data: object, most: int | None = None) -> str:
-    """Format a submodel's plain data as text, as `str(Spec)` would, with at most ``most`` characters."""
+    """Format a submodel's plain data as text, in the form of `str(Spec)`, with at most ``most`` characters."""
     try:
         text = _in_words(data) if isinstance(data, dict) else str(data or "")
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):

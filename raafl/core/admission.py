@@ -51,7 +51,7 @@ LOSSES = frozenset(
 
 
 class Admission:
-    """Base of `Coordinator`: admits and drops clients, refuses updates, bounds weights, chooses work and ends tasks."""
+    """Base class of `Coordinator` with its rules for clients and updates: who may take part, and which updates count."""
 
     algorithm: Algorithm
     pace: bool
@@ -76,7 +76,7 @@ class Admission:
         )
 
     def restart(self) -> None:
-        """Reset admission after a server restart: wait for ``limits.min_clients`` again before work is assigned."""
+        """Restart admission after a server restart: wait for ``limits.min_clients`` clients again before assigning work."""
         self.started = False
         self.backoff.forgive()
         self.absent.clear()
@@ -170,7 +170,7 @@ class Admission:
         return max(int(self.limits.max_weight * self.roster.middle), 1)
 
     def counted_samples(self, client: ClientInfo, num_samples: int) -> int:
-        """Return the number of samples that an update is weighted by, given the ``num_samples`` that its client reports."""
+        """Return the weight of an update in samples: the ``num_samples`` that its client reports, up to the client's bound."""
         most = self._max_samples(client)
         return num_samples if most is None else min(num_samples, most)
 

@@ -52,16 +52,16 @@ Restart = Literal["arrival", "merge"]
 
 @dataclass(frozen=True, slots=True)
 class TriggerContext:
-    """Everything that a `trigger` part may read to decide on a merge.
+    """Everything that a `trigger` part, which decides when updates are merged, may read.
 
     Attributes:
-        arrived_s: arrival times of the waiting updates, ascending.
-        num_active: tasks that may still report, including clients drawn and not yet started; where late updates are refused,
-            without the tasks of earlier rounds.
-        num_clients: number of clients present.
-        opened_s: time at which work for this merge last started.
+        arrived_s: arrival times of the updates that wait for a merge, ascending, in seconds.
+        num_active: number of tasks that may still report. Clients that were drawn but have not started count. Tasks of
+            closed rounds do not count if their updates would be refused.
+        num_clients: number of clients present in the run.
+        opened_s: time at which clients last started to work for this merge, in seconds.
         now_s: current time, in seconds of the run's clock.
-        memory: `GlobalState.memory`, in which other parts record state; read only.
+        memory: records of all parts, `GlobalState.memory`; read only.
     """
 
     arrived_s: Sequence[float]
@@ -76,8 +76,8 @@ class Trigger(Part, ABC):
     """Base of the part that decides when waiting updates are merged.
 
     Attributes:
-        restart: time at which a client may work again: at the "arrival" of its update, or after the "merge".
-        folds_rest: whether updates that still wait when the run ends are merged.
+        restart: moment at which a client may work again: at the "arrival" of its update, or after the "merge" of it.
+        folds_rest: whether updates that still wait at the end of the run are merged then.
     """
 
     restart: ClassVar[Restart] = "arrival"
@@ -85,19 +85,19 @@ class Trigger(Part, ABC):
 
     @property
     def refuses_late(self) -> bool:
-        """Whether a merge ends the round: updates that arrive from its unfinished tasks later are refused."""
+        """Whether a merge closes its round, so that updates of the round's unfinished tasks are refused when they arrive later."""
         return False
 
     @abstractmethod
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether to merge now; called after every event during which at least one update waits."""
+        """Decide whether to merge now; called after each event while at least one update waits."""
 
     def merged_now(self, waiting: TriggerContext) -> Collection[int] | None:
-        """Return ids of the assignments whose updates a due merge takes; None = all. `Merge.apply` must take the same ones."""
+        """Return the assignment ids of the updates to merge now; None = all that wait. `Merge.apply` must take the same ones."""
         return None
 
     def client_waits(self, assignment: Assignment, memory: Memory) -> bool:
-        """Check whether a client that has just reported waits for the merge of its update before it may work again.
+        """Check whether a client that has just sent an update must wait for its merge before it may work again.
 
         Args:
             assignment: the task whose update has just arrived.
@@ -106,28 +106,32 @@ class Trigger(Part, ABC):
         return self.restart == "merge"
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return the time at which to call `due` again even if no event happens; None = no such time."""
+        """Return the time at which to call `due` again even if nothing happens before then; None = not needed."""
         return None
 
     def needed(self, num_more: int, num_waiting: int) -> int | None:
-        """Return the number of updates that must still arrive until ``num_more`` more are merged; None = unknown."""
+        """Return the number of updates that must still arrive until enough are merged; None = unknown.
+
+        Args:
+            num_more: number of further updates that are to be merged.
+            num_waiting: number of updates that have arrived and wait for a merge.
+        """
         return None
 
     def staleness(self, num_at_work: int) -> float:
-        """Predict the mean staleness of updates if ``num_at_work`` clients always train; 0 if the trigger bounds it."""
+        """Predict the mean staleness of updates if ``num_at_work`` clients always train; 0 where updates cannot become stale."""
         return 0.0
 
 
 class Merge(Part, ABC):
     """Base of the part that decides how waiting updates are merged.
 
-    A merge keeps its state in `GlobalState.memory` and `GlobalState.clients`, so that checkpoints and replays include
-    it.
+    A merge keeps its state in `GlobalState.memory` and `GlobalState.clients`, which checkpoints and replays include.
 
     Attributes:
-        sends: whether an update holds trained "values", or their "delta" from the received ones.
-        by_client: whether the merge treats updates by the client that sent them; if so, they may not be summed before
-            it.
+        sends: content of an update: trained "values", or their "delta", the difference from the received values.
+        by_client: whether the merge must see each client's update by itself, so that updates may not be summed
+            beforehand.
     """
 
     sends: Literal["values", "delta"] = "values"
@@ -143,7 +147,10 @@ class Merge(Part, ABC):
 
     @property
     def personalizes(self) -> bool:
-        """Whether clients receive values of their own; true if a subclass overrides `personalize`."""
+        """Whether clients receive values of their own instead of the same global values.
+
+        True if a subclass overrides `personalize`.
+        """
         return type(self).personalize is not Merge.personalize
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
@@ -154,16 +161,17 @@ class Merge(Part, ABC):
             client: id of the client.
             spec: submodel that the client receives.
             values: the global model's values of that submodel.
-            bundles: tensors named by `Local.down`, uninitialised.
+            bundles: extra tensors that travel beside the values, named by `Local.down`; uninitialised, to be filled
+                here.
         """
         return
 
     def too_stale(self, staleness: float) -> str | None:
-        """Explain in words why training fails at this mean staleness; None = it works."""
+        """Explain why training is expected to fail at this mean staleness; None = no reason is known."""
         return None
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the reason to refuse a well-formed update (REASON in refused:REASON), or None; called before `receive`.
+        """Return a reason to refuse an update, or None; the journal then shows refused:REASON. Called before `receive`.
 
         Args:
             state: the global model; read only.
@@ -174,7 +182,7 @@ class Merge(Part, ABC):
         return None
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
-        """Return the layout in which an update's tensors reach the merge; by default as the client trained them.
+        """Return the layout in which an update's tensors reach the merge; by default the one in which the client trained them.
 
         Args:
             state: the global model; read only.
@@ -184,11 +192,11 @@ class Merge(Part, ABC):
         return layout
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the numbers in `Update.extra` that change the model as tensors do; guards bound their size."""
+        """Return the numbers in `Update.extra` that change the model; guards bound their size as they bound tensors."""
         return ()
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Check whether merging this update would leave numbers that are not finite; called right before `receive`.
+        """Check whether merging this update would overflow to infinite or undefined numbers; called right before `receive`.
 
         Args:
             state: the global model; read only.
@@ -200,11 +208,12 @@ class Merge(Part, ABC):
 
     @abstractmethod
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Accept one update into the next merge, which `apply` makes.
+        """Take one update into the next merge, which `apply` carries out.
 
-        Its tensors may be overwritten once this returns, unless `detach` was called. `reject_reason` has checked the client's
-        plain data. If this raises all the same, the update is refused and its client dismissed: so read first, and change the
-        memory last.
+        A merge that needs the update's tensors after the current event must copy them in `detach`. `reject_reason` has
+        already checked the client's plain data. If this method raises an exception, the update is refused and its
+        client dismissed. Read the update completely before changing the memory, so that an exception leaves the memory
+        unchanged.
 
         Args:
             state: the global model.
@@ -214,7 +223,10 @@ class Merge(Part, ABC):
         """
 
     def detach(self, state: GlobalState) -> None:
-        """Copy stored references to updates' tensors, whose storage is about to be reused; called if no merge follows at once."""
+        """Copy the tensors of updates that still wait, since their storage is about to be reused.
+
+        Called if no merge follows at once.
+        """
         return
 
     @abstractmethod
@@ -222,7 +234,9 @@ class Merge(Part, ABC):
         """Merge all updates received since the last call into ``state.values``, in place."""
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Correct the merge's memory after a crash of the server, which loses merges whose results clients have received.
+        """Correct the merge's memory after a crash of the server.
+
+        Merges after the last checkpoint are lost, but clients may already have received their results.
 
         Args:
             state: the global model, restored from the last checkpoint.
@@ -231,15 +245,15 @@ class Merge(Part, ABC):
         return
 
     def ends_run(self, state: GlobalState) -> str | None:
-        """Return a reason to end the run instead of merging the waiting updates, or None; called just before `apply`."""
+        """Return a reason to end the run instead of merging the updates that wait, or None; called just before `apply`."""
         return None
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
-        """Return further figures of the new version, as columns of its row in metrics.csv."""
+        """Return additional numbers about the new version; each becomes a column of metrics.csv."""
         return {}
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return this merge's entries of the run's summary: plain data by name."""
+        """Return this merge's entries for the run's summary, as plain data by name."""
         return {}
 
 
@@ -248,8 +262,8 @@ class Algorithm:
     """A federated algorithm: a frozen record of five parts, made by a factory in `raafl.algorithms`.
 
     Attributes:
-        chosen: plain data on why raafl has chosen it (`raafl.plan.choose`), for the journal; its ``reasons`` are notes of the
-            run. None = the user has chosen.
+        chosen: plain data on the reasons for which `raafl.plan.choose` selected this method, for the journal. The run
+            prints its ``reasons`` at the start. None = the user selected the method.
     """
 
     name: str

@@ -41,7 +41,7 @@ TIME_UP = 0  # id of the timer that ends the run; minus a client's id: of the on
 
 
 class Coordinator(Admission):
-    """The state machine of a run: decides who trains what and when updates are merged; owns the global state."""
+    """State machine of a run. It decides who trains what and when updates are merged, and owns the global state."""
 
     def __init__(
         self, algorithm: Algorithm, state: GlobalState, limits: Limits, *, training: Training, batch_size: int,
@@ -88,11 +88,11 @@ class Coordinator(Admission):
         }  # fmt: skip
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Process one event and return the actions that follow from it, in order.
+        """Process one event and return the actions that the runtime must carry out, in order.
 
         Args:
             event: event to handle.
-            now: time of the event in seconds of the run's clock, never before that of the last event.
+            now: time of the event in seconds of the run's clock; it never decreases.
         """
         self._actions, self.state.now_s = [], now
         if self.finished is None:

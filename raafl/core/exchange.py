@@ -31,29 +31,29 @@ from raafl.submodel.submodels import Submodels
 
 
 class ClientLink(Protocol):
-    """Connection of a client to the server during one task, over which it asks questions."""
+    """Connection of a client to the server during one task; the client asks questions over it."""
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
         """Send a question of plain data and tensors to the server, and wait for the reply.
 
         Args:
-            meta: small plain data that JSON can hold; the keys "precision", "accumulate" and "sends" are added to it.
+            meta: small plain data that JSON can hold; this call adds the keys "precision", "accumulate" and "sends".
             tensors: the question's tensors, by name.
-            answer: layout that the reply must have; any other is refused.
+            answer: layout that the reply must have; a reply in any other layout is refused.
         """
         ...
 
 
 class ServerLink(Protocol):
-    """Connection of the server to one client during one task, over which it answers questions."""
+    """Connection of the server to one client during one task; the server answers the client's questions over it."""
 
     def hear(self, expect: Callable[[Mapping[str, Any]], Layout]) -> FlatTensors:
         """Wait for the client's next question and return its tensors.
 
         Args:
-            expect: returns the layout that the tensors must have, given the question's plain data, which the client
-                chose. It raises `raafl.errors.InvalidPayload` to refuse the question, which ends the task. Memory is
-                allocated afterwards.
+            expect: function that receives the question's plain data, which the client chose, and returns the layout that
+                the tensors must have. Memory is allocated only afterwards. To refuse the question and end the task, it
+                raises `raafl.errors.InvalidPayload`.
         """
         ...
 
@@ -62,13 +62,13 @@ class ServerLink(Protocol):
         ...
 
     def draws(self, seed: int) -> AbstractContextManager[Any]:
-        """Return a context with a private random stream that starts from ``seed``; global generators are unchanged outside."""
+        """Return a context with a private random stream that starts from ``seed``; the global generators stay unchanged."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange(ABC):
-    """Training of one task by client and server together; one object serves all tasks with the same division.
+    """Training of one task by client and server together, each with a part of the model. One object serves many tasks.
 
     Attributes:
         client: tensors that the client receives, trains and sends back.
@@ -80,11 +80,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def questions(self, assignment: Assignment, link: ServerLink) -> Any:
-        """Wait for a task's first question; return an iterable over all its questions, used in place of a client's data.
+        """Wait for a task's first question; return an object with which the server trains as if it were the client's data.
 
-        The returned object has the attributes of `raafl.data.federated.ClientData` that a task uses: ``num_samples``, ``test``
-        (None), ``num_batches()`` of an epoch, and ``batches()``, which yields for each question what `Hook.loss` receives and sends
-        the reply when the next item is requested.
+        Each batch is one of the client's questions, and asking for the next batch first sends the reply to the last
+        one. The object has the attributes of `raafl.data.federated.ClientData` that a task uses: ``num_samples``,
+        ``test`` (None), ``num_batches()`` of an epoch, and ``batches()``, which yields the input of `Hook.loss`.
         """
 
 

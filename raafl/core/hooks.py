@@ -11,13 +11,13 @@ from raafl.submodel import FlatTensors
 
 
 class RunHooks:
-    """An observer of a run; every method does nothing until it is overridden.
+    """Observer of a run. Its methods do nothing until a subclass overrides them.
 
-    Methods run on the runtime's own thread and must not wait.
+    The thread that drives the run calls them, so they must return quickly.
 
     Attributes:
-        failure: set to a reason, it ends the run as failed; None = the run goes on.
-        error: exception that caused the failure of this observer or of the run.
+        failure: reason that ends the run as failed, once set; None = the run goes on.
+        error: exception that made this observer or the run fail.
     """
 
     failure: str | None = None
@@ -27,15 +27,15 @@ class RunHooks:
         """Prepare for a run; called before its first evaluation and before anything is written.
 
         Args:
-            run: a `raafl.runtime.run.Run`; untyped, since this package may not import it.
+            run: the `raafl.runtime.run.Run` to observe; untyped, since this package may not import that class.
             saved: the `raafl.runtime.lifecycle.resume.SavedRun` that the run resumes; None = a new run.
         """
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Record the end of an assignment: merged, refused, lost or unused, at ``now`` seconds of the run's clock."""
+        """Observe the end of an assignment (merged, refused, lost or unused) at ``now`` seconds of the run's clock."""
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics to record for ``version``, given the measured ones.
+        """Return the metrics to record for ``version``; an observer may add to the measured ones or change them.
 
         Args:
             version: global version that was measured.
@@ -45,9 +45,10 @@ class RunHooks:
         return metrics
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Use the values of the global model of a version that was just measured.
+        """Use the values of a version of the global model that was just measured.
 
-        Calls come one at a time, on the thread that measured; in a wall-clock run that is not the coordinator's thread.
+        Calls never overlap. They come on the thread that measured, which in a wall-clock run is not the coordinator's
+        thread.
 
         Args:
             version: global version that was measured.
@@ -56,7 +57,7 @@ class RunHooks:
         """
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Observe the metrics of ``version`` once they are written to the run folder.
+        """Observe the metrics of ``version`` after they were written to the run folder.
 
         Args:
             version: global version that was measured.
@@ -69,42 +70,42 @@ class RunHooks:
 
         Args:
             event: event that was handled.
-            coordinator: the coordinator after the event; read only.
+            coordinator: state machine of the run, after the event; read only.
             now: time in seconds of the run's clock.
         """
 
     def on_merged(self, version: int, now: float, seconds: float) -> None:
-        """Observe that ``version`` was made; called before the end of each of its updates is.
+        """Observe that a merge has made ``version``; called before `on_settled` of the updates in it.
 
         Args:
             version: version of the global model.
             now: time in seconds of the run's clock.
-            seconds: real time that handling the event took, of which the merge is a part.
+            seconds: real time in which the event that caused the merge was handled.
         """
 
     def stop_asked(self) -> str | None:
-        """Return a reason to end the run now, or None; called each time that the runtime's loop turns."""
+        """Return a reason to end the run now, or None; called in each turn of the runtime's loop."""
         return None
 
     def checkpoint_due(self) -> bool:
-        """Check whether this observer wants a checkpoint now, in addition to the regular ones; called after each event."""
+        """Check whether to save a checkpoint now, in addition to the regular ones; called after each event."""
         return False
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Save the run's state before returning, since it may change afterwards.
+        """Save the run's state; it must be read before this returns, since it may change afterwards.
 
         Args:
             coordinator: coordinator whose state is to be saved.
             version: version of the global model.
-            clock: the runtime's own state; an observer may add entries, which a resumed run gets back.
+            clock: the runtime's own state. An observer may add entries, which are restored when the run resumes.
         """
 
     def end(self, summary: dict[str, Any]) -> None:
-        """Read the run's summary before it is written; it must not be changed."""
+        """Observe the run's summary just before it is written; it must not be changed."""
 
 
 class HookList(RunHooks):
-    """List of observers, called one after the other, in order."""
+    """Observer that passes each call on to a list of observers, in order."""
 
     def __init__(self, *hooks: RunHooks) -> None:
         """Call ``hooks``."""
@@ -116,7 +117,7 @@ class HookList(RunHooks):
             hooks.on_settled(settled, now)
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Call each observer with the metrics that the one before it returned; see `RunHooks.on_measured`."""
+        """Pass the metrics through all observers, each of which may change them; see `RunHooks.on_measured`."""
         for hooks in self._hooks:
             metrics = hooks.on_measured(version, now, metrics)
         return metrics
@@ -142,11 +143,11 @@ class HookList(RunHooks):
             hooks.on_merged(version, now, seconds)
 
     def stop_asked(self) -> str | None:
-        """Return the first observer's reason to end the run, or None."""
+        """Return the first reason to end the run that an observer gives, or None."""
         return next((reason for hooks in self._hooks if (reason := hooks.stop_asked()) is not None), None)
 
     def checkpoint_due(self) -> bool:
-        """Check whether any observer wants a checkpoint."""
+        """Check whether any observer wants a checkpoint now."""
         return any(hooks.checkpoint_due() for hooks in self._hooks)
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:

@@ -26,30 +26,33 @@ if TYPE_CHECKING:
 
 
 class SkippedBatch(Exception):
-    """Raised where `training_step` returns None: the batch has no loss, so no optimiser step is made."""
+    """Raised where `training_step` returns None, which means: no loss for this batch, so skip the optimiser step."""
 
 
 @dataclass(slots=True)
 class Task:
-    """A task in progress on a client, as its hook sees it.
+    """A task in progress on a client: everything that its hook may use.
 
     Attributes:
         assignment: assignment of the task.
-        submodels: submodels of the model.
+        submodels: object that cuts submodels from the model.
         module: the small module that trains. It is reused for later tasks, so a hook must undo its changes in `Hook.close`.
         optimizer: the module's own optimizer, from `configure_optimizers`.
         received: values that the client received, by name; read only.
         num_batches: number of batches of the task.
         generator: random generator, seeded by the assignment, that determines the order of the data.
-        loss: ``loss(batch, index)`` runs `training_step` in the run's precision; raises `SkippedBatch` where it returns None.
-        backward: ``backward(loss)`` runs the backward pass.
-        down: bundles that the client received, by name; read only.
-        up: bundles that the client will send, by name; initially 0, filled by `Hook.finish`.
-        update: ``update()`` applies the proximal term and gradient clipping, if any, then the optimiser's step, and
-            sets gradients to None.
-        draws: ``draws(seed)`` returns a private random stream, a context that can be entered repeatedly.
-        link: connection to the server for a task with an exchange (`raafl.core.exchange`); None = no exchange, or both sides run
-            here.
+        loss: function ``loss(batch, index)`` that runs `training_step` in the run's precision; it raises `SkippedBatch`
+            where that returns None.
+        backward: function ``backward(loss)`` that runs the backward pass.
+        down: extra tensors that the client received beside the values, by bundle name; read only.
+        up: extra tensors that the client will send beside the values, by bundle name; initially 0, filled by
+            `Hook.finish`.
+        update: function ``update()`` that applies the proximal term and gradient clipping, if any, makes the
+            optimiser's step, and sets gradients to None.
+        draws: function ``draws(seed)`` that returns a private random stream as a context, which can be entered
+            repeatedly.
+        link: connection to the server for methods that exchange messages during a task (`raafl.core.exchange`). None =
+            the method has no such exchange, or client and server run in this process.
     """
 
     assignment: Assignment
@@ -69,11 +72,11 @@ class Task:
 
 
 class Hook(Part):
-    """Steps of one task. The base class trains plainly; a method overrides the steps that it does differently.
+    """Steps of one training task. The base class trains as usual; a method overrides the steps in which it differs.
 
-    A task is a pure function of its assignment, the received payload and the client's data: a hook stores nothing for
-    later tasks. Values to remember go to the server in ``task.up`` or in the result of `finish`; the merge stores them
-    in `GlobalState.clients`, and `Merge.personalize` sends them back in ``task.down``.
+    A hook must keep nothing for later tasks: the result may depend only on the assignment, the received tensors and the
+    client's data. Values to remember go to the server in ``task.up`` or in the result of `finish`. There the merge
+    stores them in `GlobalState.clients`, and `Merge.personalize` sends them back in ``task.down``.
     """
 
     def __init__(self, task: Task) -> None:
@@ -84,7 +87,7 @@ class Hook(Part):
         return self.task.loss(batch, index)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of ``loss``, which is already divided by the number of accumulated batches."""
+        """Compute the gradients of ``loss``, which was already divided by the number of accumulated batches."""
         self.task.backward(loss)
 
     def update(self) -> None:
@@ -92,11 +95,11 @@ class Hook(Part):
         self.task.update()
 
     def finish(self) -> dict[str, Any]:
-        """Return plain data to send to the server as `Update.extra`; called after the last step of the task."""
+        """Return plain data to send to the server as `Update.extra`. Called after the task's last step."""
         return {}
 
     def close(self) -> None:
-        """Undo the hook's changes to the module; called however the task ends."""
+        """Undo this hook's changes to the module; called at the end of every task, even a failed one."""
         return
 
 
@@ -104,15 +107,16 @@ class Hook(Part):
 class Local(Part):
     """Base of the part that decides how a client trains its submodel.
 
-    A method that needs more than these settings subclasses it, and returns a `hook` of its own.
+    It holds common settings. A method that needs more subclasses it and returns its own hook from `hook`.
 
     Attributes:
         prox: weight of the proximal term, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA, mu in FedProx); 0 = none.
         rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
-        down: names of the bundles that a client receives beside the submodel (`raafl.core.payload`).
-        up: names of the bundles that a client sends back, as differences, which compress better than values.
-        masked: set logits of classes of which the client has no samples to 0 while training (HeteroFL's masked loss), and tell
-            the server which classes were kept (`raafl.parts.merge.label_split`).
+        down: names of the extra tensors (bundles) that a client receives beside the submodel; see `raafl.core.payload`.
+        up: names of the extra tensors (bundles) that a client sends back as differences, which compress better than
+            values.
+        masked: whether to set the logits of classes of which the client has no samples to 0 while training (HeteroFL's
+            masked loss), and to tell the server which classes the client has (`raafl.parts.merge.label_split`).
     """
 
     proven_as_trained: ClassVar[bool] = True
@@ -150,18 +154,18 @@ class Local(Part):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Whether several processes of one client can train a task together, averaging the module's gradients."""
+        """Whether several processes of one client can share a task and average the gradients of the module."""
         return True
 
     @property
     def steps_are_plain(self) -> bool:
-        """Whether the hook is `Hook` itself; then gradients are read only by the proximal term, clipping and the optimiser."""
+        """Whether the hook is the base class `Hook`. Then only the proximal term, clipping and the optimiser read gradients."""
         return type(self).hook is Local.hook and self.hook.__func__ is Local.hook  # type: ignore[attr-defined]
 
     def prepare(self, module: torch.nn.Module) -> Any:
         """Return the model as this method trains it, for example with additional heads.
 
-        It runs on server and clients, even where the model has no values yet.
+        This runs on the server and on each client, even where the model's parameters have no values yet.
 
         Raises:
             BadInput: the method cannot be used on the model.
@@ -169,11 +173,11 @@ class Local(Part):
         return module
 
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Exchange | None:
-        """Return the exchange of messages between client and server in mid-task; None = the method has none.
+        """Return the protocol by which client and server exchange messages during a task; None = this method has none.
 
         Args:
             submodels: submodels of the model.
-            extra: `Work.extra` of the task; None = any task of this run.
+            extra: entries `Work.extra` of the task; None = the protocol for any task of this run.
 
         Raises:
             SpecError: ``extra`` names parts that the model does not have.
@@ -181,19 +185,19 @@ class Local(Part):
         return None
 
     def payload(self, submodels: Submodels) -> Payload:
-        """Return the layouts of all tensors that travel either way for a task."""
+        """Return the layouts of all tensors that a task sends and receives."""
         return Payload(submodels, self.down, self.up, self.up_as, partial(self.layout_of, submodels))
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
-        """Return the layout of a bundle.
+        """Return the layout of a bundle, a named group of extra tensors that travels beside the submodel.
 
         Args:
             submodels: submodels of the model.
             bundle: name of the bundle.
-            spec: submodel of the task; None = the layout of the whole bundle.
+            spec: submodel of the task; None = lay the bundle out for the whole model.
 
         Returns:
-            The bundle's layout, or None if it is that of the trained parameters.
+            The bundle's layout; None if it equals the layout of the trained parameters.
         """
         return None
 
@@ -215,7 +219,7 @@ class Local(Part):
     def task_options(
         self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
     ) -> dict[str, Any]:
-        """Return the entries of `Work.extra` that all tasks of ``client`` share; predictions of cost take them into account.
+        """Return the entries of `Work.extra` that all tasks of ``client`` share; they influence the predicted cost.
 
         Args:
             client: client that gets the tasks.
@@ -227,11 +231,11 @@ class Local(Part):
         return {}
 
     def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:
-        """Check whether a client evaluates the trained submodel on its own test part, if it has one, given a task's ``extra``."""
+        """Check whether a client evaluates its trained submodel on its own test samples in a task with these ``extra`` entries."""
         return True
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Return reasons why this part cannot train with these settings of ``fabric``, one line each."""
+        """Return reasons why this part cannot train with the given precision and gradient clipping, one line each."""
         if self.uses_gradients and precision == "16-mixed":
             return [
                 "fabric.precision is 16-mixed, and this algorithm works with gradients, which are scaled: use bf16-mixed"

@@ -21,22 +21,25 @@ CLASSES = "classes"
 
 
 class HasLogits(Protocol):
-    """Protocol of a model's output with an attribute ``logits``, as in `transformers`."""
+    """Protocol of model outputs that have an attribute ``logits``, as in `transformers`."""
 
     logits: Tensor | None
 
 
 def logits_of(output: object) -> Tensor | None:
-    """Return the logits (batch, num_classes) of a forward pass: its output, or that output's attribute; None without either."""
+    """Return the logits (batch, num_classes) of a forward pass: the output itself or its attribute ``logits``.
+
+    None = no logits.
+    """
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and logits.ndim == 2 and logits.is_floating_point() else None
 
 
 def why_unmasked(submodels: Submodels) -> str | None:
-    """Explain in words why masking the loss would change nothing for any client; None = it works, or cannot be judged.
+    """Explain why masking the loss of absent classes would have no effect; None = it has one, or this cannot be determined.
 
-    One training step runs on the meta device. It cannot be judged where that step needs values, or no example batch
-    exists.
+    One training step runs on the meta device, without values. The result is None if the step needs values or there is
+    no example batch.
     """
     batch = submodels.example_batch
     if batch is None:
@@ -48,10 +51,10 @@ def why_unmasked(submodels: Submodels) -> str | None:
 
 
 def output_layer(submodels: Submodels) -> str | None:
-    """Return the path of the linear layer whose output, unchanged, is the logits; None where the model has no such layer.
+    """Return the path of the linear layer whose output is the logits, unchanged; None if the model has no such layer.
 
-    One training step on the meta device finds it. The result is None, too, where that step needs values or no example
-    batch exists.
+    One training step on the meta device, without values, finds the layer. The result is also None if the step needs
+    values or there is no example batch.
     """
     found = _on_meta(submodels, _layer_of)
     return None if found is None else found[0]

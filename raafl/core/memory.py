@@ -13,7 +13,9 @@ Value = TypeVar("Value")
 
 
 class MergeMemory:
-    """Base of the records that parts keep on the server: dataclasses of numbers, text, tensors, specs, and containers of these.
+    """Base of records in which a part of an algorithm keeps state on the server; checkpoints save them.
+
+    A record is a dataclass of numbers, text, tensors, specs, and containers of these.
 
     Attributes:
         key: name under which checkpoints store the record.
@@ -22,7 +24,7 @@ class MergeMemory:
     key: ClassVar[str]
 
     def to_plain(self) -> Any:
-        """Return the record's fields by name, without those that are None; their values are shared, not copied."""
+        """Return the fields that are not None, by name; values are shared with the record, not copied."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in found.items() if value is not None}
 
@@ -36,7 +38,7 @@ Record = TypeVar("Record", bound=MergeMemory)
 
 
 class OneValue(MergeMemory, Generic[Value]):
-    """Base of records with one field, ``value``; their plain form is the value itself."""
+    """Base of records with a single field, ``value``; their plain form is that value itself."""
 
     value: Value
 
@@ -53,18 +55,18 @@ class OneValue(MergeMemory, Generic[Value]):
 
 
 class Memory:
-    """Records of all parts of an algorithm; a record from a checkpoint is restored when its part first asks for it."""
+    """All records that the parts of an algorithm keep; one from a checkpoint is restored when its part first asks for it."""
 
     def __init__(self) -> None:
         self._records: dict[str, MergeMemory] = {}
         self._plain: dict[str, object] = {}
 
     def find(self, kind: type[Record], key: str | None = None) -> Record | None:
-        """Return the record of a part, or None if it has none.
+        """Return the record of a part; None if there is none.
 
         Args:
-            kind: class of the record.
-            key: name of the record, for a part that occurs several times; None = ``kind.key``.
+            kind: class of the record to find.
+            key: name of the record, needed where a part occurs several times; None = ``kind.key``.
         """
         key = kind.key if key is None else key
         if key in self._plain:
@@ -74,12 +76,12 @@ class Memory:
         return record
 
     def of(self, kind: type[Record], make: Callable[[], Record] | None = None, key: str | None = None) -> Record:
-        """Return the record of a part; create it if it is missing.
+        """Return the record of a part, and create it if it is missing.
 
         Args:
-            kind: class of the record.
+            kind: class of the record to return.
             make: function that returns a new record; None = ``kind()``.
-            key: name of the record, for a part that occurs several times; None = ``kind.key``.
+            key: name of the record, needed where a part occurs several times; None = ``kind.key``.
         """
         record = self.find(kind, key)
         if record is None:
@@ -87,13 +89,13 @@ class Memory:
         return record
 
     def pop(self, kind: type[Record]) -> Record | None:
-        """Remove and return the record of a part, or None if it has none."""
+        """Remove and return the record of a part; None if there is none."""
         record = self.find(kind)
         self._records.pop(kind.key, None)
         return record
 
     def put(self, record: MergeMemory) -> None:
-        """Store a part's record under its key, replacing the one before."""
+        """Store a part's record under its key, replacing any earlier one."""
         self._plain.pop(record.key, None)
         self._records[record.key] = record
 
@@ -102,6 +104,6 @@ class Memory:
         return {**self._plain, **{key: record.to_plain() for key, record in self._records.items()}}
 
     def load(self, plain: Mapping[str, object], but: str = "") -> None:
-        """Replace all records by those in ``plain``, but keep the one under the key ``but``."""
+        """Replace all records by those in ``plain``, except the record under the key ``but``, which stays."""
         self._plain = {key: value for key, value in plain.items() if key != but}
         self._records = {key: record for key, record in self._records.items() if key == but}

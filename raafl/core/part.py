@@ -1,4 +1,4 @@
-"""The base class of an algorithm's parts, which refuses a misspelt override: it would be called by nobody."""
+"""Define the base class of an algorithm's parts, which rejects misspelt overrides; they would never be called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CLOSE = 0.8
 
 
 class Part:
-    """Base of the five parts, whose public methods are hooks that the runtime calls; a misspelt override is an error."""
+    """Base of an algorithm's five parts. Its public methods are called by the runtime, so defining an unknown one is an error."""
 
     __slots__ = ()
 

@@ -36,11 +36,12 @@ MAX_CACHED = 256
 
 
 class Payload:
-    """Layouts of all tensors that travel for a task: "sent" to the client, "trained" back to the server.
+    """Layouts of all tensors that travel with a task: "sent" to the client, and "trained" back to the server.
 
     Attributes:
-        submodels: submodels of the model, or of the part of it that travels.
-        up_as: compressor of the values sent to the server, which overrides ``compress.up``; None = ``compress.up``.
+        submodels: submodels of the model, or of the part of the model that travels.
+        up_as: compressor for the values sent to the server, which replaces the setting ``compress.up``; None =
+            ``compress.up``.
     """
 
     def __init__(
@@ -63,17 +64,17 @@ class Payload:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the tensors that may be compressed: parameters, and tensors of bundles."""
+        """Names of the tensors that may be compressed: parameters, and tensors of bundles (extra tensors of a method)."""
         bundles = {name for names in self._bundles.values() for name in names if self._own(name, None) is None}
         more = {_name(bundle, entry.name) for bundle in bundles for entry in self._bundle(bundle).entries}
         return frozenset(self.submodels.parameter_names) | more
 
     def layout(self, spec: Spec | None = None, way: Way = "sent") -> Layout:
-        """Return the layout of all tensors that travel one ``way`` for a task: the submodel's values, then the bundles.
+        """Return the layout of all tensors that travel in one direction for a task: the submodel's values, then the bundles.
 
         Args:
-            spec: submodel of the task; None = the whole model with whole bundles.
-            way: "sent" to the client, or "trained" back to the server.
+            spec: submodel of the task; None = the whole model with all of its bundles.
+            way: direction of travel: "sent" to the client, or "trained" back to the server.
         """
         if not self._bundles[way]:
             return self.submodels.layout(spec or FULL, way)
@@ -91,7 +92,12 @@ class Payload:
         return self.submodels.layout(spec or FULL, "trained") if own is None else own
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the plan that copies from the whole model's payload into that of the submodel ``spec``, for one ``way``."""
+        """Return the plan that copies a submodel's tensors from those of the whole model.
+
+        Args:
+            spec: submodel of the task.
+            way: direction of travel: "sent" to the client, or "trained" back to the server.
+        """
         if not self._bundles[way]:
             return self.submodels.plan(spec, way, way)
         return self._plan(self.submodels.normal(spec), way)
@@ -104,12 +110,12 @@ class Payload:
         return CopyPlan(spec, self.layout(way=way), self.layout(spec, way), selections)
 
     def split(self, flat: FlatTensors, spec: Spec, way: Way) -> tuple[FlatTensors, Bundles]:
-        """Split the flat storage of a payload into views: the submodel's values, and the bundles by name.
+        """Return views of a payload's flat storage: the submodel's values, and the bundles (extra tensors) by name.
 
         Args:
-            flat: storage of the whole payload.
+            flat: storage that holds the whole payload.
             spec: submodel of the task.
-            way: "sent" to the client, or "trained" back to the server.
+            way: direction of travel: "sent" to the client, or "trained" back to the server.
         """
         names = self._bundles[way]
         if not names:
@@ -120,19 +126,24 @@ class Payload:
 
     @property
     def has_bundles(self) -> bool:
-        """Whether bundles travel beside the submodel's values."""
+        """Whether bundles, extra tensors of the method, travel beside the submodel's values."""
         return any(self._bundles.values())
 
 
 class TransferCost(Protocol):
-    """Interface for predicting the bytes of a task's transfers, used by parts that choose submodels."""
+    """Interface to predict how many bytes a task transfers, for parts that choose submodels."""
 
     def cost(self, cost: Cost, spec: Spec) -> Cost:
-        """Return the cost of a task of ``spec`` with compression, given its ``cost`` without."""
+        """Return ``cost`` with the bytes that remain after compression.
+
+        Args:
+            cost: predicted cost of the task without compression.
+            spec: submodel of the task.
+        """
         ...
 
     def notes(self, num_clients: int) -> list[str]:
-        """Return notes on the transfers for the start of a run, one line each."""
+        """Return notes on compression for the start of a run, one line each."""
         ...
 
 

@@ -16,16 +16,16 @@ DAMAGED = frozenset({"bad-magic", "bad-version", "bad-checksum", "bad-record", "
 
 
 class RefusalBackoff:
-    """Refusals in a row of each client, and the suspensions that follow from them.
+    """Counts refused updates of each client and suspends clients that have too many in a row.
 
-    After ``most`` refusals in a row a client is suspended for 10 s, then 20 s, and so on up to an hour. An accepted
-    update clears its record. A client that returns from suspension is on probation: its next refusal suspends it again.
+    After ``most`` refusals in a row a client is suspended for 10 s, next time for 20 s, and so on up to an hour. An
+    accepted update resets the count. A client that returns from a suspension is suspended again at its next refusal.
 
     Attributes:
         most: number of refusals in a row that suspends a client.
         refused: number of refusals in a row, by client.
         times: number of suspensions in a row, by client.
-        until: end of the suspension in seconds of the run's clock, by client.
+        until: end of the current suspension in seconds of the run's clock, by client.
     """
 
     def __init__(self, most: int) -> None:
@@ -40,7 +40,8 @@ class RefusalBackoff:
         Args:
             client: id of the client.
             now: time in seconds of the run's clock.
-            excused: whether to count without suspending, because the global model caused the refusal.
+            excused: whether to count the refusal without suspending, because the global model caused it and not the
+                client.
         """
         self.refused[client] += 1
         if excused or self.refused[client] < self.most:
@@ -50,14 +51,14 @@ class RefusalBackoff:
         return self.until[client]
 
     def condemn(self, client: int, now: float) -> float:
-        """Suspend ``client`` at once, without waiting for further refusals; return the end of the suspension."""
+        """Suspend ``client`` at once, whatever its record; return the end of the suspension."""
         self.refused[client] = max(self.refused[client], self.most)
         until = self.refuse(client, now)
         assert until is not None
         return until
 
     def accept(self, client: int) -> None:
-        """Clear the record of ``client`` after an accepted update."""
+        """Reset the record of ``client`` after an accepted update."""
         for book in (self.refused, self.times, self.until):
             book.pop(client, None)
 
@@ -70,10 +71,10 @@ class RefusalBackoff:
         return self.refused[client] >= self.most
 
     def is_hopeless(self, client: int) -> bool:
-        """Check whether ``client`` was suspended `HOPELESS` times in a row, with no accepted update in between."""
+        """Check whether ``client`` was suspended `HOPELESS` times without an accepted update in between."""
         return self.times[client] >= HOPELESS
 
     def forgive(self) -> None:
-        """Clear the records of all clients."""
+        """Reset the records of all clients."""
         for book in (self.refused, self.times, self.until):
             book.clear()

@@ -15,7 +15,7 @@ from raafl.submodel import Spec
 
 
 def client_to_json(client: ClientInfo) -> dict[str, Any]:
-    """Convert a client to plain data; infinite rates become None, since JSON has no infinity."""
+    """Convert a client's description to plain data; infinite rates become None, since JSON has no infinity."""
     return {
         "client": client.id,
         "incarnation": client.incarnation,
@@ -46,7 +46,7 @@ def _profile_to_json(profile: Profile) -> dict[str, Any]:
 
 
 def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
-    """Restore a client from the result of `client_to_json`; unknown fields are ignored."""
+    """Restore a client's description from the result of `client_to_json`; unknown fields are ignored."""
     told: Any = data["profile"]
     profile: dict[str, Any] = {n: math.inf if value is None and n in RATES else value for n, value in told.items()}
     if (windows := profile.get("availability")) and windows[-1][1] is None:
@@ -57,7 +57,10 @@ def client_from_json(data: Mapping[str, Any]) -> ClientInfo:
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
-    """Convert an event to a journal row. The row of an update has its metadata and fingerprint, but no tensors."""
+    """Convert an event to a row of the journal.
+
+    For an update, the row has metadata and a digest of the tensors, not the tensors.
+    """
     match event:
         case Joined(client):
             return {"event": "joined", **client_to_json(client)}
@@ -77,19 +80,19 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def group_to_json(group: SumGroup | None) -> dict[str, Any]:
-    """Convert the group of an update to fields of its journal row; no fields if it has none."""
+    """Convert the group with which an update is summed to fields of its journal row; no fields if there is none."""
     if group is None:
         return {}
     return {"group": list(group.members), "scale": group.scale, **({"masked": True} if group.masked else {})}
 
 
 def group_from_json(data: Mapping[str, Any]) -> SumGroup | None:
-    """Restore the group of an update from its journal row; None if the row names none."""
+    """Restore the group with which an update is summed from its journal row; None if the row has none."""
     return SumGroup(tuple(data["group"]), data["scale"], data.get("masked") is True) if "group" in data else None
 
 
 def event_from_json(data: Mapping[str, Any]) -> Event:
-    """Restore an event from a journal row. Arrivals cannot be restored, since the journal lacks their tensors.
+    """Restore an event from a row of the journal. `Arrived` cannot be restored, since the journal lacks its tensors.
 
     Raises:
         ValueError: the row holds no such event.
@@ -111,7 +114,7 @@ _ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("ex
 
 
 def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
-    """Convert an assignment to plain data for the wire and the journal; an empty ``extra`` and a scale of 1 are left out."""
+    """Convert an assignment to plain data for the wire and the journal; default values of ``extra`` and the scale are left out."""
     data = {name: getattr(assignment, name) for name in _ASSIGNED}
     extra = {"extra": dict(assignment.extra)} if assignment.extra else {}
     scale = {"lr_scale": assignment.lr_scale} if assignment.lr_scale != 1.0 else {}

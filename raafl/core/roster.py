@@ -16,15 +16,16 @@ class Roster:
     Attributes:
         clients: every client that joined and is neither lost nor suspended, by id.
         suspended: suspended clients that are still connected, by id.
-        said_bytes: memory in bytes that a client declared, by id, for clients that turned out to have less.
+        said_bytes: memory in bytes that a client declared, by id, for clients found to have less.
         active: assignments whose updates may still arrive, by assignment id.
-        away: clients at work whose connection broke and that may come back to their task; no decision depends on it.
-        late: ids of active assignments whose round closed without them; their updates are refused.
-        idle: clients that can be drawn.
-        drawn: clients drawn to start as soon as concurrency allows, in order.
-        busy: id of the assignment that a client works on, by client id.
-        tasks: number of tasks that a client has had, by id.
-        joins: number of times that a client joined, by id; its next incarnation.
+        away: clients at work whose connection broke and that may still finish their task; no decision depends on this
+            set.
+        late: ids of unfinished assignments whose round has closed; their updates will be refused.
+        idle: clients without work, from which the next ones are drawn.
+        drawn: clients that were drawn to work and wait until concurrency allows them to start, in order.
+        busy: id of the assignment on which a client works, by client id.
+        tasks: number of tasks that a client has had so far, by id.
+        joins: number of times that a client has joined so far, by id.
         last_id: id of the newest assignment; ids count from 1.
     """
 
@@ -50,7 +51,7 @@ class Roster:
 
     @property
     def num_at_work(self) -> int:
-        """Number of active tasks, except late ones, so that a client that never answers does not use up concurrency."""
+        """Number of active tasks, except late ones; a client that never answers must not use up concurrency."""
         return len(self.active) - len(self.late)
 
     @property
@@ -61,7 +62,7 @@ class Roster:
         return self._middle
 
     def find(self, client: int) -> ClientInfo | None:
-        """Return ``client`` if it is present, suspended or not; else None."""
+        """Return the description of ``client``, suspended or not; None if it is not present."""
         return self.clients.get(client) or self.suspended.get(client)
 
     @property
@@ -71,21 +72,27 @@ class Roster:
         return [self.clients[client] for client in (*at_work, *self.drawn)]
 
     def join(self, client: ClientInfo) -> None:
-        """Add ``client`` as idle."""
+        """Register ``client`` as present and idle."""
         self.clients[client.id] = client
         self._middle = None
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
         self.idle.add(client.id)
 
     def suspend(self, client: ClientInfo, said_bytes: float | None = None) -> None:
-        """Add ``client`` as suspended; ``said_bytes`` is the memory that it declared, to be restored when it returns."""
+        """Register ``client`` as present but suspended.
+
+        Args:
+            client: description of the client.
+            said_bytes: memory in bytes that the client declared, to be restored after the suspension; None = as
+                described.
+        """
         self.suspended[client.id] = client
         if said_bytes is not None:
             self.said_bytes[client.id] = said_bytes
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
 
     def drop(self, client: int) -> Assignment | None:
-        """Remove ``client``; return the assignment that it was working on, which is no longer active, or None."""
+        """Remove ``client``; return the assignment on which it was working, or None."""
         del self.clients[client]
         self.away.discard(client)
         self.said_bytes.pop(client, None)
@@ -99,19 +106,19 @@ class Roster:
         return assignment
 
     def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> bool:
-        """Draw clients from the idle ones by the part ``sample``; return whether any were drawn.
+        """Draw clients from the idle ones by the rule of ``sample``; return whether any were drawn.
 
         Args:
             sample: the algorithm's sample part.
             rng: the run's random generator.
-            rolling: whether clients start one by one as others end, rather than a cohort at a time.
+            rolling: whether each client restarts by itself when it finishes, instead of a cohort starting together.
         """
         chosen = sample.draw(self.idle, self.num_out, rng, rolling=rolling)
         self.drawn.update(dict.fromkeys(chosen))
         return bool(chosen)
 
     def next_to_start(self, concurrency: int | None) -> ClientInfo | None:
-        """Remove and return the next drawn client; None if ``concurrency`` clients are at work already or none is drawn."""
+        """Remove and return the next drawn client; None if there is none or ``concurrency`` clients are already at work."""
         if not self.drawn or (concurrency is not None and self.num_at_work >= concurrency):
             return None
         return self.clients[self.drawn.popitem(last=False)[0]]
@@ -129,7 +136,7 @@ class Roster:
         self.busy[assignment.client] = assignment.id
 
     def release(self, assignment: Assignment, *, back: bool) -> None:
-        """Remove ``assignment`` from the active ones; with ``back``, its client becomes idle at once."""
+        """Remove ``assignment`` from the active ones; if ``back`` is true, its client becomes idle at once."""
         del self.active[assignment.id]
         self.late.discard(assignment.id)
         self.busy.pop(assignment.client, None)
@@ -137,6 +144,6 @@ class Roster:
             self.idle.add(assignment.client)
 
     def readmit(self, client: int) -> None:
-        """Make ``client`` idle after it has reported, if it is present and not at work again."""
+        """Make ``client`` idle after it has reported, unless it has left or works again."""
         if client in self.clients and client not in self.busy:
             self.idle.add(client)

@@ -11,7 +11,7 @@ from raafl.errors import positive
 
 
 class IdlePool:
-    """Set of idle clients that adds, removes and draws at random in constant time."""
+    """Set of idle clients. Adding, removing and drawing one at random take constant time."""
 
     def __init__(self) -> None:
         self._order: list[int] = []
@@ -43,7 +43,7 @@ class IdlePool:
             self._place[last] = place
 
     def draw(self, num: int, rng: random.Random) -> list[int]:
-        """Remove and return ``num`` clients, drawn uniformly without replacement, in the order of the draw."""
+        """Draw ``num`` clients uniformly without replacement, remove them, and return them in the order of the draw."""
         drawn = []
         for _ in range(min(num, len(self._order))):
             client = self._order[rng.randrange(len(self._order))]
@@ -61,12 +61,12 @@ class IdlePool:
 
 @dataclass(frozen=True, slots=True)
 class Sample(Part):
-    """Sample part: starts all idle clients, or a cohort drawn uniformly, with a limit on how many work at once.
+    """Part of an algorithm that draws the clients to start: all idle ones, or a random cohort, with an optional limit at work.
 
     Attributes:
-        cohort: number of clients drawn whenever work starts, including those still at work; None = every idle client.
-            Where clients restart at each arrival, this many are kept at work.
-        concurrency: largest number of clients at work at once; the rest of a cohort waits. None = no limit.
+        cohort: number of clients in a cohort, including those still at work; None = every idle client. Where clients
+            restart at each arrival, this many are always at work.
+        concurrency: largest number of clients at work at once; further clients of a cohort wait. None = no limit.
     """
 
     cohort: int | None = None
@@ -87,8 +87,8 @@ class Sample(Part):
             idle: clients that could start.
             num_busy: number of clients at work or already drawn.
             rng: the run's random generator.
-            rolling: whether clients restart at each arrival; then only as many are drawn as may start at once, so that each free
-                place is filled by a uniform draw.
+            rolling: whether clients restart at each arrival. Then no more clients are drawn than may start at once, so
+                that each free slot is filled by a uniform draw.
         """
         limit = self.cohort
         if rolling and self.concurrency is not None:

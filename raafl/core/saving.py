@@ -25,7 +25,7 @@ def to_plain(value: object) -> object:
     """Convert ``value`` to dicts, lists, numbers, text and tensors; tensors are copied to the CPU.
 
     Raises:
-        TypeError: the value holds a type without such a form.
+        TypeError: ``value`` holds an object of a type that cannot be converted.
     """
     match value:
         case None | bool() | int() | float() | str():

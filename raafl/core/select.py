@@ -25,45 +25,48 @@ from raafl.submodel.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class OwnTests:
-    """Number of test samples on which each client evaluates its trained submodel.
+    """Number of test samples of each client, on which it evaluates its trained submodel; needed to predict times.
 
     Attributes:
-        sizes: number of samples in the test part of a client's share of the run's data, by client; a client not in it
-            has none.
-        share: fraction of a client's own data that is its test part, for clients whose data only they can see.
+        sizes: number of test samples by client, for clients that use the run's data; clients without test samples are
+            absent.
+        share: fraction of its data that a client sets aside for tests, for clients with data that only they can see.
     """
 
     sizes: Mapping[int, int] = field(default_factory=dict)
     share: float = 0.0
 
     def of(self, client: ClientInfo) -> float:
-        """Return the number of test samples of ``client``; for a client with own data, an estimate from its training samples."""
+        """Return the number of test samples of ``client``.
+
+        For a client with its own data, an estimate from its training samples.
+        """
         if client.own_data:
             return client.num_samples * self.share / (1.0 - self.share)
         return float(self.sizes.get(client.id, 0))
 
     def most(self, client: ClientInfo) -> int:
-        """Return the largest number of test samples that ``client`` can have; for own data, with a margin for rounding."""
+        """Return an upper bound of the test samples of ``client``; for a client with its own data, with a margin for rounding."""
         own = 1.0 / (1.0 - self.share) if client.own_data and self.share else 0.0
         return int(self.of(client) + own)
 
 
 @dataclass(frozen=True, slots=True)
 class SelectContext:
-    """Everything that a `select` part may read to choose a client's work.
+    """Everything that a `select` part, which chooses the work of a client, may read.
 
     Attributes:
-        state: global values, version t and merge counts q(j); read only.
+        state: the global model with its version and merge counts; read only.
         clients: every client that has joined and is not lost, by id.
-        rng: the run's random generator; draws from it are replayed.
-        training: the run's setting of local work.
+        rng: the run's random generator; a replay repeats its draws.
+        training: the run's settings of local training.
         batch_size: local batch size, for predictions of memory.
-        cache: results that the part has computed; `Select.on_join` and `Select.on_loss` clear it unless the part keeps
-            it up to date.
-        seed: the run's seed, for draws that must not depend on earlier draws.
+        cache: results that the part has computed and wants to reuse. `Select.on_join` and `Select.on_loss` clear it
+            unless the part overrides them.
+        seed: the run's seed, for random choices that must not depend on earlier draws.
         local: the algorithm's local part, for predictions of cost.
         plan: compression of updates, for predictions of transfer times; None = no compression.
-        own_tests: number of samples on which clients evaluate their own submodels.
+        own_tests: number of test samples on which each client evaluates its trained submodel.
         drop_last: whether an epoch drops its last batch when that is smaller than the others.
     """
 
@@ -80,18 +83,18 @@ class SelectContext:
     drop_last: bool = False
 
     def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
-        """Return a copy of this context that has only these ``clients``, and an empty cache."""
+        """Return a copy of this context with only these ``clients`` and an empty cache."""
         return replace(self, clients={client.id: client for client in clients}, cache={})
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
-        """Predict the cost of a task that trains ``spec``.
+        """Predict the cost (FLOPs, memory, bytes) of a task that trains ``spec``.
 
-        Where the frozen base exists in several precisions and ``spec`` names none, the cost of the least precise one is
-        returned. A task that fits with it can be assigned; `choose_base` then picks the precision.
+        If the frozen parameters exist in several precisions and ``spec`` names none, the cost is that of the lowest
+        precision. So a task that fits can be assigned; `choose_base` then picks the precision.
 
         Args:
             spec: submodel of the task.
-            extra: `Work.extra` of the task; None = empty.
+            extra: entries `Work.extra` of the task; None = no entries.
         """
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
@@ -99,12 +102,12 @@ class SelectContext:
         return cost if self.plan is None else self.plan.cost(cost, spec)
 
     def choose_base(self, client: ClientInfo, spec: Spec, extra: Mapping[str, Any] | None = None) -> Spec:
-        """Return ``spec`` with the frozen base's precision for ``client``: the highest that fits its memory, else the lowest.
+        """Choose the precision of the frozen parameters for ``client``: the highest that fits its memory, or else the lowest.
 
         Args:
             client: client whose memory must hold the task.
             spec: submodel of the task; returned unchanged if it already names a precision.
-            extra: `Work.extra` of the task; None = empty.
+            extra: entries `Work.extra` of the task; None = no entries.
         """
         bases = self.state.submodels.bases.names
         if not bases or spec.base is not None:
@@ -113,13 +116,13 @@ class SelectContext:
         return next((one for one in forms if self.cost(one, extra).peak_bytes <= budget), forms[-1])
 
     def task_time(self, client: ClientInfo, work: Work) -> TaskTime:
-        """Predict the seconds of download, computation (with evaluation on the client's test part) and upload of ``work``."""
+        """Predict the seconds that ``client`` needs to download, train, evaluate and upload a task with this ``work``."""
         samples = self.training.samples(work, client.num_samples, self.batch_size)
         spec = self.choose_base(client, work.spec, work.extra)
         return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
 
     def real_time(self, client: ClientInfo, predicted: TaskTime, now: float, task: int) -> TaskTime:
-        """Return the actual duration of a task on a device whose speed may vary; see `raafl.devices.variation`.
+        """Return the actual duration of a task on a simulated device whose speed may vary; see `raafl.devices.variation`.
 
         Args:
             client: client that trains the task.
@@ -134,15 +137,20 @@ class SelectContext:
         return self.local.task_options(client, self.state.submodels, self.training, self.batch_size, self.drop_last)
 
     def tested(self, client: ClientInfo, extra: Mapping[str, Any] | None = None) -> float:
-        """Return the number of test samples that ``client`` evaluates after a task with this `Work.extra`; 0 = it does not."""
+        """Return the number of test samples on which ``client`` evaluates a task's result; 0 = it does not evaluate.
+
+        Args:
+            client: client that trains the task.
+            extra: entries `Work.extra` of the task; None = no entries.
+        """
         return self.own_tests.of(client) if self.local.evaluates_on_client(extra or {}) else 0.0
 
     def cost_s(self, client: ClientInfo, work: Work) -> float:
-        """Predict the total seconds of ``work`` on ``client``, c(n, j) in the papers."""
+        """Predict the total seconds that ``client`` needs for ``work``, c(n, j) in the papers."""
         return self.task_time(client, work).total_s
 
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
-        """Call ``ask(client)`` for every client; return the message of each `BadInput` that it raises."""
+        """Call ``ask(client)`` for every client; return the messages of all `BadInput` errors that it raises."""
         found = []
         for client in self.clients.values():
             try:
@@ -152,7 +160,7 @@ class SelectContext:
         return found
 
     def fits(self, client: ClientInfo, spec: Spec) -> bool:
-        """Check whether a task's predicted peak memory (`Cost.peak_bytes`) is within the memory of ``client``."""
+        """Check whether the predicted peak memory of a task with this submodel fits into the memory of ``client``."""
         budget = client.profile.memory_bytes
         return budget == float("inf") or self.cost(spec).peak_bytes <= budget
 
@@ -165,19 +173,19 @@ class Select(Part, ABC):
         """Return the work for an idle ``client``; raises `BadInput` where none is possible."""
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Update the part's cache when ``client`` joins: for the first time, again, or with another device profile."""
+        """Update the cache when ``client`` joins, rejoins, or reports another device profile."""
         self.forget(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Update the part's cache when ``client`` is lost."""
+        """Update the cache when ``client`` is lost."""
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Remove cached results that depend on the set of clients; the base class removes all of them."""
+        """Remove cached results that depend on the set of clients; by default, remove everything."""
         fleet.cache.clear()
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Prepare for a round whose clients were just drawn; their work is chosen afterwards, one by one.
+        """Prepare for a round after its clients were drawn; the work of each is chosen afterwards, one by one.
 
         Args:
             out: clients of the round: those just drawn, and those of earlier rounds that are still at work.

@@ -8,9 +8,10 @@ from raafl.submodel import FlatTensors, Layout, Spec
 
 
 class Snapshots:
-    """Copies of global values at the time of assignment; tasks of the same version and spec share one copy.
+    """Copies of the global values that clients receive. Tasks with the same version and submodel share one copy.
 
-    Merges with `Merge.personalize` get a copy for each task. Released storage is reused, since allocating costs more than copying.
+    If a merge gives clients their own values (`Merge.personalize`), each task gets its own copy. Storage is reused,
+    since allocating costs more than copying.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -67,7 +68,7 @@ class Snapshots:
         return snapshot
 
     def give_back(self, snapshot: FlatTensors) -> None:
-        """Count one task fewer that uses ``snapshot``; reuse its storage when none is left."""
+        """Count one task fewer that uses ``snapshot``; free its storage for reuse when no task is left."""
         self._users[id(snapshot)] -= 1
         if not any(snapshot is current for current in self._current.values()):
             self._recycle(snapshot)

@@ -22,10 +22,10 @@ RUINED = 1e6
 class ClientState:
     """Tensors stored for clients on the server, by name and client.
 
-    Merges change them in place, on the coordinator's thread; every checkpoint has them.
+    Merges change them in place, on the coordinator's thread. Checkpoints include them.
 
-    Clients store nothing themselves, so a task stays a pure function of what is sent: a client may die and come back on another
-    machine, a checkpoint is complete, and a replay rebuilds the store from the journal.
+    Clients themselves store nothing between tasks. So a client may die and come back on another machine, a checkpoint
+    is complete, and a replay rebuilds the store from the journal.
 
     Attributes:
         values: tensors by name, then by client.
@@ -37,9 +37,11 @@ class ClientState:
 
     @contextmanager
     def recording(self, changed: dict[tuple[str, int], FlatTensors | None]) -> Iterator[None]:
-        """Return a context that saves each entry's old value in ``changed``, by (name, client), before the entry first changes.
+        """Return a context that saves the old value of each entry before the entry first changes.
 
-        None stands for an entry that did not exist.
+        Args:
+            changed: dict that receives the old values by (name, client); None for an entry that did not exist.
+
         """
         self._changed = changed
         try:
@@ -48,22 +50,22 @@ class ClientState:
             self._changed = None
 
     def find(self, name: str, client: int) -> FlatTensors | None:
-        """Return the tensors stored for ``client`` under ``name``, or None."""
+        """Return the tensors stored for ``client`` under ``name``; None if there are none."""
         return self.values.get(name, {}).get(client)
 
     def of(
         self, name: str, client: int, layout: Layout, device: torch.device | str = "cpu", folder: str | None = None,
         fill: float = 0.0,
     ) -> FlatTensors:  # fmt: skip
-        """Return the tensors stored for ``client`` under ``name``, to be changed in place; create them if they are missing.
+        """Return the tensors stored for ``client`` under ``name``, for changes in place; create them if they are missing.
 
         Args:
             name: name of the entry.
             client: id of the client.
             layout: layout of the tensors.
             device: device on which new tensors are created.
-            folder: folder in which to keep the tensors as files (`raafl.submodel.tensor_files`), with equal bits; None
-                = in memory.
+            folder: folder in which to keep the tensors as files (`raafl.submodel.tensor_files`), which changes no bit;
+                None = in memory.
             fill: initial value of floating-point elements; integers start at 0.
         """
         kept = self.everyone(name, folder)
@@ -86,9 +88,9 @@ class ClientState:
             self._changed[name, client] = None if before is None else before.clone()
 
     def everyone(self, name: str, folder: str | None = None) -> dict[int, FlatTensors]:
-        """Return the tensors stored under ``name``, by client.
+        """Return the tensors of all clients under ``name``, by client.
 
-        With a ``folder``, entries from a checkpoint move to files there first.
+        If ``folder`` is given, entries that a checkpoint restored to memory are first moved to files there.
         """
         kept = self.values.setdefault(name, {})
         if folder is not None and not all(map(is_in_files, [*kept.values()][:1])):  # all are from a checkpoint
@@ -100,18 +102,19 @@ class ClientState:
 
 @dataclass(slots=True)
 class GlobalState:
-    """The server's model and all state of a merge. Merges change it in place; all other code reads or copies it.
+    """The server's model and all state of a merge. Only merges change it, in place.
 
     Attributes:
         submodels: axes, layouts and costs of the model.
         values: every parameter and buffer, in flat storage.
         version: number of merges so far, t.
-        counts: number of merges that covered a region, q(j), by region j.
-        memory: records that parts keep between updates, such as accumulators and moments of a server optimiser.
+        counts: number of merges in which each region was trained, q(j); a region is a part of the model that a method
+            counts separately.
+        memory: records that parts keep between updates, such as sums or the moments of a server optimiser.
         clients: tensors stored for each client.
         num_clients: number of clients N.
         now_s: time of the event that is being handled, in seconds of the run's clock; not saved.
-        scratch: storage that merges reuse; its contents are never read or saved.
+        scratch: storage that merges reuse; its contents are neither read nor saved.
     """
 
     submodels: Submodels
@@ -126,9 +129,13 @@ class GlobalState:
 
 
 def copied(state: GlobalState, but: str) -> dict[str, Any]:
-    """Copy all state that a merge may change, except the record ``but`` of the merge's memory.
+    """Copy all state that a merge may change, so that the merge can be undone.
 
-    Tensors stored for clients are copied at their first change, by `ClientState.recording`, into the entry "clients".
+    Tensors stored for clients are saved at their first change, by `ClientState.recording`, in the entry "clients".
+
+    Args:
+        state: the global model.
+        but: key of the merge's own record in ``state.memory``, which is not copied.
     """
     memory = {name: _copy(value) for name, value in state.memory.to_plain().items() if name != but}
     return {"values": state.values.clone(), "memory": memory, "clients": {}}
@@ -140,7 +147,7 @@ def restore(state: GlobalState, saved: dict[str, Any], but: str) -> None:
     Args:
         state: the global model.
         saved: result of `copied`; it cannot be used again.
-        but: record of the merge's memory that stays unchanged.
+        but: key of the merge's own record in ``state.memory``, which stays unchanged.
     """
     state.values.copy_(saved["values"])
     state.memory.load(saved["memory"], but)
@@ -156,12 +163,12 @@ def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
     """Check that a merge made after `copied` left only finite numbers.
 
     Tensors stored for clients are checked for infinities only: NaN marks elements that a client has never trained, and
-    an overflowing sum becomes infinite before it becomes NaN.
+    a sum that overflows becomes infinite before it becomes NaN.
 
     Args:
         state: the global model after the merge.
         saved: result of `copied` before the merge.
-        but: record of the merge's memory that is not checked.
+        but: key of the merge's own record in ``state.memory``, which is not checked.
     """
     touched = (state.clients.find(name, client) for name, client in saved["clients"])
     if any(bool(buffer.isinf().any()) for flat in touched if flat is not None for buffer in flat.buffers.values()):
@@ -171,7 +178,7 @@ def is_sound(state: GlobalState, saved: dict[str, Any], but: str) -> bool:
 
 
 def is_ruined(state: GlobalState) -> bool:
-    """Check whether global parameters are infinite, NaN, or so large that ordinary training may overflow."""
+    """Check whether global parameters are infinite, NaN, or so large that further training may overflow."""
     for entry in state.submodels.layout(part="trained").entries:
         if entry.name in state.submodels.parameter_names and is_merged(entry.dtype):
             most = min(RUINED, torch.finfo(entry.dtype).max / 10)

@@ -14,7 +14,7 @@ _WARMUP_FROM = 0.1
 
 
 class Amount(Protocol):
-    """Interface of a task's length; `raafl.core.types.Work` implements it."""
+    """Interface of an object with a task's length; `raafl.core.types.Work` implements it."""
 
     @property
     def num_epochs(self) -> int | None:
@@ -30,15 +30,16 @@ class Training:
     """Settings of local training for every client; an assignment may override its length.
 
     Attributes:
-        num_epochs: number of local epochs E over the client's data.
-        num_steps: number of local steps T instead of epochs; takes precedence where both are given.
-        batch_size: local batch size; None = the datamodule's.
-        lr_schedule: change of the learning rate over the run. A task's optimizer has its own rate times the schedule's
-            factor at the time of assignment; a scheduler of the module restarts in each task.
-        lr_versions: number of versions over which the factor goes from 1 to ``lr_final``; None = ``lr_time_s`` counts.
-        lr_time_s: seconds of the run's clock over which the factor does so; None = ``lr_versions`` counts.
-        lr_warmup: fraction of that span in which the factor first rises linearly from 0.1 to 1.
-        lr_final: factor at the end of that span and afterwards.
+        num_epochs: number of passes E over the client's data in a task.
+        num_steps: number of optimiser steps T in a task, instead of epochs; takes precedence if both are given.
+        batch_size: local batch size; None = that of the datamodule.
+        lr_schedule: shape in which the learning rate changes over the run. A task multiplies its optimizer's own rate
+            by the factor at the time of assignment; a scheduler of the module itself restarts in each task.
+        lr_versions: number of versions over which the factor falls from 1 to ``lr_final``; None = use ``lr_time_s``.
+        lr_time_s: seconds of the run's clock over which the factor falls from 1 to ``lr_final``; None = use
+            ``lr_versions``.
+        lr_warmup: fraction of that span at its start in which the factor rises linearly from 0.1 to 1.
+        lr_final: factor at the end of that span and from then on.
     """
 
     num_epochs: int | None = 1
@@ -76,7 +77,7 @@ class Training:
             raise BadInput(f"train.lr_time_s is {self.lr_time_s}: give seconds above 0")
 
     def lr_scale(self, version: int, now_s: float) -> float:
-        """Return the learning-rate factor of a task that is assigned now; 1 without a schedule.
+        """Return the factor on the learning rate of a task that is assigned now; 1 without a schedule.
 
         Args:
             version: version of the global model.
@@ -95,8 +96,8 @@ class Training:
         """Return the number of samples that ``work`` processes on a client with ``num_samples`` training samples.
 
         Args:
-            work: length of the task in epochs or steps; where both are None, this setting's length.
-            num_samples: number of samples in the client's training part.
+            work: length of the task in epochs or steps; if it has neither, the length is this setting's.
+            num_samples: number of training samples of the client.
             batch_size: local batch size.
         """
         steps = work.num_steps if work.num_steps is not None else self.num_steps

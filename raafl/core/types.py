@@ -36,7 +36,10 @@ NUM_TESTED = "test/num_samples"
 
 
 class Warn(str):
-    """A warning about a setting that is probably a mistake: logged, written to the summary, and an error under ``strict``."""
+    """A warning about a setting that is probably a mistake.
+
+    It is logged and written to the summary; ``strict`` makes it an error.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,11 @@ class ClientInfo:
 
     Attributes:
         id: client id, 1 to N; the rank under torchrun.
-        num_samples: number of training samples, |D_n|.
-        profile: speed, memory and link of the client's device.
-        incarnation: number of times the client joined before; tells a client that came back from the one that was lost.
-        own_data: whether the client trains on data of its own instead of its share of the run's.
+        num_samples: number of training samples |D_n|.
+        profile: speed, memory and network link of the client's device.
+        incarnation: number of times that the client had joined before, which distinguishes the present visit from
+            earlier ones.
+        own_data: whether the client trains on its own data instead of its share of the run's data.
     """
 
     id: int
@@ -60,14 +64,15 @@ class ClientInfo:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Result of a `select` part: the submodel of a client, and how much to train it.
+    """Work that a `select` part has chosen for a client: the submodel, and how long to train it.
 
     Attributes:
         spec: submodel to train.
-        region: index j of the region whose merges q(j) this work counts towards; 0 for a whole model.
+        region: index j of the region, a separately counted part of the model, whose merge count q(j) this work
+            increases; 0 for a whole model.
         num_epochs: number of local epochs; None = the run's setting.
         num_steps: number of local steps; None = the run's setting.
-        extra: small plain data for the local part, as JSON can hold it.
+        extra: small plain data, as JSON can hold it, that the local part reads.
     """
 
     spec: Spec = FULL
@@ -79,7 +84,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One task: train a submodel of a given version, for a given length, from a given seed.
+    """One task for one client: train a submodel of a given version, for a given length, from a given seed.
 
     Attributes:
         id: number of the assignment, unique in the run, counted from 1.
@@ -87,11 +92,11 @@ class Assignment:
         incarnation: number of times that the client had joined before, as in `ClientInfo`.
         task: number of tasks that the client had before.
         version: global version tau from which the submodel is cut.
-        seed: determines data order, dropout and every other draw of the task.
-        pace_s: least duration of the task in a wall-clock run, in seconds, to emulate a slow device; 0 = as fast as
-            possible.
+        seed: seed of every random choice in the task, such as data order and dropout.
+        pace_s: shortest duration of the task in a wall-clock run, in seconds, which emulates a slow device; 0 = no
+            pause.
         lr_scale: factor on the optimizer's learning rate, from the run's schedule.
-        extra: plain data for the local part, from `Work.extra`.
+        extra: plain data that the local part reads, from `Work.extra`.
     """
 
     id: int
@@ -112,12 +117,12 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class SumGroup:
-    """A group of updates of which the server may read the sum only (docs/secure-aggregation.md); each update carries it.
+    """Group of updates that the server may read only as a sum (secure aggregation, docs/secure-aggregation.md).
 
     Attributes:
-        members: ids of the assignments whose updates are summed.
-        scale: largest weight in the sum; all weights were divided by it.
-        masked: whether masks hide the update, so that a digest of its tensors tells nothing about it.
+        members: ids of the assignments whose updates form the sum.
+        scale: largest weight in the group, by which all weights were divided.
+        masked: whether random masks hide the update's tensors, so that a digest of them is useless.
     """
 
     members: tuple[int, ...]
@@ -129,20 +134,21 @@ class SumGroup:
 class Update:
     """A client's answer to an assignment.
 
-    Its tensors are borrowed: they may be overwritten once `Coordinator.handle` has returned.
+    The tensors are only valid until `Coordinator.handle` returns; then their storage may be reused.
 
     Attributes:
-        tensors: trained values, or their difference from the received ones (`Merge.sends`); followed by the bundles until the
-            coordinator has split them off (`raafl.core.payload`).
-        num_samples: number of training samples per epoch, |D_n|; weight of the update in a mean.
-        metrics: means over the task of the training loss and of all other values that the module logged.
-        train_s: seconds that the task took on the client, by the run's clock.
-        down_s, up_s: seconds of these in which the task was sent and its answer received.
+        tensors: trained values, or their difference from the received ones (see `Merge.sends`). Before the coordinator
+            separates them, the bundles (extra tensors) follow in the same storage.
+        num_samples: number of training samples |D_n| of the client; weight of the update in a mean.
+        metrics: means over the task of the training loss and of the other values that the module logged.
+        train_s: duration of the whole task on the client in seconds of the run's clock.
+        down_s, up_s: seconds of that duration that the download and the upload took.
         fingerprint: hex digest of the tensors' bytes, for the journal.
-        extra: small plain data from the client's local part for the merge. Since the client chose it, a merge that uses
-            it checks it in `Merge.reject_reason`.
-        bundles: tensors that the local part sends beside the values (`Local.up`), by name; borrowed as well.
-        group: group of updates that the server can only read as a sum; None = this update is read by itself.
+        extra: small plain data from the client for the merge. A merge that uses it must check it in
+            `Merge.reject_reason`, since a client may send anything.
+        bundles: extra tensors that the local part sends beside the values (`Local.up`), by name; valid as long as
+            ``tensors``.
+        group: group of updates that the server can read only as a sum; None = the server reads this update by itself.
     """
 
     assignment: int
@@ -165,7 +171,7 @@ class Update:
 
     @property
     def needs_fingerprint(self) -> bool:
-        """Whether the journal still lacks a digest of the tensors for a replay to compare; masked tensors get none."""
+        """Whether the journal still needs a digest of the tensors, which a replay compares; masked tensors have none."""
         return not self.fingerprint and (self.group is None or not self.group.masked)
 
 
@@ -192,7 +198,7 @@ class Lost:
 
     Attributes:
         failure: error of the user's code on the client, if it caused the loss; else None.
-        counts: whether the client missed a task's deadline, which counts like a refused update.
+        counts: whether this counts like a refused update, because the client missed a task's deadline.
     """
 
     client: int
@@ -204,7 +210,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """Event: a timer of `SetTimer` is due."""
+    """Event: a timer that `SetTimer` had set has expired."""
 
     id: int
 
@@ -224,14 +230,14 @@ Event = Joined | Arrived | Lost | Timer | Stop
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Action: send this assignment with its submodel, cut from the present global state."""
+    """Action: send an assignment with its submodel, cut from the current global state."""
 
     assignment: Assignment
 
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Action: deliver `Timer(id)` at this time."""
+    """Action: deliver the event `Timer(id)` at the given time."""
 
     id: int
     at: float
@@ -239,14 +245,14 @@ class SetTimer:
 
 @dataclass(frozen=True, slots=True)
 class Evaluate:
-    """Action: evaluate the present global model."""
+    """Action: evaluate the current global model."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Action: save a checkpoint of the present state."""
+    """Action: save a checkpoint of the current state."""
 
     version: int
 
@@ -258,7 +264,7 @@ class Settled:
     Attributes:
         outcome: end of the assignment: merged, refused:REASON, lost:REASON or unused.
         version: global version after the merge, or at the time of the end.
-        staleness: number of merges between the assignment's version and its own merge, t - tau.
+        staleness: number of merges between the assignment's version and the merge of its update, t - tau.
     """
 
     assignment: Assignment | None
@@ -271,7 +277,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Action: disconnect a client for which no submodel is small enough, or whose data raised ``error``."""
+    """Action: disconnect a client. No submodel is small enough for it, or its data raised ``error``."""
 
     client: int
     incarnation: int
@@ -281,7 +287,7 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class Suspend:
-    """Action: assign nothing to a client until a given time, since too many of its updates were refused; it stays connected."""
+    """Action: give a connected client no work until the given time, since too many of its updates were refused."""
 
     client: int
     until: float
@@ -316,19 +322,19 @@ RESTART = "restart"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Conditions for the start, evaluations, checkpoints and the end of a run.
+    """Conditions for the start and the end of a run, and intervals of evaluations and checkpoints.
 
     Attributes:
-        min_clients: number of clients that must have joined before work starts.
-        count_lost: whether clients lost before the start count as joined, since they cannot come back.
+        min_clients: number of clients that must have joined before the first work is assigned.
+        count_lost: whether clients lost before the start count towards ``min_clients``, since they cannot come back.
         max_updates: number of merged updates after which the run ends; None = no limit.
         max_time_s: time at which the run ends, in seconds of its clock; None = no limit.
         eval_every: number of versions from one evaluation to the next.
         checkpoint_every: number of versions from one checkpoint to the next; None = only at the end.
-        num_clients: number of clients N; the run fails for refused updates only when all N have taken part and all are
-            refused.
-        max_weight: bound on the weight of a client with own data, as a multiple of the lower median of the present clients'
-            samples; None = no bound. Other clients cannot claim more than their share.
+        num_clients: number of clients N. The run fails because of refused updates only after all N have taken part and
+            all are refused.
+        max_weight: bound on the weight of a client with its own data, as a multiple of the lower median of the present
+            clients' numbers of samples; None = no bound. Other clients cannot claim more samples than their share has.
         max_refused: number of refusals in a row after which a client is suspended.
     """
 
@@ -344,6 +350,6 @@ class Limits:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that is a hash of all arguments, such as (run seed, client, task number)."""
+    """Return a 63-bit seed: a hash of all arguments, such as (run seed, client, task number)."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -41,7 +41,7 @@ from raafl.data import Iid
 from raafl.data.federated import ClientData
 from raafl.local.malloc import keep_freed
 from raafl.local.stacked import CohortTrainer, Member
-from raafl.local.train import LocalTrainer
+from raafl.local.train import FabricOptions, LocalTrainer
 from raafl.runtime.run import simulate
 from raafl.submodel import FULL, Submodels
 
@@ -198,8 +198,12 @@ def _equal(trainer: LocalTrainer, together: CohortTrainer, tasks: list[Member]) 
     return alone == [trained.update(task.assignment.id).tensors.fingerprint() for task in tasks]
 
 
-def run(work: Workload, data: RandomData, algorithm: Algorithm, batch_clients: Any, folder: Path) -> tuple[float, Any]:
-    """Run a whole simulation; return the CPU seconds of its thread, and its summary with ``peak_bytes`` beyond those before.
+def run(
+    work: Workload, data: RandomData, algorithm: Algorithm, batch_clients: Any, folder: Path, device: str = "cpu"
+) -> tuple[float, Any]:
+    """Run a whole simulation; return the seconds of it, and its summary with ``peak_bytes`` beyond those before.
+
+    Seconds are CPU seconds of the thread that trains; on a GPU, which works beside it, they are seconds of the clock.
 
     Args:
         work: the workload.
@@ -207,27 +211,30 @@ def run(work: Workload, data: RandomData, algorithm: Algorithm, batch_clients: A
         algorithm: of the run.
         batch_clients: as in the config.
         folder: of the run.
+        device: of the model and of the clients.
     """
     experiment = Experiment(
         model=work.model, data=lambda: data, algorithm=algorithm, partition=Iid(), clients=work.clients,
         train=Training(num_epochs=None, num_steps=work.num_steps, batch_size=work.batch_size),
         max_updates=work.trainings, eval_every=10**9, batch_clients=batch_clients, output=str(folder), progress="quiet",
+        server_device=device, fabric=FabricOptions(accelerator=device.partition(":")[0]),
     )  # fmt: skip
-    watch, before = _Stopwatch(), forget_peak()
+    watch, before = _Stopwatch(time.thread_time if device == "cpu" else time.perf_counter), forget_peak()
     summary, _ = simulate(experiment, observer=watch)
     return watch.seconds, summary | {"peak_bytes": status_bytes("VmHWM") - before}
 
 
 class _Stopwatch(RunHooks):
-    """CPU seconds of this thread from the first event of a run to the last: what is built before is the same for all."""
+    """Seconds of a clock from the first event of a run to the last: what is built before is the same for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._begun: float | None = None
         self.seconds = 0.0
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
         """Look at the clock."""
-        at = time.thread_time()
+        at = self._clock()
         self._begun = at if self._begun is None else self._begun
         self.seconds = at - self._begun
 
@@ -266,6 +273,29 @@ def run_rows(work: Workload, methods: dict[str, Algorithm]) -> list[Row]:
                 "equal": summary["model_digest"] == summaries[name, 1]["model_digest"],
             })  # fmt: skip
     return found
+
+
+def on_device(device: str, folder: Path, short: bool = False) -> list[Row]:
+    """Measure whole runs of three models on a device, client by client and as one batch, each after one to warm up.
+
+    Args:
+        device: of the model and of the clients.
+        folder: of the runs.
+        short: a few tasks of one model alone, which show that it works.
+    """
+    rows = []
+    for work in (replace(SMALL, clients=8, cohort=4, rounds=1),) if short else (WIDE, CONVOLUTIONS, VIT):
+        data, seconds = RandomData(work), dict[Any, float]()
+        summaries: dict[Any, dict[str, Any]] = {}
+        for way, name in itertools.product((1, "auto"), ("warm", "measured")):
+            few = work if name == "measured" else replace(work, rounds=1)
+            at = folder / f"{work.name}-{way}-{name}"
+            seconds[way], summaries[way] = run(few, data, fed_async(cohort=work.cohort), way, at, device)
+        rows.append({
+            "workload": work.name, "loop_per_s": work.trainings / seconds[1], "per_s": work.trainings / seconds["auto"],
+            "over_loop": seconds[1] / seconds["auto"], "mean_cohort": summaries["auto"].get("batched", {}).get("mean_cohort", 1),
+        })  # fmt: skip
+    return rows
 
 
 def algorithms(cohort: int) -> dict[str, Algorithm]:

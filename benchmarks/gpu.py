@@ -1,7 +1,8 @@
 """The acceptance on a GPU, `make gpu`: what nobody can show without one, in the order of value, in at most ten minutes.
 
-Each step runs in a process of its own, with a limit; what one does ends no other. The report, build/gpu/report.json, is written
-after each. Nothing is fetched. Where there is no GPU, each step is begun on the CPU in a size that shows only that it can.
+Each step runs in a process of its own, with a limit; what one does ends no other. Steps that measure no time run beside each
+other, before those that do. The report, build/gpu/report.json, is written after each. Nothing is fetched. Where there is no GPU,
+each step is begun on the CPU in a size that shows only that it can.
 
     python -m benchmarks.gpu [--out FOLDER] [--only STEP ...] [--skip STEP ...] [--resume [REPORT]] [--seconds S]
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -21,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.common import Row, report, table
@@ -28,6 +31,7 @@ from benchmarks.gpu_steps import ROOT, STEPS, Where, run
 
 TOTAL_S = 570.0  # of the ten minutes, some are for starting and ending
 GRACE_S = 5.0
+BESIDE = 4  # steps at once, of those that measure no time
 WHEELS = {
     "torch": "torch", "lightning": "lightning", "transformers": "transformers", "jsonargparse": "jsonargparse[signatures]",
     "docstring_parser": "jsonargparse[signatures]", "xxhash": "xxhash", "yaml": "pyyaml", "sklearn": "scikit-learn",
@@ -95,29 +99,40 @@ def accept(
         total_s: seconds for all steps.
     """
     out.mkdir(parents=True, exist_ok=True)
-    stop_s, records, head = time.monotonic() + total_s, list[Row](), _head(num_gpus)
-    for name in names:
-        step, what = STEPS[name], (STEPS[name].run.__doc__ or "").strip()
-        left_s = stop_s - time.monotonic()
-        if known and name in known:
-            record = {**known[name], "before": True}
-        elif not num_gpus:
-            record = within(name, "cpu")
-        elif num_gpus < step.num_gpus:
-            record = {"outcome": f"needs {step.num_gpus} GPUs", "rows": []}
-        elif left_s < 5:
-            record = {"outcome": "no time was left", "rows": []}
-        else:
-            record = begin(name, "cuda:0", min(step.limit_s, left_s))
-        records.append({"step": name, "what": what, **record})
-        print(f"[raafl] {name}: {record['outcome']}\n        {what}", flush=True)
-        if num_gpus and record["rows"]:
-            print(table(record["rows"]), flush=True)
-        found = {**head, "rows": records, "dry": not num_gpus}
-        (out / "report.json").write_text(json.dumps(found, indent=2, default=str) + "\n")
+    stop_s, records, head = time.monotonic() + total_s, dict[str, Row](), _head(num_gpus)
+
+    def take(name: str) -> tuple[str, Row]:
+        return name, _record(name, num_gpus, known or {}, stop_s)
+
+    timed = [name for name in names if STEPS[name].timed]
+    with ThreadPoolExecutor(BESIDE) as pool:
+        at_once = pool.map if num_gpus else map  # a dry run is in this thread, which alone takes signals
+        untimed = at_once(take, [name for name in names if name not in timed])
+        for name, record in itertools.chain(untimed, map(take, timed)):
+            what = (STEPS[name].run.__doc__ or "").strip()
+            records[name] = {"step": name, "what": what, **record}
+            print(f"[raafl] {name}: {record['outcome']}\n        {what}", flush=True)
+            if num_gpus and record["rows"]:
+                print(table(record["rows"]), flush=True)
+            found = {**head, "rows": list(records.values()), "dry": not num_gpus}
+            (out / "report.json").write_text(json.dumps(found, indent=2, default=str) + "\n")
     print(f"[raafl] {out / 'report.json'}")
     print(f"[raafl] with two nodes, on each of them: {TWO_NODES}")
-    return int(any(record["outcome"].startswith(("failed", "missed", "died", "not done")) for record in records))
+    return int(any(row["outcome"].startswith(("failed", "missed", "died", "not done")) for row in records.values()))
+
+
+def _record(name: str, num_gpus: int, known: Mapping[str, Row], stop_s: float) -> Row:
+    """Run a step, where its machine and the time that is left allow it, or take what is known of it."""
+    step, left_s = STEPS[name], stop_s - time.monotonic()
+    if name in known:
+        return {**known[name], "before": True}
+    if not num_gpus:
+        return within(name, "cpu")
+    if num_gpus < step.num_gpus:
+        return {"outcome": f"needs {step.num_gpus} GPUs", "rows": []}
+    if left_s < 5:
+        return {"outcome": "no time was left", "rows": []}
+    return begin(name, "cuda:0", min(step.limit_s, left_s))
 
 
 def _head(num_gpus: int) -> Row:

@@ -168,6 +168,20 @@ def faults(where: Where) -> list[Row]:
     return [{"value": merged, "lost": lost, "goal": "200, exit code 0", "met": not code and merged >= 200 and lost > 0}]
 
 
+def replayed(where: Where) -> list[Row]:
+    """Asynchronous runs of three real clients, and their replay: the same bits."""
+    rows: list[Row] = []
+    options = [*QUICK, "--algorithm", "fed_buff", "--compress.up", "int8", "--emulate", "false", "--max_updates", "60"]
+    for name, ranks, clients in (("torchrun", 4, ["--clients", "3"]), ("join", 0, ["--local", "3"]))[
+        : 1 if where.dry else 2
+    ]:
+        summary = _raafl(where, name, "fit", *options, *clients, *where.options, "--progress", "quiet", ranks=ranks)
+        words = "" if where.dry else run([sys.executable, "-m", "raafl", "replay", str(where.folder / name), "--json"])
+        equal = where.dry or bool(json.loads(words[words.index("{") :])["equal"])
+        rows.append({"clients by": name, "value": summary.get("updates_merged"), "goal": "equal bits", "met": equal})
+    return rows
+
+
 def staging(where: Where) -> list[Row]:
     """A task's payload from GPU to GPU through the host: its share of the raw transfer, and what the pinned copies take of it."""
     from benchmarks.wire import pinned_s, trips
@@ -221,6 +235,44 @@ def throughput(where: Where) -> list[Row]:
     return rows
 
 
+def together(where: Where) -> list[Row]:
+    """Small clients trained as one batch, over client by client."""
+    from benchmarks.cohorts import on_device
+
+    return on_device(where.device, where.folder, where.dry)
+
+
+def language(where: Where) -> list[Row]:
+    """Tokens per second of DiLoCo with a LLaMA of 10.7 million parameters on four unequal clients, in float32 and in bfloat16."""
+    from raafl.core.hooks import RunHooks
+    from raafl.runtime.run import simulate
+
+    class Steps(RunHooks):
+        """Counts the steps of all clients."""
+
+        num = 0
+
+        def on_settled(self, settled: Any, now: float) -> None:
+            self.num += settled.update.num_steps if settled.update else 0
+
+    rows: list[Row] = []
+    size, length, batch, steps = ("nano", 32, 2, 2) if where.dry else ("char", 256, 16, 50)
+    options = [
+        "--config", str(ROOT / "configs" / "diloco-llama.yaml"), "--model.size", size, "--model.max_length", str(length),
+        "--data.length", str(length), "--data.batch_size", str(batch), "--train.num_steps", str(steps), "--max_updates", "4",
+        "--progress", "quiet", "--eval_every", "1000", *where.options,
+    ]  # fmt: skip
+    for precision in ("32-true",) if where.dry else ("32-true", "bf16-mixed"):
+        for name in (precision,) if where.dry else ("warm", precision):
+            folder = where.folder / f"{precision}-{name}"
+            parsed = _parsed("simulate", *options, "--fabric.precision", precision, "--output", str(folder))
+            watch, begin = Steps(), time.monotonic()
+            simulate(parsed.experiment, parsed.config_yaml, observer=watch)
+            per_s = watch.num / (time.monotonic() - begin)
+        rows.append({"precision": precision, "value": per_s * batch * length, "steps_per_s": per_s})
+    return rows
+
+
 def sharing(where: Where) -> list[Row]:
     """Several clients on one GPU: seconds of the same run without and with MPS."""
     script = ROOT / "launch" / "gpu-sharing.sh"
@@ -250,19 +302,29 @@ def two_gpus(where: Where) -> list[Row]:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to be shown, by a function whose docstring says what, within so many seconds, on so many GPUs."""
+    """One thing to be shown, by a function whose docstring says what.
+
+    Attributes:
+        run: does it, and returns its figures.
+        limit_s: seconds after which it is ended.
+        timed: whether it measures time, so that nothing else may run beside it.
+        num_gpus: GPUs that it needs.
+    """
 
     run: Callable[[Where], list[Row]]
     limit_s: float
+    timed: bool = False
     num_gpus: int = 1
 
 
 STEPS = {
     step.run.__name__: step
     for step in (
-        Step(tests, 150), Step(quick_start, 60), Step(twice, 60), Step(resumed, 60), Step(out_of_memory, 40),
-        Step(precisions, 90), Step(faults, 90), Step(staging, 60), Step(merges, 60), Step(submodels, 90),
-        Step(throughput, 90), Step(sharing, 90), Step(two_gpus, 90, num_gpus=2),
+        Step(tests, 200), Step(replayed, 150), Step(precisions, 120), Step(quick_start, 90), Step(twice, 90),
+        Step(resumed, 90), Step(out_of_memory, 60), Step(faults, 90),
+        Step(staging, 60, timed=True), Step(merges, 60, timed=True), Step(submodels, 90, timed=True),
+        Step(throughput, 90, timed=True), Step(together, 90, timed=True), Step(language, 90, timed=True),
+        Step(sharing, 90, timed=True), Step(two_gpus, 90, timed=True, num_gpus=2),
     )
 }  # fmt: skip
 

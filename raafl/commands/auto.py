@@ -1,4 +1,4 @@
-"""Parse a command line, and choose the method where the config leaves that to raafl (`algorithm: raafl.auto`)."""
+"""Parse a command line, and choose the method where the config leaves that to raafl (`algorithm: auto`)."""
 
 from __future__ import annotations
 

@@ -53,7 +53,9 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
         return json.dumps(rows, indent=2)
     if names:
         return "\n\n".join(whole(ALGORITHMS[row["name"]], row, width) for row in rows)
-    return table(rows, width) if width >= _TABLE_FROM else paragraphs(rows, width)
+    listed = table(rows, width) if width >= _TABLE_FROM else paragraphs(rows, width)
+    about = f"{NAME}  raafl chooses one of them before the run: see `raafl algorithms {NAME}`"
+    return "\n".join([listed, "", *textwrap.wrap(about, width)])
 
 
 def table(rows: list[dict[str, str]], width: int) -> str:

@@ -6,7 +6,7 @@ from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import NoReturn
 
-from raafl.errors import BadInput
+from raafl.errors import BadInput, one_of
 
 
 def options_of(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
@@ -80,6 +80,34 @@ def without(argv: Sequence[str], *options: str) -> list[str]:
         elif "=" not in item:
             next(items, None)
     return kept
+
+
+def expand_algorithm(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` with `--algorithm NAME` replaced by the class path of that algorithm's factory.
+
+    Raises:
+        BadInput: no algorithm has that name.
+    """
+    from raafl.algorithms import ALGORITHMS
+
+    expanded: list[str] = []
+    items = iter(argv)
+    for item in items:
+        option, sign, name = item.partition("=")
+        if option == "--algorithm.help":
+            raise BadInput(
+                "--algorithm.help is no option: run `raafl algorithms NAME` for the arguments of an algorithm"
+            )
+        if option == "--algorithm":
+            name = name if sign else next(items, "")
+            if not name or name.startswith("--"):
+                raise BadInput(f"{option} needs a name: {', '.join(sorted(ALGORITHMS))}")
+            if "." not in name and not name.startswith("{"):
+                one_of("algorithm", name, [*ALGORITHMS, "auto"])
+                name = f"raafl.{name}"
+            item = f"{option}={name}"
+        expanded.append(item)
+    return expanded
 
 
 def add_replay_options(parser: ArgumentParser) -> None:

@@ -25,6 +25,16 @@ MADE = ("model", "data", "algorithm", "partition")
 """Fields of a config that do so."""
 
 
+def with_class_path(config: Any) -> Any:
+    """Return a config whose algorithm, if named without a dot, is raafl's own of that name: ``fed_buff`` is ``raafl.fed_buff``."""
+    given = config.get("algorithm") if isinstance(config, dict) else None
+    name = given.get("class_path") if isinstance(given, dict) else given
+    if not isinstance(name, str) or not name.isidentifier():
+        return config
+    path = f"raafl.{name}"
+    return {**config, "algorithm": {**given, "class_path": path} if isinstance(given, dict) else path}
+
+
 def kind_of(hint: object) -> str | None:
     """Return the kind of part (model, data, algorithm, ...) that a type accepts by class_path; None for other types."""
     return _KINDS.get(f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', '')}")

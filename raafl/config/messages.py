@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Union, get_args, get_o
 import yaml
 
 from raafl.config.argv import name_of, values
-from raafl.config.check import MADE, Check, kind_of
+from raafl.config.check import MADE, Check, kind_of, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS
 from raafl.config.trainer_flags import unknown
 from raafl.devices import Device
@@ -122,7 +122,7 @@ class Explained(Check):
     def lines(self, argv: Sequence[str], hidden: str | None = None) -> list[str]:
         """Check the whole command line; return a line for each problem."""
         for file in values(argv, "--config"):
-            tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+            tree = with_class_path(yaml.safe_load(Path(file).read_text(encoding="utf-8")))
             self.source(tree, partial(_quoted, file) if file != hidden else lambda field: "")
         for tree in self.options([item for item in argv if name_of(item) != "--config"]):
             self.source(tree, lambda field: "")

@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from raafl.config import remote_options
-from raafl.config.argv import names_section, values
-from raafl.config.check import MADE
+from raafl.config.argv import expand_algorithm, names_section, values
+from raafl.config.check import MADE, with_class_path
 from raafl.config.experiment import ABOUT, SECTIONS, Experiment, field_types
 from raafl.config.messages import explain, relative
 from raafl.config.options import GROUPS
-from raafl.errors import BadInput, cause, nearest, no_utf8, one_of, user_frame
+from raafl.errors import BadInput, cause, nearest, no_utf8, user_frame
 from raafl.lean_import import PACKAGES
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
     )
     parser = jsonargparse.ArgumentParser(
         prog=f"raafl {command}",
+        parser_mode=_parser_mode(),
         usage=f"raafl {command} --config FILE [--FIELD VALUE ...] [--json]",
         epilog=_EPILOG + {"fit": _LOCAL, "serve": remote_options.SERVE, "join": remote_options.JOIN}.get(command, ""),
         formatter_class=_formatter(),
@@ -100,6 +101,21 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
             options["required"] = not plain
         groups[about.group].add_argument(f"--{field.name}", **options)
     return parser
+
+
+@cache
+def _parser_mode() -> str:
+    """Register how configs are loaded, as YAML in which an algorithm may have a short name, and return the mode's name."""
+    import jsonargparse
+    import yaml
+
+    load = jsonargparse.get_loader("yaml")
+
+    def load_config(text: str, path: str = "") -> Any:
+        return with_class_path(load(text)) if path else load(text)  # without a path it is an option's value
+
+    jsonargparse.set_loader("raafl", load_config, exceptions=(yaml.YAMLError,))
+    return "raafl"
 
 
 def _as_it_is(value: object) -> object:
@@ -361,31 +377,3 @@ def _other_configs(path: Path) -> str:
     folders = [path.parent, Path("configs")]
     known = {relative(str(file)) for folder in folders for file in folder.glob("[!.]*.y*ml") if folder.is_dir()}
     return nearest(relative(str(path)), known) if known else "give the path of a YAML file"
-
-
-def expand_algorithm(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with `--algorithm NAME` replaced by the class path of that algorithm's factory.
-
-    Raises:
-        BadInput: no algorithm has that name.
-    """
-    from raafl.algorithms import ALGORITHMS
-
-    expanded: list[str] = []
-    items = iter(argv)
-    for item in items:
-        option, sign, name = item.partition("=")
-        if option == "--algorithm.help":
-            raise BadInput(
-                "--algorithm.help is no option: run `raafl algorithms NAME` for the arguments of an algorithm"
-            )
-        if option == "--algorithm":
-            name = name if sign else next(items, "")
-            if not name or name.startswith("--"):
-                raise BadInput(f"{option} needs a name: {', '.join(sorted(ALGORITHMS))}")
-            if "." not in name and not name.startswith("{"):
-                one_of("algorithm", name, [*ALGORITHMS, "auto"])
-                name = f"raafl.{name}"
-            item = f"{option}={name}"
-        expanded.append(item)
-    return expanded

@@ -29,6 +29,7 @@ def test_the_table_of_algorithms_fits_and_says_everything(columns, capsys, monke
         assert factory().paper.split()[0] in row
     words = set(re.findall(r"[\w./+-]+", " ".join(" ".join(f().describe().values()) for f in ALGORITHMS.values())))
     assert words <= set(re.findall(r"[\w./+-]+", text))
+    assert text.splitlines()[-1 if columns > 60 else -2].startswith("auto  raafl chooses one of them")
 
 
 @pytest.mark.parametrize("name", ["simulate", "fit"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import jsonargparse
 import pytest
 
-from raafl.config.parse import config_first, expand_algorithm, load_experiment, make_parser, parse
+from raafl.config.argv import expand_algorithm
+from raafl.config.parse import config_first, load_experiment, make_parser, parse
 from raafl.errors import BadInput
 from raafl.runtime.setup import limits_of
 from tests.habits.source import ROOT
@@ -58,6 +60,27 @@ def test_another_algorithm_keeps_what_both_take_and_drops_the_rest(load, options
     experiment = load(text, *options)
     assert experiment.algorithm.name == "fed_async"
     assert getattr(experiment.algorithm.merge, given) == is_set
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("algorithm: fed_buff", "fed_buff"),
+        ("algorithm: auto", "auto"),
+        ("algorithm: {class_path: auto, init_args: {methods: [fed_avg]}}", "auto"),
+        ("algorithm: {class_path: fed_raa, init_args: {fragments: 4}}", "fed_raa"),
+    ],
+)
+def test_an_algorithm_may_have_its_short_name(text, name, load):
+    """In a file as on the command line; the text of the config that is kept has its path."""
+    assert load(text + "\n").algorithm.name == name
+
+
+def test_what_is_called_algorithm_elsewhere_keeps_its_value():
+    """Of options, only `--algorithm` has short names: a table that an option gives is not a config."""
+    load = jsonargparse.get_loader(make_parser("simulate").parser_mode)
+    assert load("algorithm: fed_avg") == {"algorithm": "fed_avg"}
+    assert load("algorithm: fed_avg", path="a.yaml") == {"algorithm": "raafl.fed_avg"}
 
 
 def test_an_algorithm_of_the_users_own_by_path(load, tmp_path, monkeypatch):
@@ -135,7 +158,9 @@ WRONG = {
     "algorithm: {class_path: raafl.fed_rra}": (
         "algorithm is raafl.fed_rra, which does not exist: did you mean 'raafl.fed_raa'?"
     ),
-    "algorithm: fed_avg": "algorithm is 'fed_avg': give a class path; did you mean 'raafl.fed_avg'?",
+    "algorithm: fed_avgg": "algorithm is raafl.fed_avgg, which does not exist: did you mean 'raafl.fed_avg'?",
+    "algorithm: {class_path: fed_avgg}": "algorithm is raafl.fed_avgg, which does not exist: did you mean 'raafl.fed_avg'?",
+    "algorithm: {class_path: fed_raa, init_args: {fragment: 3}}": "unknown field algorithm.fragment: did you mean 'fragments'?",
     "algorithm: {class_path: torch.nn.ReLU}": (
         "algorithm is torch.nn.ReLU, which makes no Algorithm: give one that does, such as raafl.fed_raa"
     ),

@@ -40,17 +40,17 @@ def ca2fl(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return CA2FL, which merges every K updates, calibrated by the mean of all clients' latest updates.
+    """Return CA2FL, which merges every K updates and corrects their mean by the latest update of every client.
 
     Args:
         buffer_size: number of updates in a merge (K).
         server_lr: server learning rate (eta), in (0, 1].
-        memory: storage of the clients' latest updates (h_t^i): ram (of the server's device), or disk, in files that are deleted at
-            the end.
+        memory: storage of each client's latest update (h_t^i): ram (memory of the server's device), or disk (files that
+            are deleted at the end).
         memory_folder: folder of these files; None = the system's folder for temporary files.
-        cohort: number of clients that train asynchronously, drawn uniformly (the concurrency M_c); None = all.
+        cohort: number of clients at work at any time, drawn uniformly (the concurrency M_c); None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     return Algorithm(

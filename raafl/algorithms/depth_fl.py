@@ -47,7 +47,7 @@ DEPTHS = [0.25, 0.5, 0.75, 1.0]
 
 @dataclass(frozen=True)
 class MutualTraining(Local):
-    """Local training of all exits, which teach each other.
+    """Local training in which all exits (output heads at several depths) learn from the labels and from each other.
 
     Attributes:
         ramp: number of rounds T until exits teach each other with full weight.
@@ -56,15 +56,15 @@ class MutualTraining(Local):
     ramp: int = 300
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Return the model with an exit after each block, if its type is known and it has no exits."""
+        """Return the model with an exit (an output head) after each block, if its type is known and it has no exits yet."""
         return with_every_exit(module)
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that joins the exits' losses."""
+        """Return the hook that adds up the losses of all exits."""
         return Mutual(task, teaching_weight(task.assignment.version, self.ramp))
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
-        """Return the cost of a plain step; exits add little to it."""
+        """Return the cost of ordinary training; exits add little to it."""
         return submodels.cost(spec, batch_size)
 
     def __str__(self) -> str:
@@ -73,10 +73,10 @@ class MutualTraining(Local):
 
 @dataclass(frozen=True)
 class RegularisedMutual(Regularised, MutualTraining):
-    """Local training of all exits, which teach each other, with FedDyn's regulariser."""
+    """Local training in which all exits learn from each other, with FedDyn's regulariser."""
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that joins the exits' losses and adds FedDyn's linear term."""
+        """Return the hook that adds up the losses of all exits and adds FedDyn's linear term."""
         return DynamicMutual(task, teaching_weight(task.assignment.version, self.ramp))
 
     def __str__(self) -> str:
@@ -84,14 +84,20 @@ class RegularisedMutual(Regularised, MutualTraining):
 
 
 class Mutual(ByExits):
-    """Hook that adds to each exit's loss the mean divergence from the other exits, times w_t."""
+    """Hook that adds to each exit's loss its mean divergence from the other exits, times the weight w_t."""
 
     def __init__(self, task: Task, weight: float) -> None:
         super().__init__(task)
         self.weight = weight
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Return the sum over exits of each one's loss and its divergence from the others."""
+        """Return the sum of all exits' losses, each with its divergence from the other exits.
+
+        Args:
+            deepest: the deepest exit of the submodel.
+            others: all other exits.
+            batch: batch of data with its labels.
+        """
         exits = [*others, deepest]
         loss = exits[0].loss
         for one in exits[1:]:
@@ -105,11 +111,16 @@ class Mutual(ByExits):
 
 
 class DynamicMutual(LinearTerm, Mutual):
-    """Hook that adds mutual teaching of exits and FedDyn's linear term; the trainer adds FedDyn's proximal term."""
+    """Hook that lets exits learn from each other and adds FedDyn's linear term; the trainer itself adds the proximal term."""
 
 
 def teaching_weight(version: int, ramp: int) -> float:
-    """Return the weight w_t = exp(-5 (1 - min(t, T) / T)^2) with which exits teach each other."""
+    """Return the weight w_t = exp(-5 (1 - min(t, T) / T)^2) of the loss by which exits learn from each other.
+
+    Args:
+        version: number t of the global model's version.
+        ramp: number of rounds T until the weight is 1.
+    """
     return math.exp(-5.0 * (1.0 - min(version, ramp) / ramp) ** 2)
 
 
@@ -122,17 +133,18 @@ def depth_fl(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return DepthFL, whose clients train the lowest blocks with exits that teach each other.
+    """Return DepthFL, whose clients train the lowest blocks, with an exit after each; the exits learn from each other.
 
     Args:
-        depths: share of the blocks for each client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
+        depths: share of the model's blocks that a client trains: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
             mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
-        ramp: number of rounds until exits teach each other with full weight (T).
-        dyn_alpha: weight of FedDyn's regulariser (alpha); 0 = FedAvg's mean, weighted equally.
-        alpha: mixing weight of each arrival, for asynchronous runs, which need dyn_alpha 0; None = synchronous rounds.
+        ramp: number of rounds until the exits learn from each other with full weight (T).
+        dyn_alpha: weight of FedDyn's regulariser (alpha); 0 = none, with FedAvg's mean of equal weights.
+        alpha: weight of each arriving update in an asynchronous run, which needs dyn_alpha 0; None = synchronous
+            rounds.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the lowest blocks; leave out depths then.
+        submodel: rule that chooses submodels in place of the lowest blocks; leave out depths then.
     """
     positive("ramp", ramp)
     at_least("dyn_alpha", dyn_alpha, 0)

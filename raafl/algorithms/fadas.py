@@ -51,12 +51,12 @@ Delay = Literal["divide", "cap", "none"]
 
 @dataclass
 class AmsgradMemory(OptimizerMemory):
-    """FedOpt's record, with the values that AMSGrad and the delays add.
+    """State of FADAS's merge: that of FedOpt, plus the values that AMSGrad and the delays need.
 
     Attributes:
-        peak: v^, the largest v so far; None = no merge yet.
-        steps: number t of merges.
-        delays: staleness of each update since the last merge.
+        peak: v^, the elementwise largest v so far; None = no merge yet.
+        steps: number t of merges so far.
+        delays: staleness of each update that waits for the next merge.
     """
 
     key = "fadas"
@@ -65,7 +65,12 @@ class AmsgradMemory(OptimizerMemory):
     delays: list[int] = field(default_factory=list)
 
     def moments(self, state: GlobalState, tau: float) -> tuple[FlatTensors, ...]:
-        """Return the moments m, v and v^, which start at 0."""
+        """Return the moments m, v and v^; create them at the first call.
+
+        Args:
+            state: the global model.
+            tau: ignored, since v starts at 0 here.
+        """
         if self.m is None or self.v is None or self.peak is None:
             self.m, self.v, self.peak = (zeros_like(state.values) for _ in range(3))
         return self.m, self.v, self.peak
@@ -73,13 +78,13 @@ class AmsgradMemory(OptimizerMemory):
 
 @dataclass(frozen=True)
 class DelayAdaptive(ServerOptimizer):
-    """FADAS's merge: an AMSGrad step along the buffer's mean delta, smaller where an update in the buffer is late.
+    """FADAS's merge: an AMSGrad step along the mean change of several updates, made smaller if one of them is late.
 
     The module `raafl.algorithms.fadas` has the equations; epsilon is ``tau``.
 
     Attributes:
-        delay: adaptation of the step to late updates: divide, cap or none.
-        delay_limit: largest staleness in the buffer that does not reduce the step (tau_c).
+        delay: rule by which late updates make the step smaller: divide, cap or none.
+        delay_limit: largest staleness that does not make the step smaller (tau_c).
     """
 
     memory: ClassVar[type[OptimizerMemory]] = AmsgradMemory
@@ -93,12 +98,12 @@ class DelayAdaptive(ServerOptimizer):
         at_least("delay_limit", self.delay_limit, 0)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the delta to the sum, and record its staleness."""
+        """Add the update's change to the sum, and record its staleness."""
         state.memory.of(AmsgradMemory).delays.append(staleness)
         super().receive(state, update, spec, staleness)
 
     def learning_rate(self, latest: int) -> float:
-        """Return eta_t for a buffer whose oldest update is ``latest`` merges late."""
+        """Return the learning rate eta_t of a merge whose latest update is ``latest`` versions late."""
         if self.delay == "none" or latest <= self.delay_limit:
             return self.server_lr
         return self.server_lr / latest if self.delay == "divide" else min(self.server_lr, 1.0 / latest)
@@ -144,20 +149,20 @@ def fadas(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return FADAS, which takes an AMSGrad step along the mean of every M updates, smaller where one of them is late.
+    """Return FADAS: the server makes an AMSGrad step along the mean of every M updates, smaller if one of them is late.
 
     Args:
         buffer_size: number of updates in a merge (M).
-        server_lr: server learning rate (eta); the authors take 1e-3 with delay adaptation and 1e-4 without.
+        server_lr: server learning rate (eta); the authors use 1e-3 with delay adaptation and 1e-4 without.
         beta1: decay of the first moment (beta_1).
         beta2: decay of the second moment (beta_2).
-        epsilon: constant added to the square root in the denominator (epsilon).
-        delay: adaptation of the step to the largest staleness in the buffer (eta_t): divide eta by it, cap at 1 / staleness, or
-            none.
-        delay_limit: largest staleness that does not reduce the step (tau_c).
-        cohort: number of clients that train asynchronously, drawn uniformly (the concurrency M_c); None = all.
+        epsilon: constant added to the square root in the denominator.
+        delay: rule for the step size if the largest staleness exceeds delay_limit (eta_t): divide (eta / staleness),
+            cap (at most 1 / staleness) or none.
+        delay_limit: largest staleness that does not make the step smaller (tau_c).
+        cohort: number of clients at work at any time, drawn uniformly (the concurrency M_c); None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     merge = DelayAdaptive(

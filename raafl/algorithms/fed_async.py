@@ -27,19 +27,19 @@ def fed_async(
     submodel: Select | None = None,
     lora: LoRAMerge | None = None,
 ) -> Algorithm:
-    """Return FedAsync, which mixes each update into the model as it arrives.
+    """Return FedAsync, which mixes each update into the global model as soon as it arrives.
 
     Args:
-        alpha: mixing weight (alpha), in (0, 1].
-        staleness: kind of the staleness function s(.): constant, polynomial or hinge.
-        staleness_a: parameter a of polynomial and hinge.
-        staleness_b: parameter b of hinge.
-        prox: weight of the proximal term, which pulls towards the received values (rho).
-        cohort: number of clients that train asynchronously, drawn uniformly; None = all.
+        alpha: weight of an arriving model in the mix with the global one (alpha), in (0, 1].
+        staleness: form of the function s(.) by which late updates count less: constant, polynomial or hinge.
+        staleness_a: parameter a of the polynomial and hinge functions.
+        staleness_b: parameter b of the hinge function.
+        prox: weight of the proximal term, which keeps a client's values close to the received ones (rho).
+        cohort: number of clients at work at any time, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
-        lora: way to merge LoRA adapters (docs/lora.md); None = average A and B separately, each rank over
+        lora: rule for merging LoRA adapters (docs/lora.md); None = average A and B separately, each rank over the
             clients that have it.
     """
     algorithm = Algorithm(

@@ -29,14 +29,14 @@ def fed_avg(
     Args:
         cohort: number of clients in a round, drawn uniformly (C*K in Algorithm 1); None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        by_samples: weight clients by |D_n| (n_k in Algorithm 1); False = equally.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        by_samples: whether to weight clients by their numbers of samples |D_n| (n_k in Algorithm 1); False = equally.
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
-        lora: way to merge LoRA adapters (docs/lora.md); None = average A and B separately, each rank over
+        lora: rule for merging LoRA adapters (docs/lora.md); None = average A and B separately, each rank over the
             clients that have it.
-        prune_ranks: share of its ranks that a client keeps if training has shrunk the others (HetLoRA's gamma; with
-            lora hetlora or hetlora_paper); None = ranks stay.
-        prune_penalty: weight of the loss on the ranks that pruning would remove (HetLoRA's lambda).
+        prune_ranks: HetLoRA's gamma: a client keeps this share of its LoRA ranks if training has made the others small;
+            needs lora hetlora or hetlora_paper. None = ranks stay.
+        prune_penalty: weight of the loss that shrinks the ranks to be removed (HetLoRA's lambda).
     """
     algorithm = Algorithm(
         name="fed_avg",

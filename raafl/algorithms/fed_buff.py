@@ -33,20 +33,22 @@ def fed_buff(
     submodel: Select | None = None,
     lora: LoRAMerge | None = None,
 ) -> Algorithm:
-    """Return FedBuff, which merges every K updates as the mean of their deltas.
+    """Return FedBuff, which waits for K updates and adds the mean of their changes to the model.
 
     Args:
         buffer_size: number of updates in a merge (K).
-        server_lr: server learning rate (eta_g, or eta of the server optimizer); None = 1, or 0.01 with a server optimizer.
-        staleness: kind of the staleness function s(.); polynomial with a = 0.5 is the paper's 1/sqrt(1 + staleness).
-        staleness_a: parameter a of polynomial and hinge.
-        staleness_b: parameter b of hinge.
-        server_optimizer: adam, yogi or adagrad (FedOpt); None = add the mean of the buffer.
-        cohort: number of clients that train asynchronously, drawn uniformly (the paper's concurrency M_c); None = all.
+        server_lr: server learning rate (eta_g, or eta of the server optimizer); None = 1, or 0.01 with a server
+            optimizer.
+        staleness: form of the function s(.) by which late updates count less; polynomial with a = 0.5 is the paper's
+            1/sqrt(1 + staleness).
+        staleness_a: parameter a of the polynomial and hinge functions.
+        staleness_b: parameter b of the hinge function.
+        server_optimizer: optimizer of the server, adam, yogi or adagrad (FedOpt); None = add the mean change itself.
+        cohort: number of clients at work at any time, drawn uniformly (the paper's concurrency M_c); None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
-        lora: way to merge LoRA adapters (docs/lora.md); None = average A and B separately, each rank over
+        lora: rule for merging LoRA adapters (docs/lora.md); None = average A and B separately, each rank over the
             clients that have it.
     """
     stale = Staleness(staleness, staleness_a, staleness_b)

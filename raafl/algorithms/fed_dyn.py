@@ -45,13 +45,13 @@ GRADIENT = "g_k"
 def fed_dyn(
     alpha: float = 0.01, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None
 ) -> Algorithm:
-    """Return FedDyn, which corrects each client's loss by a gradient that the server stores for it.
+    """Return FedDyn, which corrects each client's training by a gradient that the server stores for it.
 
     Args:
-        alpha: weight of the regularisation (alpha), 0 or more; the paper tries 0.001, 0.01 and 0.1.
+        alpha: weight of the regularisation (alpha), at least 0; the paper tries 0.001, 0.01 and 0.1.
         cohort: number of clients in a round, drawn uniformly (P_t); None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     at_least("alpha", alpha, 0)
@@ -69,13 +69,13 @@ def fed_dyn(
 
 @dataclass(frozen=True)
 class Regularised(Local):
-    """Local training on the loss plus a linear and a proximal term."""
+    """Local training with FedDyn's loss: the module's own plus a linear and a proximal term."""
 
     down: ClassVar[tuple[str, ...]] = (GRADIENT,)
     uses_gradients: ClassVar[bool] = True
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that adds the linear term to the gradients."""
+        """Return the hook that adds the linear term to the loss, by its gradient."""
         return LinearTerm(task)
 
     def __str__(self) -> str:
@@ -83,10 +83,10 @@ class Regularised(Local):
 
 
 class LinearTerm(Hook):
-    """Hook that subtracts g_k from each gradient; the trainer adds the proximal term."""
+    """Hook that subtracts the client's stored gradient g_k from each gradient; the trainer itself adds the proximal term."""
 
     def update(self) -> None:
-        """Subtract g_k from the gradients, then make the optimizer's step."""
+        """Subtract the stored gradient g_k from the gradients, then make the optimizer's step."""
         linear = self.task.down[GRADIENT]
         for name, parameter in self.task.module.named_parameters():
             if parameter.grad is not None and name in linear:
@@ -96,7 +96,7 @@ class LinearTerm(Hook):
 
 @dataclass
 class Covered(OneValue[list[Spec]]):
-    """Specs of the updates since the last merge."""
+    """Submodels of the updates that have arrived since the last merge."""
 
     key = "fed_dyn"
     value: list[Spec] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Covered(OneValue[list[Spec]]):
 
 @dataclass(frozen=True)
 class Corrected(WithVariates):
-    """Merge that moves the mean by -h / alpha and updates g_k and h from the clients' differences.
+    """FedDyn's merge: moves the mean of the updates by -h / alpha, and maintains the gradients g_k and their sum h.
 
     Attributes:
         alpha: weight of the regularisation.
@@ -113,7 +113,7 @@ class Corrected(WithVariates):
     alpha: float
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Update the client's gradient g_k, and pass its values to the inner mean."""
+        """Correct the client's stored gradient g_k by its change, and pass its values to the wrapped mean."""
         # in a round the global values are still theta^{t-1}, which all its clients received
         change, received = update.tensors.clone(), state.submodels.plan(spec).gather(state.values)
         for dtype, buffer in change.buffers.items():
@@ -126,7 +126,7 @@ class Corrected(WithVariates):
         self.inner.receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner mean, then subtract h / alpha from the elements that it covers."""
+        """Apply the wrapped mean, then subtract h / alpha from all elements that were trained."""
         super().apply(state)
         whole = state.submodels.layout(part="trained")
         covered, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))

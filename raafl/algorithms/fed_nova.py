@@ -45,7 +45,7 @@ DONE = "done"
 
 @dataclass
 class NovaMemory(SumMemory):
-    """Sum of a merge's updates, and the amount of work ||a_i||_1 of each."""
+    """State of a merge: the sum of the updates, and the amount of work ||a_i||_1 behind each of them."""
 
     key = "fed_nova"
     done: list[float] = field(default_factory=list)
@@ -59,15 +59,15 @@ def fed_nova(
     prox: float = 0.0, by_samples: bool = True, cohort: int | None = None, concurrency: int | None = None,
     buffer_size: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Return FedNova, which normalises each client's change by its amount of local work.
+    """Return FedNova, which divides each client's change by its amount of local work, so that no client dominates.
 
     Args:
-        prox: weight of a proximal term (mu), 0 or more.
-        by_samples: weight clients by |D_i| (p_i); False = equally.
+        prox: weight of a proximal term (mu), at least 0.
+        by_samples: whether to weight clients by their numbers of samples |D_i| (p_i); False = equally.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        buffer_size: number of updates in an asynchronous merge; None = synchronous rounds.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        buffer_size: number of updates in a merge of an asynchronous run; None = synchronous rounds.
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     return Algorithm(
@@ -83,7 +83,7 @@ def fed_nova(
 
 @dataclass(frozen=True)
 class Counted(Local):
-    """Plain local training that reports its amount of work ||a_i||_1."""
+    """Ordinary local training that also reports its amount of work ||a_i||_1."""
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that measures the amount of work."""
@@ -99,7 +99,7 @@ class _Steps(Hook):
         self._num = 0
 
     def update(self) -> None:
-        """Make the model's step, and the same step of a scalar that measures the work."""
+        """Make the model's step, and the same step on a scalar that measures the amount of work."""
         # The first group stands for all: the scalar has one learning rate and one momentum. Options are read at each step, since
         # schedules change them.
         options = self.task.optimizer.param_groups[0]
@@ -113,17 +113,20 @@ class _Steps(Hook):
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Return the amount of work ||a_i||_1: the scalar's distance per unit of learning rate; at rate 0, the number of steps."""
+        """Return the amount of work ||a_i||_1: how far the scalar moved, divided by the learning rate.
+
+        At rate 0, the number of steps.
+        """
         return {DONE: self._moved / self._first if self._first else float(self._num)}
 
 
 @dataclass(frozen=True)
 class Normalised(Merge):
-    """FedNova's merge: ``theta <- theta + tau_eff sum_i p_i d_i`` over the clients that have an element.
+    """FedNova's merge: ``theta <- theta + tau_eff sum_i p_i d_i``, for each element over the clients that trained it.
 
     Attributes:
-        by_samples: whether clients are weighted by |D_i|; False = equally.
-        staleness: staleness function s; each update has the weight p_i s.
+        by_samples: whether to weight clients by their numbers of samples |D_i|; False = equally.
+        staleness: function s by which late updates count less; an update has the weight p_i s.
     """
 
     by_samples: bool = True
@@ -132,7 +135,7 @@ class Normalised(Merge):
     by_client: ClassVar[bool] = True
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "bad-extra" unless the reported amount of work is a plausible positive number."""
+        """Return "bad-extra" if the reported amount of work is not a plausible positive number."""
         done = update.extra.get(DONE)
         return None if isinstance(done, float) and 1e-6 < done < 1e9 else "bad-extra"
 
@@ -147,7 +150,7 @@ class Normalised(Merge):
         memory.done.append(done)
 
     def apply(self, state: GlobalState) -> None:
-        """Move each element by tau_eff times the mean normalised update."""
+        """Move each element by tau_eff times the mean of the normalised updates."""
         memory = state.memory.of(NovaMemory)
         sums = Accumulator(state, memory)
         # tau_eff multiplies everybody's updates by amounts that clients claim; without the limit one client could set the step

@@ -24,17 +24,17 @@ def fed_opt(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return FedOpt, which takes an adaptive server step along the mean of a round's deltas.
+    """Return FedOpt: the server applies Adam, Yogi or Adagrad to the mean change of a round.
 
     Args:
-        optimizer: name of the server's optimizer: adam, yogi or adagrad.
+        optimizer: optimizer of the server: adam, yogi or adagrad.
         server_lr: server learning rate (eta).
         beta1: decay of the first moment (beta_1).
         beta2: decay of the second moment (beta_2); leave it out for adagrad, which has none.
         tau: constant added to the square root in the denominator (tau, the degree of adaptivity).
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     if optimizer == "adagrad" and beta2 != 0.99:

@@ -43,16 +43,16 @@ def fed_per(
     local: Place = "head", layers: Sequence[str] | None = None, by_samples: bool = True, alpha: float | None = None,
     cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Return FedPer, which averages all layers except each client's own.
+    """Return FedPer, in which each client keeps some layers of its own, and all other layers are averaged.
 
     Args:
-        local: layers that are each client's own: head (FedPer), or body, all layers but the head (LG-FedAvg).
+        local: layers that each client keeps for itself: head (FedPer), or body, all layers but the head (LG-FedAvg).
         layers: paths of the modules or parameters that form the head; None = the last linear layer.
-        by_samples: weight clients by |D_j| (gamma_j); False = equally.
-        alpha: mixing weight of each arrival, for asynchronous runs; None = synchronous rounds.
+        by_samples: whether to weight clients by their numbers of samples |D_j| (gamma_j); False = equally.
+        alpha: weight of each arriving update in an asynchronous run; None = synchronous rounds.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     one_of("local", local, Place)
@@ -70,10 +70,10 @@ def fed_per(
 
 @dataclass(frozen=True)
 class Personal(Wrapped):
-    """Merge of the shared layers, which also stores each client's own layers.
+    """Merge that averages the shared layers and stores each client's own layers separately.
 
     Attributes:
-        local: layers that are each client's own: head or body.
+        local: layers that each client keeps for itself: head or body.
         layers: paths of the modules or parameters that form the head; None = the last linear layer.
     """
 
@@ -82,7 +82,7 @@ class Personal(Wrapped):
     by_client: ClassVar[bool] = True
 
     def own(self, submodels: Submodels) -> frozenset[str]:
-        """Return the names of the parameters in a client's own layers."""
+        """Return the names of the parameters in the layers that each client keeps for itself."""
         return submodels.cached("own layers", (self.local, self.layers), lambda: self._own(submodels))
 
     def _own(self, submodels: Submodels) -> frozenset[str]:
@@ -91,7 +91,7 @@ class Personal(Wrapped):
         return frozenset(name for name in names if within(name, head) == (self.local == "head"))
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return a problem for each path in `layers` that the model does not have."""
+        """Return a problem for each path in `layers` that does not exist in the model."""
         names = state.submodels.parameter_names
         missing = [path for path in self.layers or () if not any(within(name, (path,)) for name in names)]
         problems = [
@@ -100,30 +100,30 @@ class Personal(Wrapped):
         return super().check(state) + problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and a warning if no layer is shared."""
+        """Return the wrapped merge's notes, and a warning if no layer is shared."""
         trained = state.submodels.parameter_names & state.submodels.layout(part="trained").by_name.keys()
         alone = [] if trained - self.own(state.submodels) else [Warn("nothing is shared: each client trains alone")]
         return super().notes(state, num_clients) + alone
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the client's own layers into the values that it is sent."""
+        """Write the client's own layers into the values that it is about to receive."""
         load_(state, OWN, client, spec, values, self.own(state.submodels))
         super().personalize(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store the client's own layers, and pass the update to the inner merge."""
+        """Store the client's own layers, and pass the update to the wrapped merge."""
         store_(state, OWN, update.client, spec, update.tensors, self.own(state.submodels))
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge the shared layers; leave the global model's values of the clients' own layers unchanged."""
+        """Merge the shared layers; the global model's values of all other layers stay unchanged."""
         before = {name: state.values[name].clone() for name in self.own(state.submodels)}
         super().apply(state)
         for name, values in before.items():
             state.values[name].copy_(values)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the number of a client's own parameters, as "own_parameters"."""
+        """Return the number of parameters that each client keeps for itself, under the name "own_parameters"."""
         layout = state.submodels.layout().by_name
         return {**super().report(state), "own_parameters": sum(layout[n].numel for n in self.own(state.submodels))}
 

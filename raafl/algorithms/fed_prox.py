@@ -19,14 +19,14 @@ def fed_prox(
     by_samples: bool = True,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return FedProx: FedAvg with a proximal term in the clients' loss.
+    """Return FedProx: FedAvg with a term in the clients' loss that keeps them close to the received model.
 
     Args:
-        prox: weight of the proximal term (mu), 0 or more.
+        prox: weight of the proximal term (mu), at least 0.
         cohort: number of clients in a round, drawn uniformly (K in Algorithm 2); None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        by_samples: weight clients by |D_n|; False = equally.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally.
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     return Algorithm(

@@ -51,23 +51,24 @@ def fed_raa(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return Fed-RAA, which trains disjoint fragments of the model on clients matched by speed.
+    """Return Fed-RAA, which divides the model into disjoint fragments and gives slow clients small ones.
 
     Args:
-        fragments: number M of fragments, which names a row of Table 4 (1 to 5), or the ratios of the fragments.
-        select: rule of choice among fragments: gre_raa, random or fewest_updates (MP).
-        trigger: time of a merge: each (asynchronous) or all (Sync Fed-RAA).
-        alpha: mixing weight (alpha), in (0, 1].
-        staleness: kind of the staleness function s(.): constant, polynomial or hinge.
-        staleness_a: parameter a of polynomial and hinge.
-        staleness_b: parameter b of hinge.
-        prox: weight of the proximal term, which pulls towards the received fragment (rho).
+        fragments: number M of fragments (1 to 5, a row of Table 4), or a list of their relative sizes.
+        select: rule that assigns fragments: gre_raa (by speed), random, or fewest_updates (MP: the fragment merged
+            least often).
+        trigger: time of a merge: each (at each arrival) or all (when the whole round has reported, Sync Fed-RAA).
+        alpha: weight of an arriving model in the mix with the global one (alpha), in (0, 1].
+        staleness: form of the function s(.) by which late updates count less: constant, polynomial or hinge.
+        staleness_a: parameter a of the polynomial and hinge functions.
+        staleness_b: parameter b of the hinge function.
+        prox: weight of the proximal term, which keeps a client's values close to the received ones (rho).
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
-        K: bound on a task's time, in seconds (K); None = the bound of the offline assignment.
-        cohort: number of clients that train asynchronously, or in a round, drawn uniformly; None = all.
+        K: longest time of a task in seconds (K); None = the one that an offline assignment of all clients needs.
+        cohort: number of clients in a round, or at work in an asynchronous run, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the fragments, such as `raafl.parts.RateSelect`; leave fragments, select and K at
-            their defaults then. None = fragments.
+        submodel: rule that chooses submodels in place of the fragments, such as `raafl.parts.RateSelect`; leave
+            fragments, select and K at their defaults then. None = fragments.
     """
     if submodel is not None:
         refuse_unused(

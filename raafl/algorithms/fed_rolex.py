@@ -36,18 +36,19 @@ def fed_rolex(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return FedRolex, whose clients train a window of units that moves on each round.
+    """Return FedRolex: a client trains a window of each layer's units, and the window moves on in each round.
 
     Args:
-        rates: share of the width for each client (beta_n): one number for all; a list that clients 1, 2, ... take
-            in turn, repeating; or a mapping from device name. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
+        rates: share of each layer's units that a client trains (beta_n): one number for all; a list that clients 1, 2,
+            ... take in turn, repeating; or a mapping from device name. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
-        masked: set the logits of classes that a client does not have to 0, and average a class's output row over the clients that
-            have it (see `raafl.algorithms.hetero_fl`).
-        by_samples: weight clients by |D_n| (p_n); False = equally.
+        masked: whether to set the logits of classes that a client does not have to 0, and to average a class's output
+            row over the clients that have it (see `raafl.algorithms.hetero_fl`).
+        by_samples: whether to weight clients by their numbers of samples |D_n| (p_n); False = equally.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the rolling windows, such as `raafl.parts.RateSelect`; leave out rates then.
+        submodel: rule that chooses submodels in place of the windows, such as `raafl.parts.RateSelect`; leave out rates
+            then.
     """
     return Algorithm(
         name="fed_rolex",

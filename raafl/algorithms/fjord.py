@@ -46,14 +46,12 @@ LADDER = (0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def narrower(submodels: Submodels, spec: Spec, width: float) -> Spec | None:
-    """Return the part of the submodel ``spec`` with the leading share ``width`` of each axis.
-
-    None if ``spec`` lacks some of its units.
+    """Narrow the submodel ``spec`` to the leading share ``width`` of each axis; None if it lacks some of these units.
 
     Args:
-        submodels: the model, with its axes and layouts.
-        spec: the client's submodel.
-        width: share of each axis.
+        submodels: submodels of the model.
+        spec: submodel of the client.
+        width: share of each axis's units to keep, counted in the whole model.
     """
     small = leading(submodels.axes, width)
     for axis, units in small.kept:
@@ -67,12 +65,12 @@ def narrower(submodels: Submodels, spec: Spec, width: float) -> Spec | None:
 
 
 def masks_of(submodels: Submodels, spec: Spec, width: float) -> FlatTensors | None:
-    """Return 1 for each trained element of ``spec`` that is in its part of ``width``, else 0; None if it has no such part.
+    """Return a mask of the elements of ``spec`` that belong to its narrower part: 1 for those, else 0; None without such a part.
 
     Args:
-        submodels: the model, with its axes and layouts.
-        spec: the client's submodel.
-        width: share of each axis.
+        submodels: submodels of the model.
+        spec: submodel of the client.
+        width: share of each axis's units in the narrower part.
     """
     small = narrower(submodels, spec, width)
     if small is None:
@@ -84,11 +82,11 @@ def masks_of(submodels: Submodels, spec: Spec, width: float) -> FlatTensors | No
 
 @dataclass(frozen=True)
 class OrderedDropout(Local):
-    """Local training at a width that is drawn for each step.
+    """Local training in which each step uses a randomly drawn width of the client's submodel.
 
     Attributes:
-        ladder: widths p to draw from.
-        distil: whether to train the client's whole submodel, too, as the teacher.
+        ladder: possible widths p, as shares of the model's units.
+        distil: whether the client's whole submodel also trains and teaches the narrower one.
     """
 
     ladder: tuple[float, ...] = LADDER
@@ -106,7 +104,7 @@ class OrderedDropout(Local):
         return DrawnWidths(task, self)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Any) -> Cost:
-        """Return the cost of a plain step, with twice its FLOPs for self-distillation."""
+        """Return the cost of ordinary training; self-distillation doubles the FLOPs."""
         cost = submodels.cost(spec, batch_size)
         return replace(cost, flops_per_sample=2 * cost.flops_per_sample) if self.distil else cost
 
@@ -116,7 +114,7 @@ class OrderedDropout(Local):
 
 
 class DrawnWidths(Hook):
-    """Hook that trains a width drawn for each batch; with self-distillation the client's whole submodel is the teacher."""
+    """Hook that trains a randomly drawn width for each batch; with self-distillation, the whole submodel teaches it."""
 
     def __init__(self, task: Task, local: OrderedDropout) -> None:
         super().__init__(task)
@@ -135,9 +133,9 @@ class DrawnWidths(Hook):
         self._logits = logits_of(output)
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss at the drawn width.
+        """Draw a width and return the loss of the submodel at that width.
 
-        With self-distillation, plus the whole submodel's loss and the divergence from it.
+        With self-distillation, the whole submodel's loss and the divergence between the two are added.
         """
         if not self.masks:
             return self.task.loss(batch, index)
@@ -159,7 +157,7 @@ class DrawnWidths(Hook):
         return {name: p * masks[name].to(p.device, p.dtype) for name, p in parameters.items()}
 
     def close(self) -> None:
-        """Remove the hook from the module."""
+        """Restore the module to its full width."""
         self._handle.remove()
 
 
@@ -173,18 +171,19 @@ def fjord(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return FjORD, whose clients train the leading units at widths that they draw for each step.
+    """Return FjORD: a client trains the leading units of each layer, at a width that it draws anew for each step.
 
     Args:
-        rates: largest share of the width for each client (p_max): one number for all; a list that clients 1, 2, ... take in turn,
-            repeating; or a mapping from device name. None = 1/5, 2/5, 3/5, 4/5, 1 in turn.
-        ladder: widths to draw from (p). None = 0.2, 0.4, 0.6, 0.8, 1.
-        distil: whether the client's whole submodel trains, too, and teaches the drawn width (self-distillation).
-        by_samples: weight clients by |D_n|; False = equally.
-        alpha: mixing weight of each arrival, for asynchronous runs; None = synchronous rounds.
+        rates: largest share of each layer's units for a client (p_max): one number for all; a list that clients 1, 2,
+            ... take in turn, repeating; or a mapping from device name. None = 1/5, 2/5, 3/5, 4/5, 1 in turn.
+        ladder: possible widths, as shares of the model's units (p). None = 0.2, 0.4, 0.6, 0.8, 1.
+        distil: whether the client's whole submodel also trains and teaches the narrower one (self-distillation).
+        by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally.
+        alpha: weight of each arriving update in an asynchronous run; None = synchronous rounds.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the leading units, such as `raafl.parts.RateSelect`; leave out rates then.
+        submodel: rule that chooses submodels in place of the leading units, such as `raafl.parts.RateSelect`; leave out
+            rates then.
     """
     trigger, mean = averaging(alpha, by_samples)
     return Algorithm(

@@ -42,19 +42,20 @@ def hetero_fl(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return HeteroFL, whose clients train the leading units of every layer, in proportion to their rate.
+    """Return HeteroFL: a client trains the first units of every layer, as many as its rate says.
 
     Args:
-        rates: share of the width for each client (r^(p-1)): one number for all; a list that clients 1, 2, ... take
-            in turn, repeating; or a mapping from device name. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
-        rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training. This
-            is the paper's scaler.
-        masked: set the logits of classes that a client does not have to 0 (masked cross entropy), and average a class's output row
-            over the clients that have it.
-        by_samples: weight clients by |D_n|; False = equally, as in the paper.
+        rates: share of each layer's units that a client trains (r^(p-1)): one number for all; a list that clients 1, 2,
+            ... take in turn, repeating; or a mapping from device name. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
+        rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training; the
+            paper's scaler.
+        masked: whether to set the logits of classes that a client does not have to 0 (masked cross entropy), and to
+            average a class's output row over the clients that have it.
+        by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally, as in the paper.
         cohort: number of clients in a round, drawn uniformly (C*M in Algorithm 1); None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the leading units, such as `raafl.parts.RateSelect`; leave out rates then.
+        submodel: rule that chooses submodels in place of the first units, such as `raafl.parts.RateSelect`; leave out
+            rates then.
     """
     return Algorithm(
         name="hetero_fl",
@@ -68,5 +69,10 @@ def hetero_fl(
 
 
 def by_class(mean: Mean, masked: bool) -> Merge:
-    """Return a merge that averages each output row over the clients that have its class; ``mean`` itself unless ``masked``."""
+    """Wrap ``mean`` so that each output row is averaged only over the clients that have its class.
+
+    Args:
+        mean: merge to wrap.
+        masked: whether to wrap it; False = return ``mean`` itself.
+    """
     return LabelSplit(mean) if masked else mean

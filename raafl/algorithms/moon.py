@@ -51,17 +51,17 @@ def moon(
     mu: float = 1.0, temperature: float = 0.5, layer: str | None = None, by_samples: bool = True,
     alpha: float | None = None, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Return MOON: FedAvg with a contrastive term in the clients' loss.
+    """Return MOON: FedAvg with a contrastive loss, which keeps the clients' representations close to the global ones.
 
     Args:
-        mu: weight of the contrastive term (mu), 0 or more; the paper tries 0.1, 1, 5 and 10.
+        mu: weight of the contrastive term (mu), at least 0; the paper tries 0.1, 1, 5 and 10.
         temperature: temperature of the contrastive term (tau).
         layer: path of the linear layer whose input is the representation; None = the last one.
-        by_samples: weight clients by |D_i|; False = equally.
-        alpha: mixing weight of each arrival, for asynchronous runs; None = synchronous rounds.
+        by_samples: whether to weight clients by their numbers of samples |D_i|; False = equally.
+        alpha: weight of each arriving update in an asynchronous run; None = synchronous rounds.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     at_least("mu", mu, 0)
@@ -80,7 +80,7 @@ def moon(
 
 @dataclass(frozen=True)
 class Contrastive(Local):
-    """Local training on the loss plus the contrastive term.
+    """Local training with MOON's contrastive term in the loss.
 
     Attributes:
         mu: weight of the contrastive term.
@@ -94,16 +94,20 @@ class Contrastive(Local):
     layer: str | None = None
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Check that the model has the layer `layer`, and return the model unchanged; raise `BadInput` if it has not."""
+        """Check that the model has the layer `layer`; return the model unchanged.
+
+        Raises:
+            BadInput: the model has no such layer.
+        """
         linear_in(module, self.layer)
         return module
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that adds the contrastive term."""
+        """Return the hook that adds the contrastive term to the loss."""
         return _Steps(task, self)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
-        """Return the cost of a plain step plus two forward passes: 5/3 of its FLOPs, as a forward pass is a third of a step."""
+        """Return the cost of ordinary training plus two forward passes, which add two thirds of its FLOPs."""
         cost = submodels.cost(spec, batch_size)
         return replace(cost, flops_per_sample=cost.flops_per_sample * 5 / 3)
 
@@ -125,7 +129,7 @@ class _Steps(Hook):
         return self._capture.seen
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss of a batch plus mu times the contrastive term, l_sup + mu l_con."""
+        """Return the loss of a batch plus mu times the contrastive term: l_sup + mu l_con."""
         others = [self._representation(flat, batch, index) for flat in (self.task.received, self.task.down[LAST])]
         loss, z = super().loss(batch, index), self._capture.seen
         z, *others = (reals(inputs).flatten(1) for inputs in (z, *others))
@@ -135,22 +139,22 @@ class _Steps(Hook):
         return loss + self._local.mu * F.cross_entropy(sims / self._local.temperature, target)
 
     def close(self) -> None:
-        """Remove the hook that captures the representation."""
+        """Stop capturing the representation."""
         self._capture.close()
 
 
 @dataclass(frozen=True)
 class WithLastModels(Wrapped):
-    """Merge that stores the values of each client's last update, to send them back as its previous model."""
+    """Merge that also stores each client's latest model, which the client receives again as its previous model."""
 
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the client's previous model into its bundle; elements that it has never trained are the ones it is sent now."""
+        """Write the client's previous model into its bundle; elements that it has never trained get the global values."""
         bundles[LAST].copy_(values.prefix(bundles[LAST].layout))
         load_(state, LAST, client, spec, bundles[LAST])
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store the client's values, and pass the update to the inner merge."""
+        """Store the client's values, and pass the update to the wrapped merge."""
         store_(state, LAST, update.client, spec, update.tensors)
         super().receive(state, update, spec, staleness)

@@ -34,15 +34,16 @@ def oap(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return OAP, whose clients train the units with the largest weights.
+    """Return OAP, whose clients train the units with the largest weights of each layer.
 
     Args:
-        rates: share of the width for each client: one number for all; a list that clients 1, 2, ... take in turn,
-            repeating; or a mapping from device name. None = 1, 3/4, 1/2, 1/4 in turn.
-        by_samples: weight clients by |D_n|; False = equally, as in the paper.
+        rates: share of each layer's units that a client trains: one number for all; a list that clients 1, 2, ... take
+            in turn, repeating; or a mapping from device name. None = 1, 3/4, 1/2, 1/4 in turn.
+        by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally, as in the paper.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the pruning (P), such as `raafl.parts.RateSelect`; leave out rates then.
+        submodel: rule that chooses submodels in place of pruning (P), such as `raafl.parts.RateSelect`; leave out rates
+            then.
     """
     return Algorithm(
         name="oap",

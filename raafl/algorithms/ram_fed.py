@@ -63,30 +63,36 @@ def ram_fed(
     submodel: Select | None = None,
     hold: bool = False,
 ) -> Algorithm:
-    """Return RAM-Fed: RA-Fed with a memory of each client's latest update of each region.
+    """Return RAM-Fed: RA-Fed in which the server also remembers each client's latest update of every region.
 
     Args:
-        mask: level of the masks, L-Arb, S-Arb or MIX-Arb, or numbers of regions that clients 1, 2, ... take in turn.
-        regions: number of regions of the model (K).
-        trained: number of regions trained in a round that leaves some out (S*); None = all.
-        every: interval in rounds; the last round of each interval leaves regions out.
-        coverage: least number of clients that train a trained region (Gamma*); None = as even as the other settings allow.
-        rest: largest number of consecutive rounds in which a client skips a region (tau_q); None = no limit.
-        full_first: train all regions on all clients in the first round, as far as their memory allows.
-        rescale: multiply a narrowed layer's activations by 1 / (kept share of its units) while training.
-        trigger: time of a merge: all (the paper's rounds) or each (asynchronous).
-        server_lr: factor of the server's step v, in (0, 1]; None = 1 in rounds, 1/N for trigger each.
-        staleness: kind of the staleness function s(.) for trigger each: constant, polynomial or hinge.
-        staleness_a: parameter a of polynomial and hinge.
-        staleness_b: parameter b of hinge.
-        max_age: number of merges after which a remembered update is set to 0; None = never.
-        memory: storage of the clients' latest updates: ram (of the server's device), or disk, in files that are deleted at the end.
+        mask: number of regions for each client, by a level of the paper (L-Arb, S-Arb or MIX-Arb), or as a list of
+            numbers that clients 1, 2, ... take in turn, repeating.
+        regions: number K of regions into which the units of the model are divided.
+        trained: number of regions that are trained in a round that leaves some out (S*); None = all, so that none is
+            left out.
+        every: interval in rounds; only the last round of each interval leaves regions out.
+        coverage: smallest number of clients that train a region (Gamma*); None = spread as evenly as the other settings
+            allow.
+        rest: largest number of rounds in a row in which a client skips a region (tau_q); None = no limit.
+        full_first: whether all clients train all regions in the first round, as far as their memory allows.
+        rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
+        trigger: time of a merge: all (when the whole round has reported, as in the paper) or each (at each arrival).
+        server_lr: factor on the server's step v, in (0, 1]; None = 1 for trigger all, 1/N for trigger each.
+        staleness: form of the function s(.) by which late updates count less, for trigger each: constant, polynomial or hinge.
+        staleness_a: parameter a of the polynomial and hinge functions.
+        staleness_b: parameter b of the hinge function.
+        max_age: number of merges after which a stored update is set to 0; None = never.
+        memory: storage of each client's latest update: ram (memory of the server's device), or disk (files that are deleted
+            at the end).
         memory_folder: folder of these files; None = the system's folder for temporary files.
-        cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all. It changes N
+        cohort: number of clients in a round, or at work in an asynchronous run, drawn uniformly; None = all. It changes N
             (see above).
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the regions, and needs none of their settings; None = regions.
-        hold: keep one assignment for the whole run; with trained below regions, nobody trains the others after the first round.
+        submodel: rule that chooses submodels in place of the regions, such as `raafl.parts.RateSelect`; leave mask to
+            full_first at their defaults then. None = regions.
+        hold: whether each client keeps its regions for the whole run. If trained is below regions, the other regions
+            are then trained in the first round only.
     """
     server_lr = 1.0 if trigger == "all" and server_lr is None else server_lr
     folder = memory_folder_of(memory, memory_folder)

@@ -49,15 +49,16 @@ def scaffold(
     option: Literal[1, 2] = 2, server_lr: float = 1.0, cohort: int | None = None, concurrency: int | None = None,
     buffer_size: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Return SCAFFOLD, which corrects local steps by control variates.
+    """Return SCAFFOLD, which corrects each client's steps by control variates, estimates of how its gradient deviates.
 
     Args:
-        option: way to compute a client's new variate: 1 (gradient at x) or 2 (mean gradient of its steps).
+        option: rule for a client's new control variate: 1 (its gradient at the received model x) or 2 (mean gradient of
+            its steps).
         server_lr: global step size (eta_g).
         cohort: number of clients in a round, drawn uniformly (S); None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        buffer_size: number of updates in an asynchronous merge; None = synchronous rounds.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        buffer_size: number of updates in a merge of an asynchronous run; None = synchronous rounds.
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     if option not in (1, 2):
@@ -75,10 +76,10 @@ def scaffold(
 
 @dataclass(frozen=True)
 class Controlled(Local):
-    """Local training with steps corrected by control variates (eq. 3), which also computes the new variate (eq. 4).
+    """Local training with corrected steps (eq. 3), which also computes the client's new control variate (eq. 4).
 
     Attributes:
-        option: way to compute the new variate, 1 or 2.
+        option: rule for the new control variate, 1 or 2.
     """
 
     down: ClassVar[tuple[str, ...]] = (SERVER, CLIENT)
@@ -87,18 +88,18 @@ class Controlled(Local):
     option: int = 2
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that corrects local steps by control variates."""
+        """Return the hook that corrects the steps by control variates."""
         return _Steps(task, self.option)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: object) -> Cost:
-        """Return the cost of a plain step, with twice the FLOPs for option 1, and memory for sums of gradients."""
+        """Return the cost of ordinary training; option 1 doubles the FLOPs and needs memory for sums of gradients."""
         cost = submodels.cost(spec, batch_size)
         cost = replace(cost, peak_bytes=cost.peak_bytes + submodels.layout(spec, "trained").single_copy_bytes)
         return cost if self.option == 2 else replace(cost, flops_per_sample=2 * cost.flops_per_sample)
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Return False for option 1, since no process group averages the gradients that it takes at x."""
+        """Return False for option 1, whose extra gradient at x cannot be averaged over processes."""
         return self.option == 2
 
     def __str__(self) -> str:
@@ -118,7 +119,7 @@ class _Steps(Hook):
         self._correction = {name: c[name] - self._variate[name] for name, _ in self._named}
 
     def loss(self, batch: object, index: int) -> torch.Tensor:
-        """Return the loss of a batch; for option 1, first add the gradient at x to the sum."""
+        """Return the loss of a batch; for option 1, first add the batch's gradient at the received model x to a sum."""
         if self._option == 1:
             with with_parameters(self.task.module, self.task.received):
                 loss = self.task.loss(batch, index)
@@ -133,7 +134,7 @@ class _Steps(Hook):
                 self._mean[name].add_(gradient)
 
     def update(self) -> None:
-        """Make a step along the corrected gradient g - c_i + c."""
+        """Make a step along the corrected gradient, g - c_i + c."""
         if self._option == 2:
             # before the correction, which is not part of the gradient g_i(y)
             self._add([p.grad for _, p in self._named])
@@ -143,7 +144,7 @@ class _Steps(Hook):
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Write the difference c_i^+ - c_i of the client's variates to the bundle that it sends."""
+        """Write the change c_i^+ - c_i of the client's control variate into the bundle that it sends."""
         for name, _ in self._named:
             self.task.up[CLIENT][name].copy_(
                 self._mean[name].div_(max(self._num_gradients, 1)).sub_(self._variate[name])

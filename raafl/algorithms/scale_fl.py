@@ -43,12 +43,12 @@ WIDTHS = [0.65, 0.7, 0.8, 1.0]
 
 @dataclass(frozen=True)
 class WeighedExits(Local):
-    """Local training of all exits; deeper ones have more weight, and the deepest is the teacher.
+    """Local training of all exits (output heads at several depths), in which the deepest exit teaches the others.
 
     Attributes:
-        gamma: weight of the distillation.
+        gamma: weight of the distillation loss.
         temperature: temperature T of the distillation.
-        kd_from: version of the global model from which exits learn from the deepest one.
+        kd_from: version of the global model from which on the exits learn from the deepest one.
     """
 
     gamma: float = 1.0
@@ -62,11 +62,11 @@ class WeighedExits(Local):
         at_least("kd_from", self.kd_from, 0)
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Return the model with an exit after each block, if its type is known and it has no exits."""
+        """Return the model with an exit (an output head) after each block, if its type is known and it has no exits yet."""
         return with_every_exit(module)
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that joins the exits' losses."""
+        """Return the hook that combines the losses of all exits."""
         active = task.assignment.version >= self.kd_from
         return WeighedByDepth(task, self.gamma if active else 0.0, self.temperature)
 
@@ -76,14 +76,20 @@ class WeighedExits(Local):
 
 
 class WeighedByDepth(ByExits):
-    """Hook whose loss is the mean of the exits' losses, the j-th with weight j, plus distillation from the deepest."""
+    """Hook with the weighted mean of all exits' losses, the j-th exit with weight j, plus distillation from the deepest exit."""
 
     def __init__(self, task: Task, gamma: float, temperature: float) -> None:
         super().__init__(task)
         self.gamma, self.temperature = gamma, temperature
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Return the weighted mean over exits of each one's loss and its divergence from the deepest exit."""
+        """Return the weighted mean of all exits' losses, each with its divergence from the deepest exit.
+
+        Args:
+            deepest: the deepest exit of the submodel, which is the teacher.
+            others: all other exits.
+            batch: batch of data with its labels.
+        """
         num = len(others) + 1
         loss = num * deepest.loss
         for j, one in enumerate(others, start=1):
@@ -107,20 +113,20 @@ def scale_fl(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return ScaleFL, whose clients train the lowest blocks, narrowed, with exits that learn from the deepest.
+    """Return ScaleFL: clients train the lowest blocks, narrowed, with an exit after each that learns from the deepest one.
 
     Args:
-        depths: share of the blocks for each client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
+        depths: share of the model's blocks that a client trains: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
             mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
-        widths: share of each axis for each client, in the same form. None = 0.65, 0.7, 0.8, 1 in turn.
-        gamma: weight of the distillation (gamma).
+        widths: share of each axis's units for each client, in the same form. None = 0.65, 0.7, 0.8, 1 in turn.
+        gamma: weight of the distillation loss (gamma).
         temperature: temperature of the distillation (T).
-        kd_from: version from which exits learn from the deepest; the authors take a quarter of the rounds.
+        kd_from: version from which on the exits learn from the deepest one; the authors take a quarter of the rounds.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training, as the authors' code.
-        alpha: mixing weight of each arrival, for asynchronous runs; None = synchronous rounds.
+        alpha: weight of each arriving update in an asynchronous run; None = synchronous rounds.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces blocks and units; leave out depths and widths then.
+        submodel: rule that chooses submodels in place of the narrowed lowest blocks; leave out depths and widths then.
     """
     if submodel is not None:
         refuse_unused("submodel says what each client trains", depths=(depths, None), widths=(widths, None))

@@ -46,15 +46,15 @@ def ada_vit(
     cohort: int | None = None,
     concurrency: int | None = None,
 ) -> Algorithm:
-    """Return AdaViT under FedAvg, whose model decides for each image which heads and sublayers to use.
+    """Return AdaViT, trained by FedAvg: the model learns which attention heads and sublayers each image needs.
 
     Args:
-        heads: target share of the heads that are used (gamma_h), in (0, 1].
-        blocks: target share of the sublayers that are used (gamma_b), in (0, 1].
-        weight: weight of the usage loss.
-        temperature: temperature of Gumbel-softmax.
-        units: largest number of unit groups in a hidden layer, for a model without blocks.
-        by_samples: weight clients by |D_n|; False = equally.
+        heads: target share of the attention heads that an image uses (gamma_h), in (0, 1].
+        blocks: target share of the sublayers that an image uses (gamma_b), in (0, 1].
+        weight: weight of the loss that pulls the used shares to their targets.
+        temperature: temperature of Gumbel-softmax, by which heads and sublayers are drawn in training.
+        units: for a model without transformer blocks, largest number of groups of units in a hidden layer.
+        by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
     """

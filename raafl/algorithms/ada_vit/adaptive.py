@@ -29,14 +29,14 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class UsagePolicy(nn.Module):
-    """Policy network: a linear layer whose logits gate the units and sublayers that a sample uses.
+    """Small policy network: a linear layer that decides which units and sublayers each sample uses.
 
-    In training, gates are drawn by Gumbel-softmax over open and closed: hard in the forward pass, with the gradients of
-    the soft gates (straight-through). In evaluation a gate is open if its logit is above 0.
+    Each output is a gate, 0 or 1, that multiplies a unit or a sublayer. Training draws the gates by Gumbel-softmax and
+    uses the gradient of the soft gates (straight-through). Evaluation opens a gate if its logit is above 0.
 
     Attributes:
         gates: gates of the last input, shape (batch, units + sublayers), 0 or 1; None before the first input.
-        used: gates of every training input since the last `clear`.
+        used: gates of all training inputs since the last call of `clear`.
     """
 
     is_beside_axes = True
@@ -67,7 +67,7 @@ class UsagePolicy(nn.Module):
         self.used: list[Tensor] = []
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the gates for ``features`` of shape (batch, width), in the same dtype."""
+        """Compute the gates for ``features`` of shape (batch, width); return them in the same dtype."""
         # float32: noise and sigmoid would lose a gate's gradient in half precision
         logits = self.linear(features).float()
         if self.training:
@@ -83,7 +83,7 @@ class UsagePolicy(nn.Module):
         return self.gates
 
     def clear(self) -> None:
-        """Delete the gates recorded in training."""
+        """Delete the gates that training has recorded."""
         self.gates, self.used = None, []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class UsagePolicy(nn.Module):
         return {**self.__dict__, "gates": None, "used": []}
 
     def of(self, gate: int, x: Tensor, batch_dim: int) -> Tensor:
-        """Return one gate of the last input, shaped to multiply ``x``.
+        """Return one gate of the last input, in a shape that broadcasts over ``x``.
 
         Args:
             gate: index of the gate.
@@ -102,7 +102,7 @@ class UsagePolicy(nn.Module):
         return gates.to(x.dtype).view([len(gates) if dim == batch_dim else 1 for dim in range(x.dim())])
 
     def of_units(self, x: Tensor, batch_dim: int, dim: int) -> Tensor:
-        """Return the gates of all units, each repeated over the unit's elements and shaped to multiply ``x``.
+        """Return the gates of all units in a shape that broadcasts over ``x``; a unit's gate is repeated for each of its elements.
 
         Args:
             x: input of the layer that reads the units.
@@ -177,17 +177,17 @@ def _mean_pixel(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Adaptive(Local):
-    """Local training with policy networks, and a loss on the shares of heads and sublayers that they use.
+    """Local training with policy networks, which choose the heads and sublayers that each sample uses.
 
-    The loss is the module's own plus ``weight * sum_k (usage_k - target_k)^2`` with k in heads (or units) and blocks, where
-    usage_k is the mean of the gates of that kind over samples and blocks.
+    A term is added to the module's loss: ``weight * sum_k (usage_k - target_k)^2``. It pulls the used share of each
+    kind k, heads (or units) and blocks, to its target. usage_k is the mean of the gates over samples and blocks.
 
     Attributes:
-        heads: target usage of heads or, in a model without attention, of groups of units.
-        blocks: target usage of the sublayers (attention, feed-forward part) of blocks.
+        heads: target share of the heads in use or, in a model without attention, of groups of units.
+        blocks: target share of the sublayers in use (attention and feed-forward parts of blocks).
         weight: weight of the usage loss.
         temperature: temperature of Gumbel-softmax.
-        units: largest number of unit groups in a layer outside of blocks.
+        units: largest number of groups of units in a layer outside of blocks.
     """
 
     heads: float = 0.7
@@ -203,7 +203,7 @@ class Adaptive(Local):
             positive(name, getattr(self, name))
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Add a policy to each block; without blocks, to each layer whose units exactly one other layer reads.
+        """Add a policy network to each block. In a model without blocks, add one to each layer whose output only one layer reads.
 
         A model with LoRA adapters is returned unchanged.
         """
@@ -269,11 +269,11 @@ class Adaptive(Local):
         return policy
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that adds the usage loss."""
+        """Return the hook that adds the usage loss to the module's loss."""
         return UsageLoss(task, self)
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note on the gated layers, or a warning if there are none."""
+        """Return a note on the layers that are chosen per sample, or a warning if there are none."""
         policies = list(_policies(submodels.module))
         if _has_lora(submodels.module):
             return [Warn("ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these")]
@@ -335,8 +335,8 @@ def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tens
 
     Args:
         policies: all policies of the model.
-        heads: target usage of heads or groups of units.
-        blocks: target usage of sublayers.
+        heads: target share of the heads, or of the groups of units, in use.
+        blocks: target share of the sublayers in use.
     """
     units = [gates[:, : policy.units].flatten() for policy in policies for gates in policy.used if policy.units]
     layers = [gates[:, policy.units :].flatten() for policy in policies for gates in policy.used if policy.sublayers]
@@ -348,7 +348,7 @@ def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tens
 
 
 class UsageLoss(Hook):
-    """Hook that adds the usage loss to the module's loss."""
+    """Hook that adds the usage loss, which pulls the used shares of the model to their targets, to the module's loss."""
 
     def __init__(self, task: Task, local: Adaptive) -> None:
         super().__init__(task)
@@ -364,22 +364,22 @@ class UsageLoss(Hook):
         return loss if usage is None else loss + self.local.weight * usage
 
     def close(self) -> None:
-        """Delete the recorded gates."""
+        """Delete the gates that this task has recorded."""
         for policy in self.policies:
             policy.clear()
 
 
 def must_train(task: Task, parameters: Iterable[Tensor], who: str, name: str) -> None:
-    """Check that the task's optimizer has all trainable ``parameters``.
+    """Raise an error unless the task's optimizer updates all trainable ones among the given ``parameters``.
 
     Args:
-        task: task in progress.
+        task: task whose optimizer is checked.
         parameters: parameters that the method has added to the model.
-        who: name of the method, for the message.
-        name: name of the added part, for the message.
+        who: name of the method, shown in the error.
+        name: name of the added part, shown in the error.
 
     Raises:
-        BadInput: ``configure_optimizers`` leaves out one of them.
+        BadInput: the module's ``configure_optimizers`` leaves out one of the parameters.
     """
     optimized = {id(parameter) for group in task.optimizer.param_groups for parameter in group["params"]}
     if any(parameter.requires_grad and id(parameter) not in optimized for parameter in parameters):

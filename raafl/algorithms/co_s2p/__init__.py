@@ -79,34 +79,37 @@ def co_s2p(
     min_ratio: float = 0.5, wait_s: float = 0.0, merge: Literal["importance", "mean", "published"] = "importance",
     server_lr: float = 1.0, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Return Co-S2P, whose clients train windows of blocks, narrowed by masks that they learn.
+    """Return Co-S2P, whose clients train some consecutive blocks of the model, narrowed by masks that they learn.
 
     Args:
-        rates: share r of the model for each client: one number for all; a list that clients 1, 2, ... take in turn,
-            repeating; or a mapping from device name. None = 1, 0.5625, 0.25, 0.0625 in turn.
-        width_depth: ratio by which width and depth share r (Table VIII): 1 equally, 0 cuts depth alone, inf width alone.
-        linear_masks: masks of the segments of linear layers, trained or random (Table VII).
-        attention_masks: masks of heads, trained or random.
-        segments: number of segments of each linear layer.
-        mask_rounds: number of a client's visits of each block that begin with training the block's scores; the paper's 20 rounds
-            (E1) equal 5 visits for a client that trains a quarter of the blocks at a time.
-        mask_epochs: local epochs of a task that trains scores.
-        mask_steps: local steps of such a task, instead of epochs; set mask_epochs to null then.
-        mask_lr: learning rate of scores (gamma_m).
-        mask_strength: weight of the masks' distance from r_w (lambda); 1 to 1.5 in the paper.
-        distil: train with self-distillation between exits.
+        rates: share r of the model that each client trains: one number for all; a list that clients 1, 2, ... take in
+            turn, repeating; or a mapping from device name. None = 1, 0.5625, 0.25, 0.0625 in turn.
+        width_depth: division of the share r between width and depth (Table VIII): 1 = equally, 0 = depth only, inf =
+            width only.
+        linear_masks: origin of the masks on linear layers: trained, or drawn at random (Table VII).
+        attention_masks: origin of the masks on attention heads: trained, or drawn at random.
+        segments: number of equal segments of each linear layer; a mask keeps or drops a segment as a whole.
+        mask_rounds: number of visits to a block in which a client first trains the block's mask scores. The paper's 20
+            rounds (E1) equal 5 visits for a client that trains a quarter of the blocks at a time.
+        mask_epochs: number of local epochs in a task that trains mask scores.
+        mask_steps: number of local steps in a task that trains mask scores, instead of epochs; set mask_epochs to null
+            then.
+        mask_lr: learning rate of the mask scores (gamma_m).
+        mask_strength: weight of the loss that pulls the masks to the client's width (lambda); 1 to 1.5 in the paper.
+        distil: whether the model's exits (heads after earlier blocks) also learn from each other, by self-distillation.
         distil_weight: weight of the distillation (w), 0.2 or 0.3 in the paper.
         temperature: temperature of the distillation (T).
-        trigger: time of a merge: semi (Algorithm 2), sync (all have reported) or async (at each arrival).
-        min_ratio: share of the clients that must have reported before the wait begins (semi).
-        wait_s: seconds of that wait (semi), 60 to 150 in the paper.
-        merge: way to weight updates: importance (Eqs. 4, 5), mean with equal weights, or published, as the authors'
-            code does (`raafl.algorithms.co_s2p.published_merge`).
-        server_lr: factor of the merged delta (eta); leave it out for merge published.
+        trigger: time of a merge: semi (a share of the clients has reported and a wait is over), sync (all have
+            reported) or async (at each arrival).
+        min_ratio: share of the clients that must have reported before the wait begins; for trigger semi.
+        wait_s: length of that wait in seconds; for trigger semi; 60 to 150 in the paper.
+        merge: weights of updates in a merge: importance (Eqs. 4, 5), mean (equal weights), or published (as in the
+            authors' code, see `raafl.algorithms.co_s2p.published_merge`).
+        server_lr: factor on the merged change (eta); leave it out for merge published.
         cohort: number of clients drawn when work starts, uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the masked windows, such as `raafl.parts.RateSelect`; leave out rates to mask_steps
-            then.
+        submodel: rule that chooses submodels in place of the masked blocks, such as `raafl.parts.RateSelect`; leave out
+            rates to mask_steps then.
     """
     if mask_steps is not None:
         refuse_unused(f"mask_steps is {mask_steps}", mask_epochs=(mask_epochs or 5, 5))

@@ -28,15 +28,16 @@ _More = tuple[float, int, float, float]
 
 @dataclass(frozen=True)
 class MaskedAndDistilled(Local):
-    """Local training of mask scores if the assignment asks for it (Eq. 2), else with self-distillation (Eq. 3).
+    """Local training of Co-S2P: of mask scores if the assignment asks for it (Eq. 2), else with self-distillation (Eq. 3).
 
     Attributes:
-        distils: whether to train with self-distillation; False = with the plain loss, where exits only end submodels.
+        distils: whether to train with self-distillation between exits; False = with the plain loss of the deepest exit
+            present.
         weight: weight of the distillation (w).
         temperature: temperature of the distillation (T).
-        strength: weight of the masks' distance from their budget (lambda).
-        mask_lr: learning rate of scores.
-        segments: number of ranges into which an axis without heads is cut.
+        strength: weight of the loss that pulls the masks to the client's width (lambda).
+        mask_lr: learning rate of the mask scores.
+        segments: number of equal segments into which an axis without attention heads is divided.
     """
 
     down: ClassVar[tuple[str, ...]] = (SCORES,)
@@ -61,11 +62,11 @@ class MaskedAndDistilled(Local):
             positive("mask_strength", self.strength)
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Return the model with an exit after each block, if its type is known and it has no exits."""
+        """Return the model with an exit (an output head) after each block, if its type is known and it has no exits yet."""
         return with_every_exit(module)
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that trains scores, distils, or trains plainly."""
+        """Return the hook for the task: it trains mask scores, distils between exits, or trains as usual."""
         if "masks" in task.assignment.extra:
             return MaskTraining(task, cuts_of(task.submodels, self.segments), self.mask_lr, self.strength)
         if self.distils:
@@ -73,15 +74,15 @@ class MaskedAndDistilled(Local):
         return Hook(task)
 
     def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:
-        """Return False for a task that trains scores, since scores are not a model to evaluate."""
+        """Return False for a task that trains mask scores, since its result is not a model to evaluate."""
         return "masks" not in extra
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout:
-        """Return the layout of the score bundle: the scores of all axes in a task that trains scores, otherwise empty."""
+        """Return the layout of the mask scores that travel: those of all axes in a task that trains scores, otherwise none."""
         return score_layout(submodels, self.segments, spec)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the cost of a plain step plus the hook's additions to forward and backward pass; cached."""
+        """Return the cost of ordinary training plus that of the hook's additions to forward and backward pass; cached."""
         cost, axes = submodels.cost(spec, batch_size), tuple(extra.get("masks", ()))
         if not axes and (not self.distils or not exit_depths(submodels)):
             return cost
@@ -116,7 +117,7 @@ class MaskedAndDistilled(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note if the model has no exits to distil."""
+        """Return a note if the model has no exits, which self-distillation needs."""
         if not self.distils or exit_depths(submodels):
             return []
         return ["the model has no exits between its blocks: nothing is distilled"]

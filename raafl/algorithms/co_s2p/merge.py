@@ -28,10 +28,13 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
-    """Return the importance of segments: ``||Delta|| / (1 + ||theta_now - theta_start|| / ||theta_now||)`` (Eq. 4).
+    """Return how important a client's update is for each segment (Eq. 4).
+
+    The score is ``||Delta|| / (1 + ||theta_now - theta_start|| / ||theta_now||)``: a large change counts more, and less
+    if the global model has moved since.
 
     Args:
-        update: norms ||Delta|| of the update's segments, shape (segments,).
+        update: norms ||Delta|| of the update's change in each segment, shape (segments,).
         drift: norms of each segment's change in the model since the client started, shape (segments,).
         weights: norms of the segments of the current model, shape (segments,).
     """
@@ -40,7 +43,7 @@ def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass
 class ImportanceMemory(MergeMemory):
-    """Sum of a merge's weighted differences, and total weight in each element."""
+    """Running sums of a merge: weighted differences, and weights, for each element of the model."""
 
     key = "importance"
     sum: FlatTensors
@@ -49,7 +52,7 @@ class ImportanceMemory(MergeMemory):
 
 @dataclass
 class MostStartBytes(OneValue[int]):
-    """Largest number of bytes that the start values of late clients have taken."""
+    """Largest memory in bytes that start values of late clients have taken so far."""
 
     key = "most_start_bytes"
     value: int = 0
@@ -66,21 +69,25 @@ def _zeros(state: GlobalState, name: str) -> FlatTensors:
 
 @dataclass(frozen=True)
 class ImportanceMerge(Merge):
-    """``theta_i <- theta_i + eta sum_{n in N_i} score_n d_n / sum_{n in N_i} score_n`` for each segment i (Eqs. 4, 5).
+    """Merge that weights each segment of an update by its importance (Eqs. 4, 5).
 
-    d_n is the difference that client n sends, which is -(learning rate) times the paper's accumulated gradients; the factor
-    cancels in the normalised scores. Segments are those of all axes. A tensor on several axes is divided along its first cut
-    dimension (its outputs, for a weight); if clients have different columns of it, the sum at an element is over the clients
-    that have it. Each tensor on no axis (norms, embeddings, exits) is one segment. Running statistics become their plain mean.
-    Elements that no update covers, and segments whose updates are all 0, keep every bit.
+    For each segment i: ``theta_i <- theta_i + eta sum_{n in N_i} score_n d_n / sum_{n in N_i} score_n``.
 
-    theta_start: when the model changes, the server stores for each client still at work the values from which it started, until it
-    reports. So a merge that includes all clients stores nothing. Memory is at most one copy of the trained part of each submodel
-    at work, which checkpoints contain and the report counts, plus two accumulators of the model's size.
+    d_n is the difference that client n sends. It equals the paper's accumulated gradients times -(learning rate); this
+    factor cancels in the normalised scores. A segment is a range of units on an axis. A tensor on several axes is
+    divided along its first dimension that shrinks (for a weight, its outputs). If clients have different columns of it,
+    each element averages over the clients that have it. A tensor on no axis (norms, embeddings, exits) is one segment.
+    Running statistics become their plain mean. Elements that no update trains, and segments in which all updates are 0,
+    stay unchanged.
+
+    The score depends on the values theta_start from which a client started. When the model changes, the server copies
+    them for each client still at work, and keeps them until it reports. So a merge that includes all clients copies
+    nothing. The copies take at most the trained part of each submodel at work; checkpoints contain them and the report
+    counts them. Two sums of the model's size are added.
 
     Attributes:
-        server_lr: factor of the merged delta (eta).
-        segments: number of ranges into which an axis without heads is cut.
+        server_lr: factor on the merged change (eta).
+        segments: number of equal segments into which an axis without attention heads is divided.
     """
 
     server_lr: float = 1.0
@@ -93,7 +100,7 @@ class ImportanceMerge(Merge):
         positive("segments", self.segments)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return a note on the memory for the start values of late clients."""
+        """Return a note on the memory that the start values of late clients may take."""
         each = state.submodels.layout(part="trained").num_bytes
         return [
             "importance of updates: the server keeps what late clients started from, at most "
@@ -101,7 +108,7 @@ class ImportanceMerge(Merge):
         ]
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Score the segments of an update, and add it to the sums with these weights."""
+        """Compute the importance of each segment of an update, and add the update to the sums with these weights."""
         table = _table(state.submodels, self.segments)
         places, plan = table.places(state.submodels, spec), state.submodels.plan(spec)
         scores = importance(table.norms(update.tensors, places), *self._norms(state, update.client, spec, table))
@@ -129,7 +136,7 @@ class ImportanceMerge(Merge):
         return table.norms(now, places), weights
 
     def apply(self, state: GlobalState) -> None:
-        """Move each element by the weighted mean of its updates."""
+        """Move each element of the model by the weighted mean of the updates."""
         keep_starts(state)
         memory = state.memory.pop(ImportanceMemory)
         assert memory is not None
@@ -145,7 +152,7 @@ class ImportanceMerge(Merge):
             state.scratch[name] = flat
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "start_bytes", the largest memory that the start values of late clients have taken."""
+        """Return the largest memory that start values of late clients have taken, under the name "start_bytes"."""
         return {"start_bytes": state.memory.of(MostStartBytes).value}
 
     def __str__(self) -> str:
@@ -154,7 +161,7 @@ class ImportanceMerge(Merge):
 
 
 def keep_starts(state: GlobalState) -> None:
-    """Copy the values from which each client at work started, before a merge changes them."""
+    """Before a merge changes the model, copy the values from which each client at work started."""
     tasks = state.memory.of(AtWork).starts.values()
     for task in tasks:
         if task.start is None and task.spec.trained != ():
@@ -224,7 +231,12 @@ class _Table:
         return places
 
     def norms(self, tensors: FlatTensors, places: dict[str, Place]) -> Tensor:
-        """Return the L2 norm of each segment over the elements that are present, shape (num,), float64, on the CPU."""
+        """Return the L2 norm of each segment over the elements present: float64, shape (num,), on the CPU.
+
+        Args:
+            tensors: values of a submodel.
+            places: segments of each tensor, from `places`.
+        """
         squares = torch.zeros(self.num, dtype=torch.float64)
         for name, tensor in tensors.items():
             dim, ids = places[name]

@@ -27,7 +27,7 @@ from raafl.submodel import FlatTensors, Spec
 
 @dataclass
 class PublishedMemory(MergeMemory):
-    """Sums of a merge: of weighted differences, and of weights."""
+    """Running sums of a merge: weighted differences, and weights, for each element."""
 
     key = "published"
     sum: FlatTensors
@@ -36,16 +36,16 @@ class PublishedMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class PublishedMerge(Merge):
-    """The merge of Co-S2P's published code, optionally with one of its faults.
+    """Merge as in Co-S2P's published code, which differs from its paper; one of the code's faults is optional.
 
-    rate_n is the share of the trained parameters that the client trains, and the drift of theta is measured on these
-    alone. The published code takes the nominal rate and the whole model instead. It runs in rounds, where nothing has
-    drifted.
+    Two details are corrected. A client's rate is the share of the parameters that it trains, and the change of the
+    model since its start is measured on these alone; the published code takes the nominal rate and the whole model.
+    That code runs in rounds, in which the model does not change while clients work.
 
     Attributes:
-        absent_inputs: whether to repeat a fault of the published code. For a weight of which a client has some columns
-            (the layer behind a feed-forward part or an attention), the difference on absent columns is then ``-theta``
-            instead of 0.
+        absent_inputs: whether to repeat a fault of the published code. Where a client has only some columns of a weight
+            (behind a narrowed feed-forward part or attention), the code takes ``-theta`` instead of 0 as the change of
+            the absent columns.
     """
 
     absent_inputs: bool = True
@@ -53,7 +53,7 @@ class PublishedMerge(Merge):
     by_client: ClassVar[bool] = True
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add an update to the sum, with its client's weight."""
+        """Add an update to the sums, weighted for its client."""
         plan = state.submodels.plan(spec)
         memory = state.memory.of(PublishedMemory, lambda: PublishedMemory(zeros_like(state.values)))
         rate = plan.layout.num_bytes / state.submodels.layout(part="trained").num_bytes
@@ -65,7 +65,7 @@ class PublishedMerge(Merge):
             _forget_absent(state, spec, update.tensors, memory.sum, gamma)
 
     def apply(self, state: GlobalState) -> None:
-        """Move the model by the weighted sum."""
+        """Move the model by the weighted sum of the updates."""
         keep_starts(state)
         memory = state.memory.pop(PublishedMemory)
         if memory is None or not memory.weight:

@@ -57,31 +57,32 @@ def diloco(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return DiLoCo, whose server steps with Nesterov momentum along what clients have trained in many local steps.
+    """Return DiLoCo: clients make many local steps, and the server steps along their changes with Nesterov momentum.
 
     Args:
         outer_lr: outer learning rate (eta).
         outer_momentum: outer momentum (beta); 0 = none.
-        trigger: all (rounds), quorum (a share of the clients, then a grace window) or each (asynchronous, delayed Nesterov).
-        quorum: share of the clients at work that must have reported, 0 to 1; for trigger quorum.
-        grace_s: seconds for which a merge still waits: for trigger quorum, once the quorum has reported; for trigger
-            each, after the first arrival, so that clients that end together start again from one model.
-        delay: number of updates from one step with momentum to the next (N), at least the number of clients, for
-            trigger each; 1 = momentum at each arrival, the naive form; None = the number of clients.
-        steps: local steps of each client: equal (H) or speed (dynamic local updates: H for the fastest client, fewer
-            for slower ones).
-        least_steps: smallest number of steps of a task, for steps speed.
-        weights: weight of an update, for triggers all and quorum: equal; samples = by |D_n|; tokens = by tokens x
-            tokens / steps.
-        staleness: kind of the staleness function s(.): constant, polynomial or hinge.
-        staleness_a: parameter a of polynomial and hinge.
-        inner_state: new = the inner optimizer starts anew in each task; kept = it goes on from the client's last task (Adam and
-            AdamW), whose moments travel with each task and lie on the server.
-        outer: nesterov, delayed for trigger each; or heloco (experimental): at each merge a step along the mean delta, corrected by
-            its angle to the momentum.
+        trigger: time of a merge: all (when all clients of the round have reported), quorum (when a share has, and a
+            wait is over) or each (at each arrival, with delayed Nesterov momentum).
+        quorum: share of the clients at work that must have reported, from 0 to 1; for trigger quorum.
+        grace_s: seconds for which a merge waits for further updates: for trigger quorum, after the quorum has reported;
+            for trigger each, after the first arrival, so that clients that finish together get the same model.
+        delay: number of updates between two steps with momentum (N), at least the number of clients; for trigger each.
+            1 = momentum at each arrival, the naive form; None = the number of clients.
+        steps: number of local steps of a client: equal (H for all) or speed (dynamic local updates: H for the fastest,
+            fewer for slower clients).
+        least_steps: smallest number of local steps of a task; for steps speed.
+        weights: weight of an update: equal; samples (its client's |D_n|); or tokens (tokens x tokens / steps). For
+            triggers all and quorum.
+        staleness: form of the function s(.) by which late updates count less: constant, polynomial or hinge.
+        staleness_a: parameter a of the polynomial and hinge functions.
+        inner_state: state of the clients' Adam or AdamW: new = it starts anew in each task; kept = it continues from
+            the client's last task, for which its moments travel with each task and are stored on the server.
+        outer: rule of the server's step: nesterov (delayed for trigger each), or heloco (experimental), which corrects
+            the mean change by its angle to the momentum.
         cohort: number of clients in a round, or at work, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     for name, value, allowed in (

@@ -21,23 +21,24 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class HeLoCo(Nesterov):
-    """Outer step along the mean delta, turned towards the momentum where it is at a wide angle to it.
+    """Outer step of the server along the clients' mean change, which is first turned towards the momentum if the two disagree.
 
-    For each tensor, with c the cosine of Delta and m, u and v their directions, and ``conf = |Delta| / (|Delta| + kappa |m|)``:
+    For each tensor, Delta is the mean change, m the momentum, u and v their directions, c the cosine of the angle
+    between them, and ``conf = |Delta| / (|Delta| + kappa |m|)``:
 
-    - ``c >= c_ok``: Delta is kept;
-    - ``c < 0``: ``min(k_s (-c) conf, beta_max)`` of its part against m is taken away;
-    - between: its direction becomes that of ``(1 - l) u + l v``, ``l = min(k_d (1 - c) conf, 1)``, and its length stays.
+    - ``c >= c_ok``: Delta stays as it is;
+    - ``c < 0``: the share ``min(k_s (-c) conf, beta_max)`` of its component against m is removed;
+    - otherwise its direction becomes that of ``(1 - l) u + l v``, ``l = min(k_d (1 - c) conf, 1)``; its length stays.
 
-    Then ``m <- mu m + (1 - mu) Delta``; ``theta <- theta + eta (Delta + mu m)``, mu = `beta`. Elements that no update covers keep
-    theta and m, and count in no angle.
+    Then ``m <- mu m + (1 - mu) Delta`` and ``theta <- theta + eta (Delta + mu m)``, with mu = `beta`. Elements that no
+    update trains keep theta and m and do not influence the angle.
 
     Attributes:
-        aligned: cosine from which a delta is kept (c_ok).
-        shrink: strength of what is taken away (k_s).
-        most_shrunk: largest share of the part against m that is taken away (beta_max), 0 to 1.
-        turn: strength of the turn (k_d).
-        trust: weight of the momentum's length against the delta's (kappa).
+        aligned: cosine from which on a change stays as it is (c_ok).
+        shrink: strength with which the component against the momentum is removed (k_s).
+        most_shrunk: largest share of that component that is removed (beta_max), 0 to 1.
+        turn: strength with which a change is turned towards the momentum (k_d).
+        trust: weight of the momentum's length relative to the change's (kappa).
     """
 
     aligned: float = 0.5
@@ -58,7 +59,7 @@ class HeLoCo(Nesterov):
             raise BadInput(f"most_shrunk is {self.most_shrunk}: give a number from 0 to 1")
 
     def apply(self, state: GlobalState) -> None:
-        """Take one outer step along the corrected mean delta."""
+        """Move the global model along the corrected mean change."""
         memory = state.memory.of(NesterovMemory)
         sums = Accumulator(state, memory)
         is_whole = sums.common is not None and sums.common.is_full
@@ -79,7 +80,10 @@ class HeLoCo(Nesterov):
         sums.clear()
 
     def corrected(self, delta: Tensor, m: Tensor) -> Tensor:
-        """Return ``delta``, corrected by its angle to the momentum ``m``; both 0 where no update covers an element."""
+        """Return the mean change ``delta`` of a tensor, corrected by its angle to the momentum ``m``.
+
+        Both are 0 at elements that no update trains.
+        """
         length, own = _length(delta), _length(m)
         if length < _TINY or own < _TINY:
             return delta

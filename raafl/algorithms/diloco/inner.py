@@ -28,21 +28,21 @@ _MOST_STEPS = 2**24
 
 @dataclass(frozen=True)
 class KeptInner(Local):
-    """Local training with Adam or AdamW whose moments are those with which the client's last task ended.
+    """Local training in which Adam or AdamW continues with the moments from the end of the client's previous task.
 
-    A client keeps nothing between tasks, so the moments travel both ways and are stored on the server, two numbers for
-    each parameter. A client that was lost gets them again when it returns.
+    A client stores nothing between tasks. So the moments travel with each task in both directions and are stored on the
+    server, two numbers for each parameter. A client that was lost gets them again when it returns.
     """
 
     down: ClassVar[tuple[str, ...]] = (*MOMENTS, STEPS)
     up: ClassVar[tuple[str, ...]] = (*MOMENTS, STEPS)
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
-        """Return the layout of a bundle: one number for the steps; for a moment, that of the trained parameters."""
+        """Return the layout of a bundle: the number of steps is one number, a moment has the layout of the trained parameters."""
         return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that loads and returns the moments."""
+        """Return the hook that loads the moments at the start of a task and returns them at its end."""
         return _Carried(task)
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class _Carried(Hook):
         return [(name, parameter) for name, parameter in named if name in self.task.down[MOMENTS[0]]]
 
     def finish(self) -> dict[str, Any]:
-        """Write the changes of the moments, and the number of steps made, into the bundles that are sent back."""
+        """Write the changes of the moments, and the number of steps made, into the bundles that the client sends."""
         made = 0.0
         for name, parameter in self._carried():
             state: Mapping[str, Tensor] = self.task.optimizer.state[parameter]
@@ -91,12 +91,12 @@ class _Carried(Hook):
 
 @dataclass(frozen=True)
 class WithInner(Wrapped):
-    """Merge wrapper that stores each client's inner optimizer: its moments over the whole model, and its number of steps."""
+    """Merge that also stores the state of each client's optimizer: its moments and its number of steps."""
 
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the client's moments, cut to ``spec``, and its steps into the bundles; all are 0 before its first update."""
+        """Write the stored moments of the client's submodel, and its number of steps, into the bundles; all are 0 at first."""
         for name, bundle in bundles.items():
             own = state.clients.find(name, client)
             if own is None:
@@ -108,12 +108,12 @@ class WithInner(Wrapped):
         super().personalize(state, client, spec, values, bundles)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "bad-inner" unless the number of steps made is plausible; ask the inner merge about the rest."""
+        """Return "bad-inner" if the reported number of steps is not plausible; else ask the wrapped merge."""
         made = float(update.bundles[STEPS]["steps"])
         return super().reject_reason(state, update, spec, staleness) if 0 <= made <= _MOST_STEPS else "bad-inner"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the changes to the client's stored moments and steps, and pass its delta to the inner merge."""
+        """Add the reported changes to the client's stored moments and steps, and pass its update to the wrapped merge."""
         plan = state.submodels.plan(spec, "trained", "trained")
         for name in MOMENTS:
             own = state.clients.of(name, update.client, plan.full_layout, state.values.device)
@@ -123,7 +123,7 @@ class WithInner(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and one on the memory and bytes of the moments."""
+        """Return the wrapped merge's notes, and one on the memory and traffic that the moments cost."""
         each = len(MOMENTS) * state.submodels.layout(part="trained").num_bytes
         return [
             *super().notes(state, num_clients),

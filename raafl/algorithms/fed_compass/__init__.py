@@ -52,10 +52,10 @@ from raafl.submodel import Spec
 
 @dataclass(frozen=True)
 class StepsByGroup(WrappedSelect):
-    """Select that gives each client so many local steps that it reports together with its group.
+    """Rule that gives each client a number of local steps with which it finishes at the same time as its group.
 
     Attributes:
-        pace: settings of the grouping of clients.
+        pace: settings by which clients are grouped.
     """
 
     pace: Pace = field(default_factory=Pace)
@@ -67,12 +67,12 @@ class StepsByGroup(WrappedSelect):
         return replace(work, num_epochs=None, num_steps=memory.start(client.id, fleet.state.now_s, self.pace))
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's measurements, since it may be on another device."""
+        """Delete the client's measured speed, since it may have joined from another device."""
         super().on_join(client, fleet)
         fleet.state.memory.of(CompassMemory).forget(client.id)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Remove the lost client from its group, which may be complete without it."""
+        """Remove the lost client from its group; the rest of the group may now be complete."""
         super().on_loss(client, fleet)
         fleet.state.memory.of(CompassMemory).forget(client.id)
 
@@ -82,22 +82,22 @@ class StepsByGroup(WrappedSelect):
 
 @dataclass(frozen=True)
 class GroupReported(Trigger):
-    """Trigger that merges a client's first update alone, and then each group once it is complete or its latest time has come."""
+    """Trigger that merges each client's first update alone, and then a group when all have reported or its time is up."""
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether a first update or a complete group waits, or a group's latest time has come."""
+        """Check whether a first update waits, a group is complete, or a group's time is up."""
         return bool(waiting.memory.of(CompassMemory).due(waiting.now_s))
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return the latest time at which the next group is merged, in seconds on the run's clock."""
+        """Return the time at which the next open group is merged in any case, in seconds of the run's clock."""
         return waiting.memory.of(CompassMemory).next_s()
 
     def merged_now(self, waiting: TriggerContext) -> Collection[int]:
-        """Return the assignments of a first update, or those of the due group and of late updates."""
+        """Return the assignment of one first update, or those of the group to merge now and of updates that missed their group."""
         return set(waiting.memory.of(CompassMemory).due(waiting.now_s))
 
     def client_waits(self, assignment: Assignment, memory: Memory) -> bool:
-        """Check whether the client's update was added to a group that is still open."""
+        """Check whether the client's group is still open, so that the client waits for the others."""
         record = memory.of(CompassMemory)
         return assignment.id not in record.alone and assignment.id not in record.late
 
@@ -107,13 +107,15 @@ class GroupReported(Trigger):
 
 @dataclass(frozen=True)
 class GroupDeltas(Deltas):
-    """FedCompass's merge: ``theta <- theta + sum_i alpha s_i Delta_i / N`` over the updates of one group and late ones.
+    """FedCompass's merge: add the weighted changes of one group, and of updates that missed theirs, to the model.
 
-    Each waiting update is copied, since its staleness is that at its merge.
+    The equation is ``theta <- theta + sum_i alpha s_i Delta_i / N``.
+
+    Each waiting update is copied, since its weight s_i depends on the staleness at the time of its merge.
 
     Attributes:
-        server_lr: server learning rate alpha.
-        pace: settings of the grouping of clients.
+        server_lr: server learning rate (alpha).
+        pace: settings by which clients are grouped.
     """
 
     by_client: ClassVar[bool] = True
@@ -121,13 +123,13 @@ class GroupDeltas(Deltas):
     pace: Pace = field(default_factory=Pace)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Measure the client's speed, add its update to its group's, and keep a copy until the group is merged."""
+        """Measure the client's speed, add its update to its group, and keep a copy until the group is merged."""
         memory = state.memory.of(CompassMemory)
         memory.waiting.append((update.assignment, spec, state.version - staleness, update.tensors.clone()))
         memory.report(update.client, update.assignment, state.now_s, self.pace)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge the updates that are due, and let the group's clients choose new groups."""
+        """Merge the updates that are due, and let the clients of the merged group choose new groups."""
         memory = state.memory.of(CompassMemory)
         due = set(memory.due(state.now_s))
         chosen = [item for item in memory.waiting if item[0] in due]
@@ -158,21 +160,21 @@ def fed_compass(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return FedCompass, which gives clients such numbers of steps that groups of them report at the same time.
+    """Return FedCompass, which groups clients and gives each so many steps that its group finishes at the same time.
 
     Args:
         min_steps: smallest number of local steps of a task (Q_min).
-        max_steps: largest number of local steps of a task, and that of a client's first task (Q_max).
-        late: time after which a group is merged without the clients still at work, as a multiple of the expected time
+        max_steps: largest number of local steps of a task, used for a client's first task (Q_max).
+        late: time at which a group is merged without the clients still at work, as a multiple of the expected time
             (lambda).
-        momentum: weight of the newest measurement in a client's seconds per step.
+        momentum: weight of the newest measurement in the estimate of a client's seconds per step.
         alpha: server learning rate (alpha).
-        staleness: kind of the staleness function (st): constant, polynomial or hinge.
-        staleness_a: parameter a of polynomial and hinge.
-        staleness_b: parameter b of hinge.
+        staleness: form of the function (st) by which late updates count less: constant, polynomial or hinge.
+        staleness_a: parameter a of the polynomial and hinge functions.
+        staleness_b: parameter b of the hinge function.
         cohort: number of clients at work, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     pace = Pace(min_steps, max_steps, momentum, late)

@@ -17,12 +17,12 @@ _FASTEST = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Settings of the grouping of clients.
+    """Settings by which clients are grouped.
 
     Attributes:
         min_steps: smallest number of local steps of a task (Q_min).
         max_steps: largest number of local steps of a task (Q_max).
-        momentum: weight of the newest measurement in a client's speed.
+        momentum: weight of the newest measurement in the estimate of a client's speed.
         late: latest arrival of a group's clients, as a multiple of their expected time (lambda).
     """
 
@@ -42,14 +42,14 @@ class Pace:
 
 @dataclass
 class Group:
-    """Clients that are to report at the same time.
+    """Clients that are expected to report at the same time.
 
     Attributes:
-        out: ids of clients at work.
-        reported: ids of clients that have reported and wait for the merge.
-        tasks: ids of the assignments whose updates wait.
-        expected_s: time at which its clients are expected to report, in seconds on the run's clock.
-        latest_s: time at which it is merged without the clients still at work.
+        out: ids of the clients still at work.
+        reported: ids of the clients that have reported and wait for the merge.
+        tasks: ids of the assignments whose updates wait for the merge.
+        expected_s: time at which the clients are expected to report, in seconds of the run's clock.
+        latest_s: time at which the group is merged without the clients still at work, in seconds of the run's clock.
     """
 
     out: list[int]
@@ -61,19 +61,19 @@ class Group:
 
 @dataclass
 class CompassMemory(MergeMemory):
-    """The groups, and measurements and plans of clients.
+    """Server state of FedCompass: the groups, and the measured speed and plan of each client.
 
     Attributes:
         speed: measured seconds of one step, by client.
-        steps: number of steps of a client's task, by client.
-        group: number of a client's group, by client; missing in a client's first task.
+        steps: number of local steps in a client's current task, by client.
+        group: number of a client's group, by client; absent during its first task.
         planned_s: time at which a client's group and steps were chosen, by client.
-        groups: open groups by number, the oldest first.
-        num_groups: number of groups created so far.
+        groups: open groups by number, oldest first.
+        num_groups: number of groups that have been created so far.
         alone: ids of the assignments of first updates, each merged alone.
-        late: ids of the assignments whose updates came after their group was closed; they are merged with the next
-            group.
-        waiting: each waiting update: its assignment, submodel, the version it was cut from, and a copy of its tensors.
+        late: ids of the assignments whose updates came after their group was merged; they join the next group's merge.
+        waiting: for each waiting update, its assignment, its submodel, the version from which it started, and a copy of
+            its tensors.
     """
 
     key = "fed_compass"
@@ -103,15 +103,15 @@ class CompassMemory(MergeMemory):
     # ---- a client starts ----
 
     def start(self, client: int, now: float, pace: Pace) -> int:
-        """Choose a group for a client's task that starts now, and return the task's number of steps.
+        """Choose a group for the task that a client starts now; return the task's number of local steps.
 
-        A group that `close` chose at this same instant stays. In its first task a client makes the largest number of
-        steps and is in no group.
+        If `close` has chosen a group at this same instant, that choice stays. In its first task a client makes the
+        largest number of steps and belongs to no group.
 
         Args:
             client: id of the client.
-            now: time in seconds on the run's clock.
-            pace: settings of the grouping.
+            now: time in seconds of the run's clock.
+            pace: settings by which clients are grouped.
         """
         if self.planned_s.get(client) != now or client not in self.steps:
             self.leave(client)
@@ -154,13 +154,13 @@ class CompassMemory(MergeMemory):
     # ---- a client reports, or leaves ----
 
     def report(self, client: int, task: int, now: float, pace: Pace) -> None:
-        """Record that a client's update has arrived.
+        """Record that the update of a client has arrived.
 
         Args:
             client: id of the client.
-            task: id of the assignment.
-            now: time in seconds on the run's clock.
-            pace: settings of the grouping.
+            task: id of the assignment that the update answers.
+            now: time in seconds of the run's clock.
+            pace: settings by which clients are grouped.
         """
         measured = max((now - self.planned_s[client]) / self.steps[client], _FASTEST)
         before = self.speed.get(client, measured)
@@ -177,7 +177,7 @@ class CompassMemory(MergeMemory):
             group.tasks.append(task)
 
     def leave(self, client: int) -> None:
-        """Remove a client from its group; an update of it that waits stays in the group."""
+        """Remove a lost client from its group; if its update already waits there, the update stays."""
         number = self.group.pop(client, None)
         group = None if number is None else self.groups.get(number)
         if number is None or group is None:
@@ -189,7 +189,7 @@ class CompassMemory(MergeMemory):
             del self.groups[number]
 
     def forget(self, client: int) -> None:
-        """Delete all records of a client."""
+        """Delete everything recorded about a client."""
         self.leave(client)
         for known in (self.speed, self.steps, self.planned_s):
             known.pop(client, None)
@@ -197,7 +197,7 @@ class CompassMemory(MergeMemory):
     # ---- a merge ----
 
     def due(self, now: float) -> Collection[int]:
-        """Return the assignments of the merge that is due: a first update, or a group with the late ones; empty if none is."""
+        """Return the assignments to merge now: a first update, or a group and the late updates; empty if nothing is due."""
         if self.alone:
             return self.alone[:1]
         number = self._due_group(now)
@@ -208,11 +208,11 @@ class CompassMemory(MergeMemory):
         return next(ripe, None)
 
     def next_s(self) -> float | None:
-        """Return the latest time at which a group with a waiting update is merged, in seconds on the run's clock."""
+        """Return the next time at which a group must be merged, in seconds of the run's clock; None if no update waits."""
         return min((group.latest_s for group in self.groups.values() if group.tasks), default=None)
 
     def close(self, now: float, pace: Pace) -> None:
-        """Finish the merge of what was `due`: let the group's clients choose new groups, the fastest client first."""
+        """Finish the merge of the updates that were `due`; let the group's clients choose new groups, the fastest client first."""
         if self.alone:
             del self.alone[0]
             return

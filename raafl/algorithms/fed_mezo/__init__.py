@@ -55,20 +55,20 @@ def fed_mezo(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return FedMeZO, whose clients train by forward passes alone and send one scalar for each batch.
+    """Return FedMeZO: clients train with forward passes only, and send one number for each batch instead of a model.
 
     Args:
         lr: learning rate of the clients (eta).
-        epsilon: scale of the perturbations (epsilon in MeZO, mu in FedMeZO).
-        trigger: time of a merge: all (rounds) or each (asynchronous).
-        server_lr: factor of the server's step along the mean difference.
-        staleness: kind of the staleness function s(.) for trigger each: constant, polynomial or hinge.
-        staleness_a: parameter a of polynomial and hinge.
-        staleness_b: parameter b of hinge.
-        by_samples: weight clients by |D_n|; False = equally.
-        cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all.
+        epsilon: size of the random perturbations of the parameters (epsilon in MeZO, mu in FedMeZO).
+        trigger: time of a merge: all (when the whole round has reported) or each (at each arrival).
+        server_lr: factor on the server's step along the mean change of the clients.
+        staleness: form of the function s(.) by which late updates count less, for trigger each: constant, polynomial or hinge.
+        staleness_a: parameter a of the polynomial and hinge functions.
+        staleness_b: parameter b of the hinge function.
+        by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally.
+        cohort: number of clients in a round, or at work in an asynchronous run, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     return Algorithm(

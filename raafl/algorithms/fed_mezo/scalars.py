@@ -10,12 +10,12 @@ import numpy as np
 
 
 def pack(scalars: Sequence[float]) -> str:
-    """Encode a client's scalars as little-endian float32, in base64."""
+    """Encode the numbers that a client sends as little-endian float32 in base64."""
     return base64.b64encode(np.asarray(scalars, "<f4").tobytes()).decode("ascii")
 
 
 def unpack(text: object) -> list[float] | None:
-    """Decode a text made by `pack` to scalars; return None for any other text."""
+    """Decode text that `pack` has made; return None for any other text."""
     if not isinstance(text, str):
         return None
     try:
@@ -26,5 +26,5 @@ def unpack(text: object) -> list[float] | None:
 
 
 def packed_bytes(num_scalars: int) -> int:
-    """Return the length of the text that `pack` makes of ``num_scalars`` scalars."""
+    """Return the length in bytes of the text into which `pack` encodes ``num_scalars`` numbers."""
     return 4 * -(-4 * num_scalars // 3)

@@ -36,7 +36,7 @@ PASSES = 3
 
 @dataclass
 class SumsMemory(MergeMemory):
-    """Weighted sum of a merge's differences, and total weight in each element."""
+    """Running sums of a merge: the weighted changes of clients, and the weights, for each element."""
 
     key = "zeroth_order"
     sum: FlatTensors
@@ -45,7 +45,7 @@ class SumsMemory(MergeMemory):
 
 @dataclass
 class Answered(MergeMemory):
-    """The task whose update comes next: its seed, and names of the parameters that it trained (None = all)."""
+    """The task whose update arrives next: its seed, and the names of the parameters that it trained (None = all)."""
 
     key = "zeroth_order answered"
     seed: int
@@ -54,7 +54,7 @@ class Answered(MergeMemory):
 
 @dataclass
 class Expected(OneValue[dict[int, int]]):
-    """Number of scalars that each client's task has, by client."""
+    """Number of scalars that a client must send for its current task, by client."""
 
     key = "zeroth_order expected"
     value: dict[int, int] = field(default_factory=dict)
@@ -64,26 +64,25 @@ class Expected(OneValue[dict[int, int]]):
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Return the seed of the perturbation z_t of a task's step t.
+    """Return the seed of the random perturbation z_t in step t of a task.
 
     Args:
-        seed: the assignment's seed.
-        step: number t of the step, from 0.
+        seed: seed of the assignment.
+        step: number t of the step, counted from 0.
     """
     return derive_seed(seed, "perturbation", step)
 
 
 def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
-    """Add ``rate * z`` to each tensor, in place, for each rate in turn; z ~ N(0, I) follows from ``seed`` alone.
+    """Add random noise to tensors, in place: ``rate * z`` for each rate in turn, where z ~ N(0, I) depends on ``seed`` only.
 
-    z is drawn on the CPU, a chunk at a time. Product and sum are separate operations, each rounded as IEEE 754
-    specifies; a fused operation may or may not round in between. So the bits are equal on every device and for any
-    number of threads.
+    The bits are the same on every device and for any number of threads. To that end z is drawn on the CPU, in chunks,
+    and product and sum are separate operations, since a fused operation may round differently.
 
     Args:
-        tensors: contiguous tensors; the draw of z continues from one to the next.
-        seed: seed of the draws of z.
-        rates: factors of z, added one after the other, each with its own rounding.
+        tensors: contiguous tensors, whose noise is drawn one after the other.
+        seed: seed of the noise z.
+        rates: factors of z, which are added one after the other, each with its own rounding.
     """
     generator = torch.Generator().manual_seed(seed)
     for tensor in tensors:
@@ -94,21 +93,21 @@ def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
 
 
 def replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: float, epsilon: float) -> None:
-    """Repeat the perturbations and updates of a task's steps on ``tensors``, in place.
+    """Repeat all steps of a client's task on ``tensors``, in place, from its seed and scalars.
 
     Args:
-        tensors: the values from which the task started, in the order of `parameters_of`.
-        seed: the assignment's seed.
-        scalars: projected gradient g_t of each step.
+        tensors: values from which the task started, in the order of `parameters_of`.
+        seed: seed of the assignment.
+        scalars: scalar g_t of each step, the gradient along its perturbation.
         lr: learning rate eta.
-        epsilon: scale of the perturbations.
+        epsilon: size of the perturbations.
     """
     for step, scalar in enumerate(scalars):
         move_(tensors, step_seed(seed, step), epsilon, -2 * epsilon, epsilon - lr * scalar)
 
 
 def parameters_of(submodels: Submodels, spec: Spec) -> list[str]:
-    """Return the names of the parameters that a task of ``spec`` perturbs, in the order in which z is drawn for them."""
+    """Return the names of the parameters that a task of ``spec`` trains, in the order in which their noise is drawn."""
     names = submodels.parameter_names
     return [entry.name for entry in submodels.layout(spec, "trained").entries if entry.name in names]
 
@@ -127,7 +126,7 @@ def _perturbed(spec: Spec, trained: Sequence[str] | None) -> Spec:
 
 
 class Steps(Hook):
-    """Hook that replaces backward pass and optimizer by MeZO's steps (Malladi et al. 2023, Algorithm 1), one for each batch."""
+    """Hook that trains without a backward pass: one step of MeZO for each batch (Malladi et al. 2023, Algorithm 1)."""
 
     def __init__(self, task: Task, lr: float, epsilon: float) -> None:
         super().__init__(task)
@@ -142,9 +141,10 @@ class Steps(Hook):
 
     @torch.no_grad()
     def loss(self, batch: object, index: int) -> Tensor:
-        """Make one step of MeZO, and return the mean of its two losses.
+        """Make one step of MeZO; return the mean of the losses at the two perturbed points.
 
-        ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2 epsilon)``, rounded to float32 as it is sent; theta -= lr g z.
+        The step is theta -= lr g z with ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2 epsilon)``, rounded to
+        float32, as the client sends it.
         """
         seed = step_seed(self.task.assignment.seed, len(self.scalars))
         self._move(seed, self.epsilon)
@@ -175,10 +175,10 @@ class Steps(Hook):
         """Do nothing, since there are no gradients."""
 
     def update(self) -> None:
-        """Do nothing, since `loss` has made the batch's step."""
+        """Do nothing, since `loss` has already made the step of this batch."""
 
     def finish(self) -> dict[str, Any]:
-        """Return the projected gradients g_t of all steps, packed into one tensor of bytes."""
+        """Return the scalars g_t of all steps, packed into one text."""
         return {SCALARS: pack(self.scalars)}
 
     def close(self) -> None:
@@ -188,11 +188,11 @@ class Steps(Hook):
 
 @dataclass(frozen=True)
 class ZerothOrder(Local):
-    """Local training that perturbs the parameters in place, and steps by the difference of two losses.
+    """Local training without gradients: perturb the parameters twice, and step by the difference of the two losses.
 
     Attributes:
         lr: learning rate eta.
-        epsilon: scale of the perturbations.
+        epsilon: size of the perturbations.
     """
 
     up_as: ClassVar[UpAs | None] = "scalars"
@@ -208,17 +208,17 @@ class ZerothOrder(Local):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Return False, since there are no gradients to average."""
+        """Return False: there are no gradients that several processes could average."""
         return False
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that makes MeZO's steps."""
+        """Return the hook that trains by MeZO's steps."""
         return Steps(task, self.lr, self.epsilon)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the cost of a step: two forward passes and three passes over the parameters, without gradients or optimizer state.
+        """Return the cost of a step: two forward passes and three passes over the parameters; no gradients or optimizer state.
 
-        If the model's forward pass could not be traced, it counts as two FLOPs for each parameter.
+        If the model's forward pass could not be traced, it is counted as two FLOPs per parameter.
         """
         cost = submodels.cost(replace(spec, trained=()), batch_size)
         samples = max(batch_size, 1)
@@ -235,7 +235,7 @@ class ZerothOrder(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on the bytes that clients send, and on batch norm."""
+        """Return notes on the bytes that clients send and on batch norm."""
         count = _num_perturbed(submodels, Spec())
         notes = [
             f"zeroth order: {count:,} parameters are perturbed and nothing but a scalar for each batch goes up; accumulated "
@@ -256,7 +256,7 @@ class ZerothOrder(Local):
 
 @dataclass(frozen=True)
 class ForwardOnly(WrappedSelect):
-    """Select wrapper that freezes all parameters of a task, so that no tensor is sent back, and records seeds for the merge."""
+    """Select part that wraps another one. It freezes all parameters, so that clients send no tensors, and records their seeds."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work with all parameters frozen, and record how many scalars the client may send."""
@@ -269,12 +269,12 @@ class ForwardOnly(WrappedSelect):
         return replace(work, spec=replace(work.spec, trained=()), extra=extra)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the scalars recorded for a client that was lost, and forward the loss to the inner select."""
+        """Delete the records of a lost client, and tell the wrapped select part."""
         fleet.state.memory.of(Expected).value.pop(client.id, None)
         self.inner.on_loss(client, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Record the task's seed for the merge, which receives the update next."""
+        """Record the seed of the task for the merge, which receives the update next."""
         fleet.state.memory.put(Answered(assignment.seed, assignment.extra.get("trained")))
         self.inner.on_update(client, assignment, seconds, fleet)
 
@@ -289,22 +289,22 @@ def _num_batches(client: ClientInfo, work: Work, fleet: SelectContext) -> int:
 
 @dataclass(frozen=True)
 class Rebuilt(Merge):
-    """Merge that rebuilds each client's trained values from its seed and scalars, and steps along the mean of their differences.
+    """Merge that rebuilds each client's changes from its seed and scalars, and moves the model by their weighted mean.
 
-    ``Delta_n = theta_n - theta``, ``theta <- theta + server_lr sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the n that
-    cover an element. ``Delta_n = -lr sum_t g_t z_t`` does not depend on the values from which the client started, except for
-    rounding, so it is rebuilt from the server's current values. If nothing was merged in between, these are the client's, and
-    ``theta_n`` has the client's bits.
+    The step is ``theta <- theta + server_lr sum_n w_n s(staleness_n) Delta_n / sum_n w_n``, over the clients n that
+    train an element. The change ``Delta_n = -lr sum_t g_t z_t`` does not depend on the client's start values, except
+    for rounding, so it is rebuilt from the server's current values. Without a merge in between, the result equals the
+    client's to the bit.
 
-    Memory: two copies of the model for sums, and one of the submodel while an update is received. Time: one draw of z and
-    three passes over the submodel for each step of each client.
+    Memory: two copies of the model for sums, and one of the submodel while an update is received. Time: each step of
+    each client costs one draw of noise and three passes over the submodel.
 
     Attributes:
         lr: learning rate of the clients.
-        epsilon: scale of the clients' perturbations.
-        server_lr: factor of the server's step.
-        staleness: staleness factor s.
-        by_samples: whether clients are weighted by |D_n|; False = equally.
+        epsilon: size of the clients' perturbations.
+        server_lr: factor on the server's step.
+        staleness: function s by which late updates count less.
+        by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally.
     """
 
     lr: float = 5e-3
@@ -319,7 +319,7 @@ class Rebuilt(Merge):
         positive("server_lr", self.server_lr)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return a reason to refuse scalars that are unreadable, missing, too many or not finite."""
+        """Return a reason to refuse an update whose scalars are unreadable, too few, too many or not finite."""
         scalars = unpack(update.extra.get(SCALARS))
         if scalars is None:
             return "bad-scalars"
@@ -331,11 +331,11 @@ class Rebuilt(Merge):
         return None if all(map(math.isfinite, scalars)) else "non-finite"
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the scalars g_t; guards bound their size, since each sets the length of a step."""
+        """Return the update's scalars g_t; guards bound their size, since each of them scales a step."""
         return unpack(update.extra.get(SCALARS)) or []
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Rebuild the client's trained values from its scalars, and add their change to the sum."""
+        """Rebuild the client's trained values from its scalars, and add their change to the sums."""
         task = state.memory.pop(Answered)
         assert task is not None  # `ForwardOnly` has recorded it
         perturbed = _perturbed(spec, task.trained)
@@ -351,21 +351,21 @@ class Rebuilt(Merge):
     def rebuilt(
         self, submodels: Submodels, perturbed: Spec, before: FlatTensors, seed: int, scalars: Sequence[float]
     ) -> FlatTensors:
-        """Return the values that a client has at the end of a task.
+        """Return the values that a client has at the end of its task.
 
         Args:
-            submodels: the model, with its axes and layouts.
-            perturbed: spec whose trained tensors the task perturbs.
-            before: values of these tensors when the task starts; not changed.
-            seed: the assignment's seed.
-            scalars: projected gradient g_t of each step.
+            submodels: submodels of the model.
+            perturbed: submodel whose trained tensors the task perturbs.
+            before: values of these tensors at the start of the task; unchanged by this call.
+            seed: seed of the assignment.
+            scalars: scalar g_t of each step, the gradient along its perturbation.
         """
         after = before.clone()
         replay_([after[name] for name in parameters_of(submodels, perturbed)], seed, scalars, self.lr, self.epsilon)
         return after
 
     def apply(self, state: GlobalState) -> None:
-        """Take one step along the mean of the received differences."""
+        """Move the model by the weighted mean of the received changes."""
         memory = self._memory(state)
         trained = state.values.prefix(state.submodels.layout(part="trained"))
         for dtype, theta in trained.buffers.items():

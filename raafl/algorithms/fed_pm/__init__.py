@@ -51,18 +51,18 @@ def fed_pm(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return FedPM, whose clients learn which of the model's frozen random weights to keep.
+    """Return FedPM: the model's random weights stay frozen, and clients learn a mask of the weights to use.
 
     Args:
-        prior: value of alpha and beta at the start (lambda_0), at least 1.
-        reset: number of rounds after which alpha and beta are set to prior again.
-        initial: probability of every weight before the first round.
-        floor: smallest probability; probabilities (theta) stay in [floor, 1 - floor].
-        lr_factor: learning rate of the scores (eta), as a multiple of the module's own; None = 1000 if the module's optimizer is
-            SGD, else 100.
+        prior: start value of the counts alpha and beta (lambda_0), at least 1.
+        reset: number of rounds after which alpha and beta return to their start value.
+        initial: probability that a weight is used, before the first round.
+        floor: smallest probability; all probabilities (theta) stay in [floor, 1 - floor].
+        lr_factor: learning rate of the mask scores (eta), as a multiple of the module's own; None = 1000 if the
+            module's optimizer is SGD, else 100.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     return Algorithm(

@@ -9,18 +9,21 @@ from torch import Tensor
 
 
 class Masked(torch.autograd.Function):
-    """Autograd function ``w * m`` with ``m ~ Bernoulli(sigmoid(score))`` and a straight-through gradient, dm/dp = 1."""
+    """Autograd function that masks weights at random: ``w * m`` with ``m ~ Bernoulli(sigmoid(score))``.
+
+    The gradient passes straight through the draw: dm/dp = 1.
+    """
 
     @staticmethod
     def forward(ctx: Any, score: Tensor, uniform: Tensor, negative: Tensor, sigma: float) -> Tensor:
-        """Return the masked weights, of the same shape as ``score``.
+        """Draw a mask and return the masked weights, of the same shape as ``score``.
 
         Args:
             ctx: context of the autograd function.
-            score: logit of each weight's probability.
-            uniform: random numbers in [0, 1), of the same shape as ``score``.
-            negative: True where the weight is -sigma, of the same shape as ``score``.
-            sigma: absolute value of every weight.
+            score: logit of the probability that a weight is used.
+            uniform: random numbers in [0, 1) that decide the draw, of the same shape as ``score``.
+            negative: mask of the weights that are -sigma, of the same shape as ``score``; the others are +sigma.
+            sigma: absolute value of all weights.
         """
         ctx.save_for_backward(score, negative)
         ctx.sigma = sigma
@@ -28,12 +31,12 @@ class Masked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the score, ``gradient * w * p (1 - p)``, and None for the other arguments."""
+        """Return the gradient of the score, ``gradient * w * p (1 - p)``, and None for the other inputs of `forward`."""
         score, negative = ctx.saved_tensors
         p = torch.sigmoid(score)
         return gradient * signs_of(negative, score.dtype) * ctx.sigma * p * (1 - p), None, None, None
 
 
 def signs_of(negative: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return -1 where ``negative`` is True, else 1."""
+    """Return a tensor with -1 where ``negative`` is True and 1 elsewhere."""
     return 1 - 2 * negative.to(dtype)

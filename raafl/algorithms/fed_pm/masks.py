@@ -46,7 +46,7 @@ WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 def weights_of(layer: nn.Module) -> list[str]:
-    """Return the names of the layer's own parameters that are masked: trainable weights of the kinds in `WEIGHTS`."""
+    """Return the names of a layer's own parameters that FedPM masks: trainable weights of the kinds in `WEIGHTS`."""
     names = [name for kind, names in WEIGHTS.items() if isinstance(layer, kind) for name in names]
     if isinstance(layer, nn.RNNBase):
         # torch has no public list of a recurrent layer's weights
@@ -59,16 +59,16 @@ def weights_of(layer: nn.Module) -> list[str]:
 
 
 def scale(shape: tuple[int, ...]) -> float:
-    """Return sigma for a weight of this shape: the standard deviation of Kaiming's normal initialisation, sqrt(2 / fan_in)."""
+    """Return the absolute value sigma of weights with this shape: Kaiming's standard deviation sqrt(2 / fan_in)."""
     return math.sqrt(2.0 / max(math.prod(shape[1:]), 1))
 
 
 def scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
-    """Return sigma of each masked tensor of a submodel, by name; it is that of the tensor in the whole model.
+    """Return the absolute value sigma of each masked tensor in a submodel, by name; it equals that in the whole model.
 
     Args:
-        submodels: the model, with its axes and layouts.
-        layout: trained layout of the submodel.
+        submodels: submodels of the model.
+        layout: trained layout of the submodel whose tensors are masked.
     """
     whole, names = submodels.layout().by_name, submodels.parameter_names
     return {entry.name: scale(whole[entry.name].shape) for entry in layout.entries if entry.name in names}
@@ -78,11 +78,11 @@ def scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
 
 
 class ScoreTraining(Hook):
-    """Hook for FedPM's local training (Isik et al. 2023, Algorithm 1): during the task, parameters store scores.
+    """Hook for FedPM's local training (Isik et al. 2023, Algorithm 1), in which a task trains mask scores instead of weights.
 
-    While a loss is computed each layer uses its masked weights in place of its parameters. At the end the parameters are
-    overwritten by masks of zeros and ones, drawn once, which the client sends. The layers use the weights under these masks
-    until the next task begins, so that the trained model can be evaluated.
+    During a task the module's parameters store the scores, and each forward pass uses randomly masked weights in their
+    place. At the end one mask of zeros and ones is drawn, which the client sends. The layers use the weights under this
+    mask until the next task begins, so that the trained model can be evaluated.
     """
 
     def __init__(self, task: Task, floor: float, lr_factor: float | None) -> None:
@@ -109,7 +109,7 @@ class ScoreTraining(Hook):
                 score.copy_(torch.logit(score.abs().div_(self._scales[name]), floor))
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss under masks drawn anew for this batch."""
+        """Draw new masks for this batch and return the loss under them."""
         self._cover({name: self._masked(name, score) for name, score in self._scores.items()})
         return self.task.loss(batch, index)
 
@@ -121,7 +121,7 @@ class ScoreTraining(Hook):
         return torch.rand(like.shape, generator=self._generator).to(like.device)
 
     def update(self) -> None:
-        """Make the optimizer's step on the scores, with the learning rate of scores (`lr_factor` times the module's)."""
+        """Make the optimizer's step on the scores, with their own learning rate (`lr_factor` times the module's)."""
         self._uncover()
         groups = self.task.optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -135,7 +135,7 @@ class ScoreTraining(Hook):
 
     @torch.no_grad()
     def finish(self) -> dict[str, Any]:
-        """Draw the masks to send into the parameters, make the layers use the weights under them, and report diverged scores."""
+        """Draw the mask to send and prepare the module for evaluation; return whether scores have diverged."""
         finite = all(bool(torch.isfinite(score).all()) for score in self._scores.values())
         weights = {}
         for name, score in self._scores.items():
@@ -146,7 +146,7 @@ class ScoreTraining(Hook):
         return {} if finite else {DIVERGED: True}
 
     def close(self) -> None:
-        """Remove the masked weights if the task did not finish."""
+        """Restore the module if the task did not finish."""
         if not self._done:
             self._uncover()
 
@@ -173,12 +173,12 @@ def _uncover(layer: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class ProbabilisticMaskTraining(Local):
-    """Local training of the probabilities of masks over frozen weights.
+    """Local training of FedPM: learns for each frozen weight the probability that it is used.
 
     Attributes:
-        initial: probability of every weight at the start.
-        floor: smallest probability; probabilities stay in [floor, 1 - floor].
-        lr_factor: learning rate of the scores, as a multiple of the module's own; None = `SGD_LR_FACTOR` if the module's
+        initial: probability that a weight is used, before the first round.
+        floor: smallest probability; all probabilities stay in [floor, 1 - floor].
+        lr_factor: learning rate of the scores as a multiple of the module's own; None = `SGD_LR_FACTOR` if the module's
             optimizer is SGD, else `LR_FACTOR`.
     """
 
@@ -196,7 +196,7 @@ class ProbabilisticMaskTraining(Local):
 
     @torch.no_grad()
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Set every weight to ``+-sigma * initial``, with its own sign, and freeze all parameters that are not masked, in place.
+        """Set every masked weight to ``+-sigma * initial`` with its own sign, and freeze all other parameters, in place.
 
         Raises:
             BadInput: no weight can be masked, or a masked weight is complex.
@@ -224,13 +224,13 @@ class ProbabilisticMaskTraining(Local):
         return module
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that trains the scores."""
+        """Return the hook that trains the mask scores."""
         return ScoreTraining(task, self.floor, self.lr_factor)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the cost of plain training and of masks: memory for signs, draws and masked weights, and their operations.
+        """Return the cost of ordinary training plus the memory and operations that the masks need.
 
-        Upload bytes count floats here; `up_as` turns them into bits.
+        Upload bytes are those of floats here; the compressor `up_as` turns them into bits.
         """
         cost = submodels.cost(spec, batch_size)
         layout, samples = submodels.layout(spec, "trained"), max(batch_size, 1)
@@ -245,7 +245,7 @@ class ProbabilisticMaskTraining(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note on how many weights are masked and what happens to the other parameters."""
+        """Return a note on the number of masked weights and on the other parameters, which stay frozen."""
         masked = scales_of(submodels, submodels.layout(part="trained"))
         num, total = sum(submodels.parameters[name] for name in masked), sum(submodels.parameters.values())
         rest = (
@@ -281,12 +281,12 @@ def check_floor(floor: float) -> None:
 
 @dataclass
 class CountsMemory(MergeMemory):
-    """Counts of ones in the masks since the last reset.
+    """Number of ones in the masks of clients since the last reset.
 
     Attributes:
-        ones: number of masks in which a weight's element is 1, for each weight.
-        all: number of masks counted for each weight.
-        merges: number of merges since the run began.
+        ones: number of received masks that use a weight, for each element.
+        all: number of received masks for each element.
+        merges: number of merges since the start of the run.
     """
 
     key = "probabilistic_masks"
@@ -297,16 +297,17 @@ class CountsMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class BayesianMasks(Merge):
-    """Bayesian merge (Isik et al. 2023, Algorithm 2): counts masks in a Beta posterior for each weight.
+    """FedPM's Bayesian merge (Isik et al. 2023, Algorithm 2): estimates from the clients' masks how likely each weight is used.
 
-    ``alpha <- alpha + sum_n m_n``, ``beta <- beta + sum_n (1 - m_n)`` over the clients n that have the weight, and the new
-    probability is the mode ``p = (alpha - 1) / (alpha + beta - 2)``; alpha and beta are set to ``prior`` again every ``reset``
-    merges. A weight that no client has keeps its p. Running statistics become the mean over the clients that sent them.
+    For each weight, over the clients n that have it: ``alpha <- alpha + sum_n m_n``, ``beta <- beta + sum_n (1 -
+    m_n)``. The new probability is the mode of the Beta distribution, ``p = (alpha - 1) / (alpha + beta - 2)``. Every
+    ``reset`` merges, alpha and beta return to ``prior``. A weight that no client has keeps its p. Running statistics
+    become the mean over the clients that sent them.
 
     Attributes:
-        prior: value of alpha and beta at the start (lambda_0), at least 1 (uniform).
+        prior: start value of alpha and beta (lambda_0), at least 1 (uniform).
         reset: number of merges from one reset to the next; 1 with prior 1 gives the plain mean of masks.
-        floor: smallest probability; probabilities stay in [floor, 1 - floor].
+        floor: smallest probability; all probabilities stay in [floor, 1 - floor].
     """
 
     prior: float = 1.0
@@ -322,7 +323,7 @@ class BayesianMasks(Merge):
         check_floor(self.floor)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "non-finite" if the client reports diverged scores, or "not-a-mask" if a weight is neither 0 nor 1."""
+        """Return "non-finite" if the client reports diverged scores, "not-a-mask" if a value is neither 0 nor 1, else None."""
         if update.extra.get(DIVERGED):
             return "non-finite"
         for name in scales_of(state.submodels, update.tensors.layout):
@@ -332,13 +333,13 @@ class BayesianMasks(Merge):
         return None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the client's masks to the counts."""
+        """Add the client's mask to the counts."""
         memory, plan = self._memory(state), state.submodels.plan(spec)
         plan.add_(memory.ones, update.tensors)
         plan.cover_(memory.all)
 
     def apply(self, state: GlobalState) -> None:
-        """Set each weight's probability to the mode of its posterior."""
+        """Set each weight's probability to the mode of its Beta distribution."""
         memory = self._memory(state)
         ones, total = memory.ones, memory.all
         scales = scales_of(state.submodels, state.submodels.layout(part="trained"))
@@ -362,7 +363,7 @@ class BayesianMasks(Merge):
         return state.memory.of(CountsMemory, lambda: CountsMemory(zeros_like(state.values), zeros_like(state.values)))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "masks", the number of weights and the mean share of them that masks keep."""
+        """Return the number of masked weights and the mean share of them in use, under the name "masks"."""
         trained: FlatTensors = state.values.prefix(state.submodels.layout(part="trained"))
         scales = scales_of(state.submodels, trained.layout)
         num = sum(trained[name].numel() for name in scales)

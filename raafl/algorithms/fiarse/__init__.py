@@ -50,16 +50,16 @@ def fiarse(
     cohort: int | None = None,
     concurrency: int | None = None,
 ) -> Algorithm:
-    """Return FIARSE, whose clients train the elements, or the units, with the largest magnitudes.
+    """Return FIARSE, whose clients train the weights (or units) with the largest magnitudes.
 
     Args:
-        mask: unit of the masks: elements (the paper's; they do not make the model physically smaller), or whole units,
-            which are cut.
-        rates: share of the parameters for each client: one number for all; a list that clients 1, 2, ... take in turn, repeating;
-            or a mapping from device name. None = 1, 1/4, 1/16, 1/64 in turn.
+        mask: parts that a mask selects: elements, single weights as in the paper, which does not make the model physically
+            smaller; or units, which does.
+        rates: share of the parameters that a client trains: one number for all; a list that clients 1, 2, ... take in
+            turn, repeating; or a mapping from device name. None = 1, 1/4, 1/16, 1/64 in turn.
         server_lr: server learning rate (eta).
-        buffer_size: number of updates in a merge, for asynchronous runs; None = synchronous rounds.
-        cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all.
+        buffer_size: number of updates in a merge of an asynchronous run; None = synchronous rounds.
+        cohort: number of clients in a round, or at work in an asynchronous run, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
     """
     one_of("mask", mask, Mask)

@@ -21,16 +21,16 @@ from raafl.submodel import FlatTensors, Spec
 
 
 class Important(torch.autograd.Function):
-    """Autograd function ``w 1[|w| >= tau]``, with FIARSE's gradient, in which the mask depends on w."""
+    """Autograd function that zeroes small weights, ``w 1[|w| >= tau]``, with FIARSE's gradient through the mask."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tau: float) -> Tensor:
-        """Return the masked weight, of the same shape as ``weight``.
+        """Return ``weight`` with all elements of a magnitude below tau set to 0.
 
         Args:
             ctx: context of the autograd function.
-            weight: weight to mask, of any shape.
-            tau: smallest magnitude that is kept.
+            weight: tensor of any shape.
+            tau: smallest magnitude that stays.
         """
         ctx.save_for_backward(weight)
         ctx.tau = tau
@@ -46,7 +46,7 @@ class Important(torch.autograd.Function):
 
 
 def maskable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters of linear, convolutional and embedding layers, by name."""
+    """Return the trained parameters of all linear, convolutional and embedding layers, by name."""
     found = {}
     for path, layer in module.named_modules():
         if isinstance(layer, nn.Linear | _ConvNd | nn.Embedding):
@@ -56,7 +56,7 @@ def maskable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def threshold(parameters: list[Tensor], rate: float) -> float:
-    """Return tau, the smallest magnitude among the ``rate`` share of elements with the largest ones; 0 = all are kept."""
+    """Return tau, the smallest magnitude among the largest elements that make up the share ``rate`` of all; 0 = keep all."""
     if rate >= 1:
         return 0.0
     sizes = torch.cat([parameter.detach().abs().flatten() for parameter in parameters])
@@ -65,10 +65,10 @@ def threshold(parameters: list[Tensor], rate: float) -> float:
 
 @dataclass(frozen=True)
 class ShareOfElements(Select):
-    """Select that gives every client the whole model, and a share of its elements that it may use.
+    """Select part that gives every client the whole model, and says which share of its elements the client may use.
 
     Attributes:
-        rates: share of the elements by client; see `RateSelect.rates`.
+        rates: share of the elements for each client; see `RateSelect.rates`.
     """
 
     rates: Rates = 1.0
@@ -81,7 +81,7 @@ class ShareOfElements(Select):
         return Work(extra={"rate": RateSelect(rates=self.rates).rate(client)})
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or whose memory the whole model exceeds."""
+        """Return a problem for each client that has no rate, or whose memory is too small for the whole model."""
         return fleet.problems(lambda client: self(client, fleet)) + Full().check(fleet)
 
     def __str__(self) -> str:
@@ -92,10 +92,10 @@ class ShareOfElements(Select):
 
 @dataclass(frozen=True)
 class ImportanceAware(Local):
-    """Local training of the elements with the largest magnitudes."""
+    """Local training that uses only the elements with the largest magnitudes."""
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that masks all other elements."""
+        """Return the hook that masks all small elements."""
         return LargestElements(task, float(task.assignment.extra.get("rate", 1.0)))
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class ImportanceAware(Local):
 
 
 class LargestElements(Hook):
-    """Hook that runs each step on the masked model, with a threshold that is constant during the task."""
+    """Hook that zeroes all small elements in each step; the threshold is set at the start of the task."""
 
     def __init__(self, task: Task, rate: float) -> None:
         super().__init__(task)
@@ -111,7 +111,7 @@ class LargestElements(Hook):
         self.tau = threshold(list(self.parameters.values()), rate) if self.parameters else 0.0
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss of the masked model."""
+        """Return the loss of the model without its small elements."""
         if self.tau == 0:
             return self.task.loss(batch, index)
         masked = {name: Important.apply(parameter, self.tau) for name, parameter in self.parameters.items()}
@@ -121,7 +121,7 @@ class LargestElements(Hook):
 
 @dataclass
 class ChangedMemory(MergeMemory):
-    """Sums of a merge's deltas, and the number of deltas that changed each element, over all trained tensors."""
+    """Running sums of a merge: the changes, and how many updates changed each element."""
 
     key = "fiarse"
     sum: FlatTensors
@@ -130,10 +130,10 @@ class ChangedMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class ChangedMean(Merge):
-    """Merge that moves each element by the mean of the deltas that changed it.
+    """Merge that moves each element by the mean over those updates that changed it.
 
     Attributes:
-        server_lr: server learning rate eta.
+        server_lr: server learning rate (eta).
     """
 
     server_lr: float = 1.0
@@ -143,7 +143,7 @@ class ChangedMean(Merge):
         positive("server_lr", self.server_lr)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the delta to the sum, and 1 to the count of each element that it changes."""
+        """Add the update's changes to the sum, and 1 to the count of each element that it changed."""
         memory, plan = self._memory(state), state.submodels.plan(spec, "trained", "trained")
         changed = FlatTensors.zeros(update.tensors.layout, update.tensors.device)
         for dtype, buffer in changed.buffers.items():
@@ -152,7 +152,7 @@ class ChangedMean(Merge):
         plan.add_(memory.count, changed)
 
     def apply(self, state: GlobalState) -> None:
-        """Move the model by the mean of the deltas, and start new sums."""
+        """Move each element by the mean of its changes, and reset the sums."""
         memory = self._memory(state)
         for name, total in memory.sum.items():
             lr = self.server_lr if name in state.submodels.parameter_names else 1.0

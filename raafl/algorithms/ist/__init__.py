@@ -30,15 +30,16 @@ def ist(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return IST, whose clients train disjoint random subnets in each round.
+    """Return IST: in each round the model's units are divided at random, and each client trains a subnet of its own.
 
     Args:
-        subnets: number of disjoint subnets in a round (S); if it is below the number of clients, several train the same one.
-            None = one for each client of the round.
+        subnets: number of disjoint subnets in a round (S); if there are more clients, several of them train the same
+            subnet. None = one for each client of the round.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the subnets, such as `raafl.parts.RateSelect`; leave out subnets then.
+        submodel: rule that chooses submodels in place of the subnets, such as `raafl.parts.RateSelect`; leave out
+            subnets then.
     """
     if submodel is not None:
         refuse_unused("submodel says what each client trains", subnets=(subnets, None))

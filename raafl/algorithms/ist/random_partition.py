@@ -16,15 +16,15 @@ from raafl.submodel import Axis, Spec
 
 
 def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
-    """Partition the units of every axis at random into ``shares`` specs of equal size.
+    """Divide the units of every axis at random into ``shares`` disjoint submodels of equal size.
 
-    On an axis with fewer units than shares, each spec has one unit, and some share it.
+    If an axis has fewer units than there are submodels, each submodel gets one unit and some units are used twice.
 
     Args:
-        axes: axes to partition, by name; stacks of blocks stay whole.
-        shares: number of specs.
-        seed: seed of the run's partitions.
-        round: number of the round; each has its own partition.
+        axes: axes to divide, by name; stacks of blocks are not divided.
+        shares: number of submodels.
+        seed: seed of all divisions in the run.
+        round: number of the round, which has a division of its own.
     """
     parts: list[dict[str, Sequence[int]]] = [{} for _ in range(shares)]
     for name, axis in axes.items():
@@ -39,12 +39,12 @@ def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
 
 @dataclass
 class Round(MergeMemory):
-    """State of the partition of a round: the shares that clients have been given so far.
+    """State of one round: how many submodels have been handed out.
 
     Attributes:
-        version: version of the model from which the round starts.
-        shares: number of shares in the round.
-        next: number of the share that the next client gets.
+        version: version of the model at the start of the round.
+        shares: number of submodels in the round.
+        next: number of the submodel for the next client.
     """
 
     key = "dealt"
@@ -55,12 +55,13 @@ class Round(MergeMemory):
 
 @dataclass(frozen=True, slots=True)
 class DisjointUnits(Select):
-    """Select that assigns disjoint random units to the clients of a round (IST, Yuan et al. 2022, section 3.1).
+    """Select part that gives the clients of a round disjoint random units (IST, Yuan et al. 2022, section 3.1).
 
-    Clients that start from the same version of the model get the first share, the second, and so on, then the first again.
+    Clients that start from the same version of the model get the first submodel, the second, and so on; after the last,
+    the first again.
 
     Attributes:
-        shares: number of shares; None = one for each client present, at most ``cohort``.
+        shares: number of submodels in a round; None = one for each client present, at most ``cohort``.
         cohort: number of clients in a round; None = all.
     """
 
@@ -96,16 +97,16 @@ class DisjointUnits(Select):
         return self.shares or min(present, self.cohort or present)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Do nothing: the round's partition stays, and the lost client's share is not trained by another."""
+        """Keep the division of the round: nobody else trains the lost client's submodel."""
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory cannot hold the largest share."""
+        """Return a problem for each client whose memory is too small for the largest submodel."""
         specs = deal(fleet.state.submodels.axes, self._num_shares(fleet), 0, 0)
         largest = max({specs[0], specs[-1]}, key=lambda spec: fleet.cost(spec).peak_bytes)
         return [self._problem(c, fleet, largest) for c in fleet.clients.values() if not fleet.fits(c, largest)]
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a warning if the model has no axis to partition."""
+        """Return a warning if the model has no axis that could be divided."""
         return uncut(fleet.state.submodels, "deal out")
 
     def _problem(self, client: ClientInfo, fleet: SelectContext, spec: Spec) -> str:

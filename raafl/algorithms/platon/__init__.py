@@ -57,22 +57,22 @@ def platon(
     cohort: int | None = None,
     concurrency: int | None = None,
 ) -> Algorithm:
-    """Return PLATON under FedAvg or FedAsync, whose clients keep the units with the highest importance and uncertainty.
+    """Return PLATON: clients prune the units of low importance, measured with its uncertainty. FedAvg or FedAsync merges.
 
     Args:
-        rates: final share of the width for each client (r(T)): one number for all; a list that clients 1, 2, ...
+        rates: final share of each layer's units for a client (r(T)): one number for all; a list that clients 1, 2, ...
             take in turn, repeating; or a mapping from device name. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
-        warm_up: number of a client's tasks before units are pruned (t_i).
-        rounds: number of a client's tasks in which its share falls to the final one.
-        beta1: smoothing of the importance, in [0, 1).
-        beta2: smoothing of the uncertainty, in [0, 1).
-        groups: largest number of scores of an axis; on an axis with more units, neighbouring units share a score.
-        trigger: time of a merge: all (FedAvg) or each (FedAsync).
-        alpha: mixing weight for trigger each, in (0, 1]; None = 0.75.
-        staleness: kind of the staleness function s(.) for trigger each: constant, polynomial or hinge.
-        staleness_a: parameter a of polynomial and hinge.
-        staleness_b: parameter b of hinge.
-        cohort: number of clients in a round, or that train asynchronously, drawn uniformly; None = all.
+        warm_up: number of a client's first tasks in which nothing is pruned (t_i).
+        rounds: number of a client's tasks over which its share falls to the final one.
+        beta1: smoothing factor of the importance, in [0, 1).
+        beta2: smoothing factor of the uncertainty, in [0, 1).
+        groups: largest number of scores for an axis; neighbouring units of a larger axis share a score.
+        trigger: time of a merge: all (when the whole round has reported, FedAvg) or each (at each arrival, FedAsync).
+        alpha: weight of an arriving model for trigger each, in (0, 1]; None = 0.75.
+        staleness: form of the function s(.) by which late updates count less, for trigger each: constant, polynomial or hinge.
+        staleness_a: parameter a of the polynomial and hinge functions.
+        staleness_b: parameter b of the hinge function.
+        cohort: number of clients in a round, or at work in an asynchronous run, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
     """
     when = all_or_each(trigger)

@@ -34,7 +34,7 @@ Scores = dict[str, dict[str, list[float | None]]]
 
 @dataclass
 class PlatonMemory(OneValue[dict[int, Scores]]):
-    """Scores of units that each client has measured, by client."""
+    """Scores that each client has measured for its units, by client."""
 
     key = "platon"
     value: dict[int, Scores] = field(default_factory=dict)
@@ -45,14 +45,14 @@ _BYTES = 12  # of a number with six digits in JSON, comma included
 
 
 def cubic(t: int, initial: float, final: float, warm_up: int, rounds: int) -> float:
-    """Return r(t), the share of units in use: ``initial`` during the warm-up, then falling cubically to ``final``.
+    """Return the share r(t) of units in use: constant during the warm-up, then falling along a cubic curve.
 
     Args:
         t: number of the client's tasks so far.
-        initial: share during the warm-up, r(0).
-        final: share at the end, r(T).
+        initial: share of units during the warm-up, r(0).
+        final: share of units at the end, r(T).
         warm_up: number of tasks before the share begins to fall.
-        rounds: number of tasks over which it falls.
+        rounds: number of tasks over which the share falls.
     """
     if t < warm_up:
         return initial
@@ -61,7 +61,12 @@ def cubic(t: int, initial: float, final: float, warm_up: int, rounds: int) -> fl
 
 
 def group_of(axis: Axis, groups: int) -> list[int]:
-    """Return the group of each unit: one of ``groups`` ranges of nearly equal size, or one per unit on a smaller axis."""
+    """Return the number of the group to which each unit belongs; a small axis has one group per unit.
+
+    Args:
+        axis: axis whose units are grouped.
+        groups: largest number of groups; they are ranges of nearly equal size.
+    """
     number = min(axis.size, groups)
     return [unit * number // axis.size for unit in range(axis.size)]
 
@@ -82,15 +87,16 @@ def _prunable(submodels: Submodels) -> Iterator[Axis]:
 
 @dataclass(frozen=True)
 class Sensitivity(Local):
-    """Plain local training that also measures the sensitivity of each unit.
+    """Ordinary local training that also measures how sensitive the loss is to each unit.
 
-    At each step the sensitivity of a unit u is ``I_u = sum_{j in u} |theta_j g_j|``, over all parameters that are coupled in it;
-    ``Ibar <- beta1 Ibar + (1 - beta1) I``, ``Ubar <- beta2 Ubar + (1 - beta2) |I - Ibar|``.
+    In each step a unit u has the sensitivity ``I_u = sum_{j in u} |theta_j g_j|``, over all parameters j that belong to
+    it. Its importance and uncertainty are smoothed: ``Ibar <- beta1 Ibar + (1 - beta1) I``, ``Ubar <- beta2 Ubar + (1 -
+    beta2) |I - Ibar|``.
 
     Attributes:
-        beta1: smoothing of the importance.
-        beta2: smoothing of the uncertainty.
-        groups: largest number of scores sent for an axis; on an axis with more units, neighbouring units share a score.
+        beta1: smoothing factor of the importance.
+        beta2: smoothing factor of the uncertainty.
+        groups: largest number of scores for an axis; neighbouring units of a larger axis share a score.
     """
 
     uses_gradients: ClassVar[bool] = True
@@ -106,11 +112,11 @@ class Sensitivity(Local):
         positive("groups", self.groups)
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that measures scores."""
+        """Return the hook that measures the scores of units."""
         return MeasuredSensitivity(task, self)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the cost of training and of measuring: a product and a sum for each parameter on an axis in each step."""
+        """Return the cost of training and of the measurement, which adds a product and a sum per parameter and step."""
         plain, spec = submodels.cost(spec, batch_size), submodels.normal(spec)
         layout, batch_size = submodels.layout(spec, "trained").by_name, max(batch_size, 1)
         names = {member.name for axis in _prunable(submodels) for member in axis.members} & submodels.parameter_names
@@ -128,7 +134,7 @@ class Sensitivity(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note on axes whose units are scored in groups, or a warning that nothing is pruned."""
+        """Return a note on axes whose units share scores, or a warning if nothing can be pruned."""
         if not any(_prunable(submodels)):
             return [Warn(f"platon prunes nothing here, it is plain averaging: {submodels.why_whole()}")]
         coarse = [axis for axis in _prunable(submodels) if axis.size > self.groups]
@@ -141,13 +147,13 @@ class Sensitivity(Local):
 
 
 def members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member, int]]:
-    """Yield each axis of more than one unit, with each of its members and the number of its kept units.
+    """Yield each axis of more than one unit, with each tensor on it and the number of its kept units.
 
-    Offsets of members are those in the submodel's tensors: units dropped before them are subtracted.
+    Positions within a tensor are those in the submodel: units that were dropped before them do not count.
 
     Args:
-        submodels: the model, with its axes and layouts.
-        spec: spec of the submodel.
+        submodels: submodels of the model.
+        spec: submodel whose tensors are described.
     """
     num_kept = {axis.name: len(spec.indices(axis.name) or range(axis.size)) for axis in submodels.axes.values()}
     dropped: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -164,11 +170,11 @@ def members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member,
 
 
 class MeasuredSensitivity(Hook):
-    """Hook that measures importance and uncertainty of kept units at each optimizer step, from gradients before any clipping.
+    """Hook that measures importance and uncertainty of each unit at every optimizer step, from unclipped gradients.
 
     Attributes:
-        importance: Ibar of each kept unit, by axis; shape (units,).
-        uncertainty: Ubar of each kept unit, by axis; shape (units,).
+        importance: smoothed importance Ibar of each kept unit, by axis; shape (units,).
+        uncertainty: smoothed uncertainty Ubar of each kept unit, by axis; shape (units,).
     """
 
     def __init__(self, task: Task, local: Sensitivity) -> None:
@@ -221,7 +227,7 @@ class MeasuredSensitivity(Hook):
             self.uncertainty[name].mul_(beta2).add_((measured - smooth).abs_(), alpha=1 - beta2)
 
     def finish(self) -> dict[str, Any]:
-        """Return the group means of importance and uncertainty, rounded to six digits."""
+        """Return the mean importance and uncertainty of each group of units, rounded to six digits."""
         return {kind: {name: self._means(name, kind) for name in self._positions} for kind in KINDS if self._positions}
 
     def _means(self, name: str, kind: str) -> list[float]:
@@ -238,17 +244,17 @@ class MeasuredSensitivity(Hook):
 
 @dataclass(frozen=True)
 class ScoredMean(Mean):
-    """`Mean` that also stores the scores measured by each client, for `BestUnits`.
+    """Weighted mean that also stores the scores that each client has measured, for `BestUnits`.
 
     Attributes:
-        groups: largest number of scores of an axis, as on the clients.
+        groups: largest number of scores for an axis, as on the clients.
     """
 
     groups: int = 64
     by_client: ClassVar[bool] = True
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "bad-scores" unless each group of which the client has a unit has one finite number, 0 or more."""
+        """Return "bad-scores" unless the update has one finite number, at least 0, for each group of units that the client has."""
         spec = state.submodels.normal(spec)
         wanted = {axis.name: len(set(_kept_groups(axis, spec, self.groups))) for axis in _prunable(state.submodels)}
         if not wanted:
@@ -264,7 +270,7 @@ class ScoredMean(Mean):
         return None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass the update to the mean, and store the client's scores."""
+        """Pass the update to the mean, and store the scores of its client."""
         super().receive(state, update, spec, staleness)
         spec, of_all = state.submodels.normal(spec), state.memory.of(PlatonMemory).value
         own = of_all.setdefault(update.client, {kind: {} for kind in KINDS})
@@ -282,16 +288,16 @@ def _is_score(value: object) -> bool:
 
 @dataclass(frozen=True)
 class BestUnits(Select):
-    """Select that keeps the units of each axis with the highest upper confidence bound ``S = Ibar Ubar``, by the cubic schedule.
+    """Select part that keeps the units with the highest score ``S = Ibar Ubar``, fewer and fewer along a cubic curve.
 
-    A unit without a score ranks highest, so it is tried first. A client's time t is the number of its own merged
-    updates, and its scores are its own.
+    A unit without a score ranks highest, so that it is tried first. Each client has its own scores and its own time t,
+    the number of its merged updates.
 
     Attributes:
-        rates: final share of each axis, r(T), by client (see `RateSelect.rates`).
-        warm_up: number of tasks at the initial share, the largest that fits the client's memory.
-        rounds: number of tasks in which the share falls to the final one.
-        groups: largest number of scores of an axis, as on the clients.
+        rates: final share r(T) of each axis's units, by client (see `RateSelect.rates`).
+        warm_up: number of tasks before pruning starts; until then a client has the largest share that fits its memory.
+        rounds: number of tasks over which the share falls to the final one.
+        groups: largest number of scores for an axis, as on the clients.
     """
 
     rates: Rates = 1.0
@@ -353,7 +359,7 @@ class BestUnits(Select):
         return share
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or whose memory holds no submodel."""
+        """Return a problem for each client that has no rate, or whose memory is too small for any submodel."""
 
         def ask(client: ClientInfo) -> None:
             self._limit().rate(client)

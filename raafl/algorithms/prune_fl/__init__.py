@@ -43,18 +43,19 @@ def prune_fl(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return PruneFL, whose clients train the units with the largest squared gradient per unit of time.
+    """Return PruneFL, whose clients train the units that reduce the loss most per unit of training time.
 
     Args:
-        every: number of rounds from one choice of units to the next; each choice follows a round of the whole model.
-        prunable: share of the units in use that a choice may drop, in (0, 1).
+        every: number of rounds between two choices of units; before each choice, clients train the whole model for one
+            round.
+        prunable: share of the units in use that one choice may drop, in (0, 1).
         rates: largest share of the model's parameters for each client: one number for all; a list that clients 1,
             2, ... take in turn, repeating; or a mapping from device name.
-        by_samples: weight clients by |D_n|; False = equally.
+        by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the pruning, such as `raafl.parts.RateSelect`; leave out every, prunable and rates
-            then.
+        submodel: rule that chooses submodels in place of pruning, such as `raafl.parts.RateSelect`; leave out every,
+            prunable and rates then.
     """
     if submodel is not None:
         refuse_unused(

@@ -29,7 +29,15 @@ _BATCH = 2  # any size does for FLOPs per sample, but batch norm needs more than
 
 
 def check_settings(every: int, prunable: float) -> None:
-    """Raise `BadInput` for an interval below 1, or for a prunable share that is not in (0, 1)."""
+    """Check the settings of PruneFL.
+
+    Args:
+        every: number of rounds between two choices of units.
+        prunable: share of the units that one choice may drop.
+
+    Raises:
+        BadInput: ``every`` is below 1, or ``prunable`` is not in (0, 1).
+    """
     positive("every", every)
     if not 0 < prunable < 1:
         raise BadInput(f"prunable is {prunable}: give a number above 0 and below 1")
@@ -37,11 +45,11 @@ def check_settings(every: int, prunable: float) -> None:
 
 @dataclass
 class Choice(MergeMemory):
-    """The latest choice of units for all clients.
+    """The latest choice of the units that all clients train.
 
     Attributes:
-        version: version of the model at the choice.
-        order: chosen units, the best first.
+        version: version of the model at the time of the choice.
+        order: chosen units, from the best to the worst.
     """
 
     key = "pruned"
@@ -51,18 +59,18 @@ class Choice(MergeMemory):
 
 @dataclass(frozen=True)
 class ChosenMean(Mean):
-    """`Mean` that, after each round of the whole model, chooses the units of the following rounds.
+    """Weighted mean that chooses new units after each round in which clients trained the whole model.
 
     Attributes:
-        every: number of rounds from one choice to the next.
-        prunable: share of the units in use on each axis, those with the smallest weights, that may be dropped.
+        every: number of rounds between two choices.
+        prunable: share of an axis's units in use that one choice may drop; those with the smallest weights come first.
     """
 
     every: int = 50
     prunable: float = 0.3
 
     def apply(self, state: GlobalState) -> None:
-        """Merge the updates; after a round of the whole model also choose the units of the following rounds."""
+        """Merge the updates; after a round of the whole model, also choose the units of the following rounds."""
         if state.version % self.every:
             super().apply(state)
             return
@@ -79,7 +87,7 @@ class ChosenMean(Mean):
 
 
 def unit_times(submodels: Submodels) -> tuple[dict[str, float], float]:
-    """Return t_j and c, in FLOPs per sample: the cost of one unit of each axis, and of the model with one unit on each axis."""
+    """Return the cost in FLOPs per sample: t_j of one unit of each axis, and c of the model with one unit on each axis."""
 
     def flops(kept: Mapping[str, range]) -> float:
         return submodels.cost(Spec.select(kept), _BATCH).flops_per_sample
@@ -94,14 +102,14 @@ def choose(
     submodels: Submodels, values: Mapping[str, Tensor], squares: Mapping[str, Tensor], prunable: float,
     used: list[Unit] | None = None,
 ) -> list[Unit]:  # fmt: skip
-    """Return the units to use: first the best one of each axis, then the others by squared gradient per time, descending.
+    """Choose the units to use: the best of each axis first, then all others by squared gradient per time, largest first.
 
     Args:
-        submodels: the model, with its axes and layouts.
-        values: parameters by name, whose magnitudes decide which units may be dropped.
-        squares: squared gradient of each parameter; its scale does not matter.
+        submodels: submodels of the model.
+        values: parameters by name; units with the smallest values may be dropped.
+        squares: squared gradient of each parameter, up to a constant factor.
         prunable: share of the units in use, on each axis, that may be dropped.
-        used: units in use; None = all.
+        used: units in use now; None = all.
     """
     times, fixed_time = unit_times(submodels)
     in_use = None if used is None else set(used)
@@ -138,12 +146,12 @@ def choose(
 
 @dataclass(frozen=True)
 class Pruned(Select):
-    """Select that assigns the units chosen by `ChosenMean`, or as many of the best as a client's memory and rate allow.
+    """Select part that assigns the units chosen by `ChosenMean`, as many of the best as a client's memory and rate allow.
 
     Attributes:
-        every: number of rounds from one choice to the next; a choice follows a round in which clients train the whole
-            model, or the largest leading part that fits their memory.
-        rates: largest share of the model's parameters for each client, in the other rounds.
+        every: number of rounds between two choices. Before a choice, clients train the whole model for a round, or the
+            largest leading part of it that fits their memory.
+        rates: largest share of the model's parameters for each client in all other rounds.
     """
 
     every: int = 50
@@ -187,15 +195,15 @@ class Pruned(Select):
         self._limit()
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or whose memory holds no submodel."""
+        """Return a problem for each client that has no rate, or whose memory is too small for any submodel."""
         return self._limit().check(replace(fleet, cache={}))
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a warning if the model has no units to choose from."""
+        """Return a warning if the model has no units that could be dropped."""
         return uncut(fleet.state.submodels, "prune")
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's cached submodels; those of other clients do not depend on it."""
+        """Delete the cached submodels of this client; they do not influence other clients."""
         fleet.cache.pop(client.id, None)  # the entry of `RateSelect`
         fleet.cache.pop(("pruned", client.id), None)
 

@@ -49,17 +49,17 @@ def q_vit(
     concurrency: int | None = None,
     submodel: Select | None = None,
 ) -> Algorithm:
-    """Return Q-ViT under FedAvg, whose clients learn step sizes and bit widths of quantised layers.
+    """Return Q-ViT, trained by FedAvg: quantised layers whose step sizes and bit widths are learned.
 
     Args:
-        bits: bit width of weights and inputs, 2 to 8; the mean width if widths are learned; 32 = no quantisation.
-        learn_bits: whether to learn a bit width for each layer; False = the same width for all.
-        edge_bits: bit width of the first and the last layer.
-        weight: weight of the loss that pulls the mean width towards ``bits``.
-        by_samples: weight clients by |D_n|; False = equally.
+        bits: number of bits of weights and inputs, 2 to 8; the mean number if it is learned; 32 = no quantisation.
+        learn_bits: whether each layer learns its number of bits; False = the same for all layers.
+        edge_bits: number of bits in the first and the last layer.
+        weight: weight of the loss that pulls the mean number of bits to ``bits``.
+        by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that assigns submodels, such as `raafl.parts.RateSelect`; None = the whole model for
+        submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """
     return Algorithm(

@@ -34,17 +34,18 @@ def _round(x: Tensor) -> Tensor:
 
 
 def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: Tensor | float = 1.0) -> Tensor:
-    """Return ``round(clip(x / s, low, high)) s`` with step size ``s = |step|``; return x if ``step`` is 0, that is, not yet known.
+    """Round ``x`` to multiples of the step size: ``round(clip(x / s, low, high)) s`` with ``s = |step|``.
 
-    Gradients are those of learned step sizes (LSQ, Esser et al. 2020): for x, 1 within the bounds and 0 outside; for s,
-    ``round(x/s) - x/s`` within the bounds and the bound outside, times ``factor``; for a bound, s outside, times ``factor``.
+    If ``step`` is 0, which means not yet known, x is returned. Gradients are those of learned step sizes (LSQ, Esser et
+    al. 2020). For x: 1 within the bounds and 0 outside. For s, times ``factor``: ``round(x/s) - x/s`` within the
+    bounds, and the bound outside. For a bound, times ``factor``: s where x lies outside it.
 
     Args:
-        x: values of any shape.
+        x: values to quantise, of any shape.
         step: step size, a scalar.
-        low: lowest level, a scalar.
-        high: highest level, a scalar.
-        factor: multiplier of the gradients of step and bounds, a scalar; LSQ's is ``1 / sqrt(n Q_p)``.
+        low: lowest level, as a multiple of the step size; a scalar.
+        high: highest level, as a multiple of the step size; a scalar.
+        factor: multiplier of the gradients of step and bounds, a scalar; LSQ uses ``1 / sqrt(n Q_p)``.
     """
     unknown = step.detach() == 0
     size = _damped(torch.where(unknown, 1.0, step.abs()), factor)
@@ -101,11 +102,11 @@ class _Layer:
 
     @torch.no_grad()
     def set_steps(self, kind: str, x: Tensor) -> None:
-        """Set the step size of each possible bit width to ``2 mean |x| / sqrt(Q_p)``.
+        """Initialise the step size of each possible bit width to ``2 mean |x| / sqrt(Q_p)``.
 
         Args:
             kind: step size to set, "weight" or "input".
-            x: values over which the mean is taken.
+            x: values from which the mean is computed.
         """
         widths = range(LEAST, MOST + 1) if self.fixed_bits is None else [self.fixed_bits]
         # through `.data`: all parameters share one storage, and a write that autograd sees would invalidate the running
@@ -162,14 +163,14 @@ def _keeps_to_layers(layer: nn.Module, args: object) -> None:
 
 @dataclass(frozen=True)
 class Quantised(Local):
-    """Local training with quantised weights and inputs of linear and convolutional layers.
+    """Local training in which weights and inputs of linear and convolutional layers are quantised.
 
     Attributes:
-        bits: bit width of weights and inputs; the target of its mean if widths are learned; 32 = no quantisation.
-        learn_bits: whether to learn a width for each layer's weight and input, between 2 and 8, with the loss ``weight
-            * (mean bits / bits - 1)^2``, where the mean is over the weights of all layers.
-        edge_bits: bit width of the first and the last layer.
-        weight: weight of the loss on bit widths.
+        bits: number of bits of weights and inputs; the target of the mean if it is learned; 32 = no quantisation.
+        learn_bits: whether each layer learns the numbers of bits of its weight and input, between 2 and 8. The loss is
+            then ``weight * (mean bits / bits - 1)^2``, where the mean is over the weights of all layers.
+        edge_bits: number of bits in the first and the last layer.
+        weight: weight of the loss on the mean number of bits.
     """
 
     proven_as_trained: ClassVar[bool] = False  # gradients of step sizes are scaled by the size of their tensor
@@ -186,7 +187,7 @@ class Quantised(Local):
         positive("weight", self.weight)
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Convert the layers to quantised ones, in place; sets step sizes of weights, but not of inputs, which need data."""
+        """Convert the layers to quantised ones, in place. The step sizes of inputs need data and are set later."""
         layers = [part for part in module.modules() if type(part) in CLASSES] if self.bits != NONE else []
         for path, part in module.named_modules():
             if part in layers and part.weight.is_complex():
@@ -216,7 +217,7 @@ class Quantised(Local):
             layer.set_steps("weight", layer.weight.detach())
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that initialises step sizes of inputs and adds the loss on bit widths."""
+        """Return the hook that initialises the step sizes of inputs and adds the loss on the numbers of bits."""
         return Quantising(task, self)
 
     def notes(self, submodels: Submodels) -> list[str]:
@@ -243,12 +244,12 @@ class Quantised(Local):
 
 
 def quantised(module: nn.Module) -> Iterator[Any]:
-    """Yield the quantised layers of ``module``."""
+    """Yield all quantised layers of ``module``."""
     return (part for part in module.modules() if isinstance(part, _Layer))
 
 
 def mean_bits(layers: list[Any]) -> Tensor | None:
-    """Return the mean of all learned bit widths, weighted by the number of weights of each layer; None if none is learned."""
+    """Return the mean of all learned numbers of bits, weighted by the size of each layer; None if none is learned."""
     learned = [layer for layer in layers if layer.fixed_bits is None]
     if not learned:
         return None
@@ -261,7 +262,7 @@ def mean_bits(layers: list[Any]) -> Tensor | None:
 
 
 class Quantising(Hook):
-    """Hook that initialises unknown step sizes from the first batch, and adds the loss on bit widths."""
+    """Hook that initialises unknown step sizes from the first batch, and adds the loss on the numbers of bits."""
 
     def __init__(self, task: Task, local: Quantised) -> None:
         super().__init__(task)
@@ -269,7 +270,7 @@ class Quantising(Hook):
         must_train(task, [layer.input_step for layer in self.layers], "q_vit", "input_step")
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the module's loss plus the loss on bit widths."""
+        """Return the module's loss plus the loss on the mean number of bits."""
         for layer in self.layers if index == 0 else ():
             layer.sees_first = True
         loss = super().loss(batch, index)
@@ -277,7 +278,7 @@ class Quantising(Hook):
         return loss if mean is None else loss + self.local.weight * (mean / self.local.bits - 1).square()
 
     def update(self) -> None:
-        """Make a step, then clamp learned bit widths to their bounds, beyond which they have no gradient."""
+        """Make the optimizer's step, then limit the learned numbers of bits to their bounds, beyond which gradients vanish."""
         super().update()
         with torch.no_grad():
             for layer in self.layers:
@@ -286,6 +287,6 @@ class Quantising(Hook):
                     layer.input_bits.clamp_(LEAST, MOST)
 
     def close(self) -> None:
-        """Make the layers keep their step sizes from now on."""
+        """Fix the step sizes of inputs that this task has initialised."""
         for layer in self.layers:
             layer.sees_first = False

@@ -55,24 +55,26 @@ def ra_fed(
     submodel: Select | None = None,
     hold: bool = False,
 ) -> Algorithm:
-    """Return RA-Fed, whose clients train changing regions of the model and average over those that cover an element.
+    """Return RA-Fed: clients train changing regions of the model, and each element is averaged over those who trained it.
 
     Args:
-        mask: level of the masks, L-Arb, S-Arb or MIX-Arb, or a list of numbers of regions that clients 1, 2, ... take in turn,
-            repeating.
-        regions: number of regions of the model (K).
-        trained: number of regions trained in a round that leaves some out (S*); None = all.
-        every: interval in rounds; the last round of each interval leaves regions out.
-        coverage: least number of clients that train a trained region (Gamma*); None = as even as the other settings allow.
-        rest: largest number of consecutive rounds in which a client skips a region (tau_q); None = no limit.
-        full_first: train all regions on all clients in the first round, as far as their memory allows.
+        mask: number of regions for each client, by a level of the paper (L-Arb, S-Arb or MIX-Arb), or as a list of
+            numbers that clients 1, 2, ... take in turn, repeating.
+        regions: number K of regions into which the units of the model are divided.
+        trained: number of regions that are trained in a round that leaves some out (S*); None = all, so that none is
+            left out.
+        every: interval in rounds; only the last round of each interval leaves regions out.
+        coverage: smallest number of clients that train a region (Gamma*); None = spread as evenly as the other settings
+            allow.
+        rest: largest number of rounds in a row in which a client skips a region (tau_q); None = no limit.
+        full_first: whether all clients train all regions in the first round, as far as their memory allows.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
-        submodel: select part that replaces the regions, such as `raafl.parts.RateSelect`; leave mask to full_first at their
-            defaults then. None = regions.
-        hold: whether to keep one assignment for the whole run; with trained below regions, nobody trains the others
-            after the first round.
+        submodel: rule that chooses submodels in place of the regions, such as `raafl.parts.RateSelect`; leave mask to
+            full_first at their defaults then. None = regions.
+        hold: whether each client keeps its regions for the whole run. If trained is below regions, the other regions
+            are then trained in the first round only.
     """
     return Algorithm(
         name="ra_fed",
@@ -88,7 +90,7 @@ def ra_fed(
 
 
 def regions_of(regions: Regions, cohort: int | None, submodel: Select | None) -> Select:
-    """Return ``submodel`` if the user gave one, else ``regions``.
+    """Return the user's own select part ``submodel`` if there is one, else ``regions``.
 
     Args:
         regions: select part that assigns regions.
@@ -96,7 +98,7 @@ def regions_of(regions: Regions, cohort: int | None, submodel: Select | None) ->
         submodel: the user's own select part; None = regions.
 
     Raises:
-        BadInput: ``submodel`` or ``cohort`` makes a setting of ``regions`` ineffective.
+        BadInput: a setting of ``regions`` would have no effect because of ``submodel`` or ``cohort``.
     """
     if submodel is not None:
         default = Regions(rounds=regions.rounds)

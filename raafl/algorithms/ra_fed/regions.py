@@ -22,30 +22,31 @@ Value = TypeVar("Value")
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class Regions(Select):
-    """Select that gives each client ``m_n`` of K regions, other ones in each round (RA-Fed, Wang et al., section 6.2).
+    """Select part that gives each client ``m_n`` of the model's K regions, different ones in each round (RA-Fed, section 6.2).
 
-    A region is an equal range of every axis; parameters on no axis (the output's bias) are sent with each. Without ``trained``,
-    ``coverage`` and ``rest`` each client draws its regions by itself, so that some stay uncovered by chance. If one of them is
-    given, the round is drawn for all clients present together (see `RegionCoverage`), and the given numbers hold in every round
-    in which all of them work.
+    A region is an equal range of the units on every axis. Parameters on no axis, such as the output's bias, belong to
+    all. By default each client draws its regions on its own, so that some regions may remain untrained by chance. If
+    ``trained``, ``coverage`` or ``rest`` is given, the regions of all present clients are drawn together (see
+    `RegionCoverage`); the given numbers then hold in every round in which all of these clients work.
 
-    MIX-Arb draws anew in each round which half of the clients trains two regions ("the submodel structure within the same
-    client could change due to the varying resources"). With a fixed half, a class that only clients with one region have
-    would get larger logits than the others, since fewer units produce them, and would dominate in the whole model. The half
-    is fixed only if ``rest`` is given and ``coverage`` needs the second regions. A client whose memory is too small for
-    ``m_n`` regions gets as many as fit. A model without axes is trained whole.
+    For MIX-Arb, the half of the clients that trains two regions is drawn anew in each round ("the submodel structure
+    within the same client could change due to the varying resources"). With a fixed half, a class that only one-region
+    clients have would get too large logits in the whole model, since fewer units produced them in training. The half is
+    fixed only if ``rest`` is given and ``coverage`` needs the second regions. A client with little memory gets as many
+    regions as fit. A model without axes is trained whole.
 
     Attributes:
-        mask: a level of the paper, or a list of numbers m_n that clients 1, 2, ... take in turn, repeating.
+        mask: level of the paper, or a list of numbers of regions m_n that clients 1, 2, ... take in turn, repeating.
         regions: number of regions (K).
-        trained: number of regions trained in a round that leaves some out (S*); None = all K.
-        every: interval in rounds; the last round of each interval leaves regions out.
-        coverage: least number of clients that train a trained region (Gamma*); None = 1 with ``trained``, an even spread with
-            ``rest`` or ``hold``.
-        rest: largest number of consecutive rounds in which a client skips a region (tau); None = no limit.
-        full_first: whether every client trains every region in the first round (Remark 5), as far as its memory allows.
-        rounds: counter of rounds q: "server" = versions of the model, "client" = the client's own merged updates.
-        hold: whether to keep one assignment for the whole run, as the paper's authors do for tau 200.
+        trained: number of regions that are trained in a round that leaves some out (S*); None = all K.
+        every: interval in rounds; only the last round of each interval leaves regions out.
+        coverage: smallest number of clients that train a region (Gamma*); None = 1 if ``trained`` is given, an even
+            spread if ``rest`` or ``hold`` is.
+        rest: largest number of rounds in a row in which a client skips a region (tau); None = no limit.
+        full_first: whether all clients train all regions in the first round (Remark 5), as far as their memory allows.
+        rounds: number that counts as the round q: "server" = versions of the model, "client" = the client's own merged
+            updates.
+        hold: whether each client keeps its regions for the whole run, as in the authors' experiments with tau 200.
     """
 
     mask: Level | list[int] = "L-Arb"
@@ -90,7 +91,7 @@ class Regions(Select):
 
     @property
     def is_controlled(self) -> bool:
-        """Whether ``trained`` (S*), ``coverage`` (Gamma*), ``rest`` (tau) or ``hold`` is given."""
+        """Whether the regions of all clients are chosen together: ``trained``, ``coverage``, ``rest`` or ``hold`` is given."""
         return self.hold or any(number is not None for number in (self.trained, self.coverage, self.rest))
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
@@ -111,7 +112,7 @@ class Regions(Select):
         return Work(fleet.cache[key], region=client.id)
 
     def level(self, client: ClientInfo, fleet: SelectContext, round: int) -> int:
-        """Return m_n, the number of regions that ``mask`` gives a client in a round.
+        """Return m_n, the number of regions that ``mask`` gives to a client in a round.
 
         Args:
             client: client whose number of regions is asked for.
@@ -128,7 +129,7 @@ class Regions(Select):
         return _of_round(fleet, "levels", round, draw)[client.id - 1]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory holds no region; else one for settings that no schedule can meet."""
+        """Return a problem for each client with too little memory for a region, or else for settings that contradict others."""
         problems = []
         for client in fleet.clients.values():
             if not self._most(client, fleet):
@@ -147,7 +148,7 @@ class Regions(Select):
         return problems
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a note if the model has no regions, or if MIX-Arb cannot draw its half anew in each round."""
+        """Return a note if the model has no regions, or if MIX-Arb cannot draw a new half in each round."""
         submodels = fleet.state.submodels
         if not submodels.axes or self.hold or not self._keeps_half(fleet):
             return uncut(submodels, "cut into regions")

@@ -50,14 +50,14 @@ def split_fed(
     cohort: int | None = None,
     concurrency: int | None = None,
 ) -> Algorithm:
-    """Return SplitFed V1, whose clients train the lower layers while the server trains the upper ones.
+    """Return SplitFed V1: each client trains the lower layers, and the server trains the upper ones together with it.
 
     Args:
-        client_layers: largest number of layers with parameters in the client's part W^C, counted from the input (at least up to the
-            first place where the model can be cut); None = 2, unless share or cut is given.
-        share: share of the parameters to which W^C should be closest.
-        cut: path of the module whose output ends W^C, such as layers.2.
-        by_samples: weight clients by |D_n| (n_k in Algorithm 1); False = equally.
+        client_layers: largest number of layers with parameters in the client's part W^C, counted from the input; the
+            part reaches at least to the first possible cut. None = 2, unless share or cut is given.
+        share: share of the model's parameters that the client's part W^C should have, as nearly as possible.
+        cut: path of the module whose output is sent to the server, such as layers.2; it ends the client's part W^C.
+        by_samples: whether to weight clients by their numbers of samples |D_n| (n_k in Algorithm 1); False = equally.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.
     """

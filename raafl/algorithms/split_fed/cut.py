@@ -30,7 +30,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module: its path, enclosing call, first and last operation, and output."""
+    """One call of a module in a traced training step: its path, enclosing call, first and last operation, and output."""
 
     path: str
     parent: int
@@ -59,15 +59,15 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place at which the model can be cut in two.
+    """A place at which the model can be cut into a client's and a server's part.
 
     Attributes:
-        path: path of the module whose output is sent; this module is the last one of the client's part.
-        lower: names of the tensors that the client's part uses, parameters and buffers.
-        num_layers: number of modules in the client's part with parameters of their own.
+        path: path of the client's last module, whose output is sent to the server.
+        lower: names of the parameters and buffers that the client's part uses.
+        num_layers: number of modules in the client's part that have parameters of their own.
         num_values: number of elements of the parameters in the client's part.
-        leaves: indices of the batch's tensors that the server's part needs.
-        sample_bytes: number of bytes of one sample's activation, in single precision.
+        leaves: positions of the batch's tensors that the server's part needs, such as labels.
+        sample_bytes: size of one sample's activation in bytes, in single precision.
     """
 
     path: str
@@ -80,14 +80,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Outline:
-    """Outputs of the client's part for batches of given shapes, on the meta device: shapes without values.
+    """Outputs of the client's part for batches of given shapes, without values (on the meta device).
 
     Attributes:
         path: path of the module at the cut.
-        calls: outputs of the modules that the server leaves out (those before the cut), by path, one for each call.
+        calls: outputs of the modules before the cut, which the server does not run, by path, one for each call.
         output: output of the module at the cut.
-        index: index of the activation among the tensors of that output.
-        activation: the activation, on the meta device.
+        index: position of the activation among the tensors of that output.
+        activation: activation that is sent to the server, on the meta device.
     """
 
     path: str
@@ -97,13 +97,13 @@ class Outline:
     activation: Tensor = field(repr=False)
 
     def with_activation(self, activation: Tensor, fill: Callable[[Any], Any]) -> object:
-        """Return the output of the module at the cut with ``activation`` in it; ``fill`` turns the other items into tensors."""
+        """Return the output of the module at the cut with ``activation`` inserted; ``fill`` creates its other tensors."""
         flat, structure = tree_flatten(self.output)
         return tree_unflatten([activation if i == self.index else fill(item) for i, item in enumerate(flat)], structure)
 
 
 class Trace(Ledger):  # type: ignore[no-untyped-call]
-    """Tracer of a training step: records module calls, and for each storage its uses and the values it was computed from."""
+    """Tracer of a training step. It records module calls, and which storage is computed from which."""
 
     def __init__(self, submodels: Submodels, batch: object) -> None:
         """Prepare to trace the step of ``batch``, whose tensors are on the meta device; `run` traces it."""
@@ -124,7 +124,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             self._value(leaf).leaves = frozenset([i])
 
     def run(self) -> Trace:
-        """Trace the step, and return this trace; raise whatever the step raises."""
+        """Trace the step and return this object; an exception of the step is passed on."""
         for path, part in self.module.named_modules():
             part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
             part.register_forward_hook(lambda part, args, output: self._leave(output))
@@ -173,7 +173,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
     # ---- cuts ----
 
     def cuts(self, submodels: Submodels) -> Iterator[Cut]:
-        """Yield each place where the model can be cut, from the first layer to the last."""
+        """Yield each possible cut of the model, from the first layer to the last."""
         times: dict[str, int] = {}
         for call in self.calls:
             times[call.path] = times.get(call.path, 0) + 1
@@ -215,7 +215,12 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         return frozenset(value.name for value in self._values.values() if value.name and 0 <= value.first <= now)
 
     def replaced(self, call: Call, lower: frozenset[str]) -> list[Call]:
-        """Return the calls that the server skips: the outermost ones, before ``call``, of modules with tensors in ``lower``."""
+        """Return the module calls that the server skips at a cut: the outermost ones of modules with tensors in ``lower``.
+
+        Args:
+            call: call of the module at the cut.
+            lower: names of the tensors in the client's part.
+        """
         enclosing = set()
         parent = call.parent
         while parent >= 0:
@@ -235,10 +240,10 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         return skipped
 
     def outline(self, cut: Cut) -> Outline:
-        """Return the outline of the client's part at ``cut``.
+        """Return the outputs of the client's part at ``cut``, without values.
 
         Raises:
-            ValueError: the step of this batch does not reach the cut.
+            ValueError: the step of this batch does not run the module at the cut.
         """
         call = next((call for call in self.calls if call.path == cut.path and call.end >= 0), None)
         index = None if call is None else _activation(call.output)
@@ -268,14 +273,14 @@ def _above(name: str) -> list[str]:
 
 
 def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
-    """Trace a step of the whole model on a batch of the example's structure.
+    """Trace a training step of the whole model on a batch with the structure of the example batch.
 
     Args:
         submodels: submodels of the model, with its example batch.
-        shapes: shape of each tensor in the batch; None = the example's shapes.
+        shapes: shape of each tensor in the batch; None = that of the example batch.
 
     Raises:
-        ValueError: there is no example batch, it contains anything but tensors, or the step cannot be traced.
+        ValueError: there is no example batch, it contains other things than tensors, or the step cannot be traced.
     """
     flat, structure = tree_flatten(submodels.example_batch)
     if not flat or not all(isinstance(item, Tensor) for item in flat):
@@ -301,7 +306,7 @@ def shapes_of(batch: object) -> Shapes:
 
 
 def cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:
-    """Return the places where a model can be cut, first layer first, and the reason if there are none; cached."""
+    """Return the possible cuts of a model, first layer first, and the reason if there are none; cached."""
     return submodels.cached("cuts", "all", lambda: _cuts_of(submodels))
 
 

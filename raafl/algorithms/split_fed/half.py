@@ -32,7 +32,7 @@ Side = Literal["lower", "upper"]
 
 
 class Reached(BaseException):
-    """Signal that the client's half has reached the cut; not an `Exception`, which the user's own code might catch."""
+    """Signal that the client's half has reached the cut. It is no `Exception`, since the user's code might catch that."""
 
     def __init__(self, output: object) -> None:
         """Store the output of the module at the cut."""
@@ -40,7 +40,7 @@ class Reached(BaseException):
 
 
 class Half(Submodels):
-    """One half of a model that is cut in two; tensors of the other half have no values and are not sent."""
+    """One half of a model that is cut in two. It has no values for the tensors of the other half and does not send them."""
 
     whole: Submodels
 
@@ -69,14 +69,14 @@ class Half(Submodels):
         self, spec: Spec = FULL, rescale: bool = False, device: torch.device | str = "cpu",
         present: FlatTensors | None = None, base: FrozenBase | None = None,
     ) -> Shrunk:  # fmt: skip
-        """Return the module with the values of this half; tensors of the other half have their shapes but take no memory.
+        """Return a module for this half. Tensors of the other half have their shapes but take no memory.
 
         Args:
-            spec: submodel, which must be the whole model.
+            spec: submodel to return, which must be the whole model.
             rescale: ignored, since nothing is narrowed.
             device: device of the module.
-            present: values of this half; None = uninitialised.
-            base: frozen base, which is not sent; None = it is among ``present``.
+            present: values of this half; None = leave them uninitialised.
+            base: frozen parameters, which are not sent; None = they are among ``present``.
 
         Raises:
             SpecError: ``spec`` is not the whole model.
@@ -113,15 +113,15 @@ class Half(Submodels):
     # ---- the client's half as the server sees it ----
 
     def outline(self, shapes: Shapes, draws: Callable[[int], AbstractContextManager[Any]] = nullcontext) -> Outline:
-        """Return the outline of the client's half for a batch of ``shapes``; cached.
+        """Return the outputs of the client's half for a batch of ``shapes``, without values; cached.
 
         Args:
             shapes: shape of each tensor in the batch.
-            draws: function that returns a context for random numbers; tracing may draw some, and ``draws(0)`` isolates
-                the run's own stream.
+            draws: function that returns a context for random numbers. Tracing may draw some; ``draws(0)`` keeps them
+                apart from the run's own random stream.
 
         Raises:
-            ValueError: the step does not run on such a batch.
+            ValueError: the training step fails on such a batch.
         """
 
         def follow() -> Outline:
@@ -131,12 +131,12 @@ class Half(Submodels):
         return self.whole.cached("outline", (self.cut.path, shapes), follow)
 
     def received(self, shapes: Shapes, leaves: Sequence[Tensor], device: torch.device) -> object:
-        """Return a batch with the received tensors where the server's half needs them, and blank ones elsewhere.
+        """Return a batch for the server's half: received tensors where it needs them, zeros elsewhere.
 
         Args:
             shapes: shape of each tensor in the batch.
-            leaves: received tensors of the batch, in the order of `Cut.leaves`.
-            device: device of the blank tensors.
+            leaves: received tensors, in the order of `Cut.leaves`.
+            device: device of the zeros.
         """
         flat, structure = tree_flatten(self.example_batch)
         flat = [blank(shape, item.dtype, device) for item, shape in zip(flat, shapes, strict=True)]
@@ -146,7 +146,7 @@ class Half(Submodels):
 
 
 def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Return zeros of a shape that occupy the memory of one element.
+    """Return zeros of any shape that take the memory of one element.
 
     Args:
         shape: shape of the tensor.
@@ -160,7 +160,7 @@ def blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) 
 
 
 def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
-    """Run ``step`` until the module at ``path`` returns, and return that module's output; logging is suppressed.
+    """Run ``step`` up to the end of the module at ``path``; return that module's output. Logging is suppressed.
 
     Args:
         module: the client's half.
@@ -183,7 +183,7 @@ def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
 
 
 def activation_in(output: object) -> Tensor:
-    """Return the tensor that requires a gradient in the output of the module at the cut."""
+    """Return the tensor that requires a gradient among the outputs of the module at the cut."""
     activation: Tensor = next(
         item for item in tree_flatten(output)[0] if isinstance(item, Tensor) and item.requires_grad
     )
@@ -194,12 +194,12 @@ def activation_in(output: object) -> Tensor:
 
 
 def replaced(module: nn.Module, outline: Outline, activation: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which modules below the cut compute nothing, and the one at the cut returns ``activation``.
+    """Return a context in which the modules before the cut are skipped, and the module at the cut returns ``activation``.
 
     Args:
         module: the server's half.
         outline: outputs of the client's half, without values.
-        activation: activation received from the client.
+        activation: activation that the client has sent.
     """
 
     def filled(item: object) -> object:

@@ -41,12 +41,12 @@ def _no_skips() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A batch as the server's half receives it from the client.
+    """A batch as the server's half gets it from the client.
 
     Attributes:
         outline: outputs of the client's half, without values.
-        activation: activation as received; its gradient is sent back.
-        batch: batch with the received tensors, and blank ones elsewhere.
+        activation: activation that the client has sent; its gradient is sent back.
+        batch: batch with the received tensors, and zeros elsewhere.
     """
 
     is_transferred: ClassVar[bool] = True  # the client's hooks have moved the batch already
@@ -56,14 +56,14 @@ class Received:
     batch: object
 
     def loss(self, task: Task, index: int) -> Tensor:
-        """Return the loss of the server's half; a backward pass ends at the activation."""
+        """Compute the loss of the server's half; its backward pass ends at the activation."""
         # a copy: autograd forbids layers above to change a leaf tensor in place
         with _no_skips(), replaced(task.module, self.outline, self.activation.clone()):
             return task.loss(self.batch, index)
 
     @property
     def gradient(self) -> Tensor:
-        """The activation's gradient after the backward pass; zeros if the loss does not depend on it."""
+        """Gradient of the activation after the backward pass; zeros if the loss does not depend on it."""
         return torch.zeros_like(self.activation) if self.activation.grad is None else self.activation.grad
 
 
@@ -71,12 +71,12 @@ def receive(
     half: Half, shapes: Shapes, activation: Tensor, leaves: Sequence[Tensor],
     draws: Callable[[int], AbstractContextManager[Any]],
 ) -> Received:  # fmt: skip
-    """Build the batch that the server's half trains on.
+    """Build the batch on which the server's half trains.
 
     Args:
         half: the server's half.
         shapes: shape of each tensor in the batch.
-        activation: activation as received.
+        activation: activation that the client has sent.
         leaves: received tensors of the batch, in the order of `Cut.leaves`.
         draws: function that returns a context for random numbers; see `Half.outline`.
     """
@@ -85,7 +85,10 @@ def receive(
 
 
 class LowerHook(Hook):
-    """Hook of the client's half, which asks the server for gradients; its loss is 0, since only the server knows the loss."""
+    """Hook of the client's half, which asks the server for gradients.
+
+    It returns the loss 0, since only the server knows the loss.
+    """
 
     def __init__(self, task: Task, half: Half) -> None:
         super().__init__(task)
@@ -96,7 +99,7 @@ class LowerHook(Hook):
         """Compute the activation at the cut, send it to the server, and wait for its gradient.
 
         Raises:
-            BadInput: the batch contains anything but tensors.
+            BadInput: the batch contains other things than tensors.
         """
         flat, cut = tree_flatten(batch)[0], self._half.cut
         if not all(isinstance(item, Tensor) for item in flat):
@@ -115,7 +118,7 @@ class LowerHook(Hook):
         return torch.zeros(())
 
     def backward(self, loss: Tensor) -> None:
-        """Continue the backward pass from the gradient that the server has sent."""
+        """Run the backward pass of the client's half from the gradient that the server has sent."""
         torch.autograd.backward(self._sent, self._gradient)
         self._sent = self._gradient = torch.empty(0)
 
@@ -129,7 +132,7 @@ class UpperHook(Hook):
 
 
 class BothHook(LowerHook):
-    """Hook that runs both halves on one machine, with the same bits as over a connection."""
+    """Hook that runs both halves in one process; the results have the same bits as over a connection."""
 
     _received: Received
 

@@ -22,12 +22,14 @@ from raafl.submodel import FULL, Cost, Spec, Submodels
 
 @dataclass(frozen=True)
 class Split(Local):
-    """Local training with the layers up to a cut on the client, and those above on the server; exactly one attribute is given.
+    """Local training with the lower layers on the client and the upper ones on the server.
+
+    Exactly one of the attributes is given; it sets where the model is cut.
 
     Attributes:
         client_layers: largest number of layers with parameters in the client's part, counted from the input.
-        share: share of the parameters to which the client's part should be closest.
-        cut: path of the module whose output ends the client's part.
+        share: share of the model's parameters that the client's part should have, as nearly as possible.
+        cut: path of the module whose output is sent to the server; it ends the client's part.
     """
 
     # they would run twice, once in each half, or in one half alone
@@ -49,11 +51,11 @@ class Split(Local):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Return False: a client's batches are exchanged with the server one by one, and cannot be spread over processes."""
+        """Return False: a client's batches go to the server one by one, so that several processes cannot share them."""
         return False
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Return a problem for each setting that needs the gradients of both halves at once."""
+        """Return a problem for each setting that would need the gradients of both halves at once."""
         problems = []
         if gradient_clip_val is not None:
             problems.append(
@@ -67,10 +69,10 @@ class Split(Local):
         return problems
 
     def choose_cut(self, submodels: Submodels) -> Cut | None:
-        """Choose the place at which the model is cut; None if it cannot be cut.
+        """Choose where the model is cut; None if it cannot be cut.
 
         Raises:
-            BadInput: the model cannot be cut at ``cut``, or clients choose among several precisions of its frozen base.
+            BadInput: the model cannot be cut at ``cut``, or its frozen parameters exist in several precisions.
         """
         if submodels.bases.names:
             raise BadInput(
@@ -98,11 +100,11 @@ class Split(Local):
         return next((cut for cut in reversed(places) if cut.num_layers <= most), places[0])
 
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Halves | None:
-        """Return both halves at the task's cut; None if the model cannot be cut.
+        """Return both halves of the model at the task's cut; None if it cannot be cut.
 
         Args:
             submodels: submodels of the whole model.
-            extra: `Work.extra` of the task; None = choose the cut anew.
+            extra: entries `Work.extra` of the task; None = choose the cut anew.
         """
         if extra is not None:
             return halves(submodels, extra[KEY]["cut"]) if KEY in extra else None
@@ -110,17 +112,17 @@ class Split(Local):
         return None if cut is None else halves(submodels, cut.path)
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook for one half connected to the other, or for both halves in one process."""
+        """Return the hook for one half that is connected to the other, or for both halves in one process."""
         if isinstance(task.submodels, Half):
             return LowerHook(task, task.submodels) if task.submodels.side == "lower" else UpperHook(task)
         both = self.exchange(task.submodels, task.assignment.extra)
         return Hook(task) if both is None else BothHook(task, both.server)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Predict the cost of the client's half, with the activations and gradients of all its samples on the wire.
+        """Predict the cost of the client's half, including the transfer of activations and gradients for all its samples.
 
-        Each batch is an exchange that pays the link's latency both ways. The peak includes the activation and gradient of one batch
-        as they are transferred. The server's computation counts as 0.
+        Each batch pays the latency of the network link twice. The peak memory includes the activation and gradient of
+        one batch. The server's computation counts as 0.
         """
         both = self.exchange(submodels)
         if both is None:
@@ -140,12 +142,12 @@ class Split(Local):
     def task_options(
         self, client: ClientInfo, submodels: Submodels, training: Training, batch_size: int, drop_last: bool
     ) -> dict[str, Any]:
-        """Return the path of the cut and the sizes of the batches exchanged in one task; empty if the model cannot be cut.
+        """Return the path of the cut and the sizes of a task's batches; empty if the model cannot be cut.
 
         Args:
             client: client that gets the tasks.
             submodels: submodels of the whole model.
-            training: the run's settings of local work.
+            training: the run's settings of local training.
             batch_size: local batch size.
             drop_last: whether an epoch drops its last batch if that is smaller.
         """
@@ -163,7 +165,7 @@ class Split(Local):
         return {KEY: {**terms, "batches": batches, "samples": epochs * in_epoch + rest * batch_size}}
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on the place of the cut, on the data that leaves the clients, and on the server's half."""
+        """Return notes on where the model is cut, which data leave the clients, and what the server's half costs."""
         both = self.exchange(submodels)
         if both is None:
             return [
@@ -191,7 +193,7 @@ class Split(Local):
 
 
 def leaf_bytes(half: Half) -> float:
-    """Return the bytes per sample of those parts of a batch that the server's half needs, without the activation."""
+    """Return the bytes per sample that the server's half needs from a batch, such as labels, without the activation."""
     flat = tree_flatten(half.example_batch)[0]
     num_bytes: int = sum(flat[i].nbytes for i in half.cut.leaves)
     return num_bytes / max(_num_samples(half), 1)
@@ -204,10 +206,10 @@ def _num_samples(submodels: Submodels) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Halved(Select):
-    """Select that gives every client the whole model, and records the cut and the batch sizes of the exchanges.
+    """Select part that gives every client the whole model, and records where it is cut and the sizes of its batches.
 
     Attributes:
-        sends: content of updates that the merge expects from both halves, values or deltas (`Merge.sends`).
+        sends: content of the updates that the merge expects from both halves, "values" or "delta"; see `Merge.sends`.
     """
 
     sends: Literal["values", "delta"] = "values"
@@ -223,7 +225,7 @@ class Halved(Select):
         return Work(num_epochs=training.num_epochs or 1, extra=extra)
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for an unknown cut, and for each client whose memory cannot hold its half."""
+        """Return a problem for an unknown cut, and for each client whose memory is too small for its half."""
         try:
             cut = _split(fleet).choose_cut(fleet.state.submodels)
         except BadInput as error:

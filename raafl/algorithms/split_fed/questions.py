@@ -27,13 +27,16 @@ traces a step of that size, which may loop over it."""
 
 @dataclass(frozen=True, eq=False)
 class Halves(Exchange):
-    """Both halves of a model. For each batch the client asks the server for the gradient of the activation at the cut."""
+    """Both halves of a model, with the server's side of their exchange.
+
+    For each batch, the client asks the server for the gradient of the activation at the cut.
+    """
 
     client: Half
     server: Half
 
     def questions(self, assignment: Assignment, link: ServerLink) -> Batches:
-        """Wait for the first batch that a client sends in a task, and return an iterable of all its batches."""
+        """Wait for the first batch of a task; return an iterable over all batches that the client sends."""
         return Batches(self.server, assignment, link)
 
 
@@ -55,10 +58,10 @@ def halves(submodels: Submodels, path: str) -> Halves:
 
 
 class Batches:
-    """A client's batches as they are received, in place of a data loader.
+    """Batches that a client sends, used in place of a data loader.
 
-    The assignment determines the number and the sizes of the batches. A batch that deviates is refused before it
-    reaches a layer.
+    The assignment determines how many batches come and how large they are. Any other batch is refused before a layer
+    sees it.
     """
 
     test = None
@@ -88,7 +91,7 @@ class Batches:
     def batches(self, *_: object, **__: object) -> Iterator[tuple[Received, int]]:
         """Yield each received batch with its number of samples.
 
-        Before the next one, send back the gradient of the previous one.
+        The gradient of a batch is sent back when the next batch is requested.
         """
         while True:
             yield self._received, self._due

@@ -53,26 +53,26 @@ def timely_fl(
     clock: Clock = "device",
     by_samples: bool = True,
 ) -> Algorithm:
-    """Return TimelyFL, whose clients train as many epochs, or as many of the last layers, as fit the round's interval.
+    """Return TimelyFL: each round lasts a fixed time, and each client trains as many epochs or last layers as fit into it.
 
     Args:
-        participation: participation target, k as a share of the round's clients; the paper's is 0.5.
-        adaptive: whether to adapt the workload (E_c, alpha_c) to measured times in every round; False = keep that of a
-            client's first round (Fig. 7).
-        layers: rule for choosing layers: time = the last ones within alpha_c that are predicted to finish within T_k;
-            share = by alpha_c alone.
-        server_optimizer: name of the server's optimizer, adam, yogi or adagrad (FedOpt); None = FedAvg's mean by
-            samples.
+        participation: share k of the round's clients that should finish in time, which sets the round's length; the
+            paper's is 0.5.
+        adaptive: whether to adapt the workload (E_c, alpha_c) to measured times in every round; False = a client keeps
+            the workload of its first round (Fig. 7).
+        layers: rule for choosing layers: time = as many of the last layers, within alpha_c, as are predicted to finish
+            within T_k; share = by alpha_c alone.
+        server_optimizer: optimizer of the server, adam, yogi or adagrad (FedOpt); None = FedAvg's mean by samples.
         server_lr: learning rate of the server optimizer; leave it out if there is none.
-        cohort: number of clients drawn in a round, uniformly (the training concurrency n); None = all.
-        concurrency: largest number of clients that work at the same time, in which case others start late; None = no
-            limit.
-        cut: way to reduce a slow client's work: layers trains the last layers (the paper's), width trains a physically
-            smaller model.
-        slack: share of T_k by which a client may be late and still be in the merge; 0 = as in the paper.
-        clock: time that a task is charged: device = the prediction for its device; share = alpha times the time of the
-            whole model's task (Equation 1), the paper's assumption, for a virtual clock.
-        by_samples: weight clients by |D_n|; False = equally, as FedBuff does.
+        cohort: number of clients in a round, drawn uniformly (the training concurrency n); None = all.
+        concurrency: largest number of clients that work at the same time; the round's other clients start later. None =
+            no limit.
+        cut: way to reduce a slow client's work: layers = train only the last layers, as in the paper; width = train a
+            narrower model.
+        slack: share of T_k by which a client may be late and still be part of the merge; 0 = as in the paper.
+        clock: duration of a task on a virtual clock: device = predicted for the client's device; share = alpha times
+            the whole model's duration (Equation 1), as the paper assumes.
+        by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally, as FedBuff does.
     """
     one_of("clock", clock, Clock)
     if cut == "width":

@@ -27,12 +27,12 @@ SLACK = 1 + 1e-9
 
 @dataclass
 class TimelyMemory(MergeMemory):
-    """The plan of a round, and records of clients.
+    """State of TimelyFL on the server: the plan of the round, and what is known of each client.
 
     Attributes:
-        T_k: length of the interval in seconds; 0 before the first round.
-        ratio: real time of a client's latest task divided by its predicted time, by client.
-        fixed: number of units of work and spec that a client always gets, by client.
+        T_k: length of the round's interval in seconds; 0 before the first round.
+        ratio: measured time of a client's latest task divided by its predicted time, by client.
+        fixed: work and submodel that a client gets in every round, by client, where the workload is not adapted.
     """
 
     key = "timely_fl"
@@ -48,11 +48,11 @@ Clock = Literal["device", "share"]
 
 @dataclass(frozen=True, slots=True)
 class TimeReport:
-    """Time that one unit of work takes a client: the full model, trained for the run's epochs or steps (Algorithm 2).
+    """Time that a client needs for one unit of work: the full model, trained for the run's epochs or steps (Algorithm 2).
 
     Attributes:
-        compute_s: seconds of training, and of evaluation on the client's test part (t_cmp).
-        link_s: seconds of transferring the model (t_com).
+        compute_s: seconds of training and of evaluation on the client's own test samples (t_cmp).
+        link_s: seconds of transferring the model both ways (t_com).
     """
 
     compute_s: float
@@ -60,18 +60,18 @@ class TimeReport:
 
     @property
     def total_s(self) -> float:
-        """Time of one unit of work in seconds (t_total)."""
+        """Total seconds of one unit of work (t_total)."""
         return self.compute_s + self.link_s
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Work of one client in one interval (Algorithm 3).
+    """Work that a client can do in one interval (Algorithm 3).
 
     Attributes:
-        num_units: number of units of local work (E_c).
-        share: share of the parameters that train (alpha_c).
-        report_s: seconds after which the client must start to send (t_rpt).
+        num_units: number of units of local work, such as epochs (E_c).
+        share: share of the model's parameters that it trains (alpha_c).
+        report_s: seconds after which the client must start to send its update (t_rpt).
     """
 
     num_units: int
@@ -80,22 +80,22 @@ class Workload:
 
 
 def interval(totals_s: Sequence[float], participation: float) -> float:
-    """Return the interval T_k in seconds: the k-th smallest of the clients' unit times.
+    """Return the length T_k of a round in seconds: the k-th smallest time that a client needs for one unit of work.
 
     Args:
-        totals_s: unit time t_cmp + t_com of each client, in seconds.
-        participation: k as a share of the clients; k is rounded up.
+        totals_s: seconds that each client needs for one unit of work, t_cmp + t_com.
+        participation: share k of the clients that should finish in time; their number is rounded up.
     """
     k = max(1, math.ceil(participation * len(totals_s) - 1e-9))
     return sorted(totals_s)[k - 1]
 
 
 def workload(interval_s: float, report: TimeReport) -> Workload:
-    """Return the work that fits into T_k (Algorithm 3): E_c units, the share alpha_c, and the time t_rpt to start sending.
+    """Return the work that a client can do within T_k (Algorithm 3).
 
     Args:
-        interval_s: interval T_k in seconds.
-        report: times t_cmp and t_com of the client.
+        interval_s: length T_k of the round in seconds.
+        report: times t_cmp and t_com that the client needs for one unit of work.
     """
     units = (interval_s - report.link_s) / report.compute_s if report.compute_s > 0 else 1.0
     share = min(interval_s / report.total_s, 1.0) if report.total_s > 0 else 1.0
@@ -103,7 +103,7 @@ def workload(interval_s: float, report: TimeReport) -> Workload:
 
 
 def trained_share(submodels: Submodels, spec: Spec) -> float:
-    """Return the number of parameters that train in ``spec`` as a share of those that train in the whole model."""
+    """Return the number of parameters that ``spec`` trains, as a share of those that the whole model trains."""
     return _num_trained(submodels, spec) / _num_trained(submodels, FULL)
 
 
@@ -114,15 +114,15 @@ def _num_trained(submodels: Submodels, spec: Spec) -> int:
 
 @dataclass(frozen=True)
 class ShareOfTime(Local):
-    """Local training on the paper's clock: a task costs the whole model's cost times the share of parameters that trains (Eq. 1).
+    """Local training on the paper's clock: a task costs the trained share of the parameters times the whole model's cost (Eq. 1).
 
-    FLOPs, memory traffic and bytes each way are scaled so; peak memory is not. The paper assumes this cost, with which
-    all clients are in time. Real devices are slower, since frozen layers still run forward and are received. So it
-    suits a virtual clock alone.
+    FLOPs, memory traffic and transferred bytes are scaled; peak memory is not. The paper assumes this cost, with which
+    all clients finish in time. Real devices are slower, since frozen layers still run forward and are received, so use
+    this with a virtual clock only.
     """
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the whole model's cost times the share that trains."""
+        """Return the whole model's cost times the share of its parameters that trains."""
         whole, share = submodels.cost(FULL, batch_size), trained_share(submodels, spec)
         return replace(
             submodels.cost(spec, batch_size),
@@ -139,7 +139,7 @@ class ShareOfTime(Local):
 
 
 def last_layers(submodels: Submodels) -> list[tuple[float, Spec]]:
-    """Return each submodel that trains only the last layers, with its share of all trained parameters, largest first."""
+    """Return all submodels that train only the last layers, each with its share of the trained parameters, largest first."""
     names, full = submodels.parameter_names, last_fraction(submodels, 1.0)
     sizes = [entry.numel for entry in submodels.layout(full).entries if entry.name in names]
     ends = [num_values / sum(sizes) for num_values in accumulate(sizes[::-1])]
@@ -149,26 +149,26 @@ def last_layers(submodels: Submodels) -> list[tuple[float, Spec]]:
 
 @dataclass(frozen=True)
 class Timely(Select):
-    """Select that gives each client as many epochs, or as many of the last layers, as fit the round's interval T_k.
+    """Select part that gives each client as many epochs or last layers as it can train within the round's interval T_k.
 
-    The round's clients report t_cmp and t_com (Algorithm 2): newly drawn ones, and those of earlier rounds that are
-    still at work. T_k is the k-th smallest sum (Algorithm 1); E_c and alpha_c follow (Algorithm 3). The unit of work is
-    the run's own `train.num_epochs` or `train.num_steps`.
+    At the start of a round, the times t_cmp and t_com of all its clients are known (Algorithm 2), including those still
+    at work. T_k is the k-th smallest sum of the two (Algorithm 1), and E_c and alpha_c follow from it (Algorithm 3).
+    One unit of work is the run's own `train.num_epochs` or `train.num_steps`.
 
-    A report is the prediction from the client's profile. If the client's last task took longer or shorter than
-    predicted, both times are scaled by that ratio: a device that has slowed down gets less work in its next round.
+    The times are predicted from the client's device profile, and scaled by the ratio of measured to predicted time of
+    its last task. So a device that has slowed down gets less work in its next round.
 
     Attributes:
-        participation: number k as a share of the round's clients.
-        adaptive: whether the workload follows measured times; False = every client keeps that of its first round (Fig.
-            7).
-        layers: rule for choosing layers: share = the last layers with at most alpha_c of the parameters, as in the
-            paper; time = as many of these as are predicted to be trained and sent within T_k. The two differ because
-            frozen layers still run forward and are still received.
-        cut: way to reduce a slow client's work: layers trains the last layers of the whole model (the paper's); width
-            trains all layers of a smaller model with the first units of each axis, as wide as T_k allows.
-        slack: share of T_k by which a client may be predicted to be late and still get all the work that alpha_c = 1
-            allows; give `Interval` the same.
+        participation: share k of the round's clients that should finish in time.
+        adaptive: whether the workload follows measured times; False = a client keeps the workload of its first round
+            (Fig. 7).
+        layers: rule for choosing layers: share = the last layers with at most the share alpha_c of the parameters, as
+            in the paper; time = as many of these as are predicted to be trained and sent within T_k. The two differ
+            because frozen layers still run forward and are still received.
+        cut: way to reduce a slow client's work: layers = train only the last layers of the whole model, as in the
+            paper; width = train all layers of a narrower model, as wide as T_k allows.
+        slack: share of T_k by which a client may be predicted to be late and still train the whole model; give
+            `Interval` the same value.
     """
 
     participation: float = 0.5
@@ -189,13 +189,13 @@ class Timely(Select):
     # ---- reports, and the interval they give ----
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Set T_k from the time reports of all the round's clients, including those at work since earlier rounds."""
+        """Set the interval T_k from the times of all clients of the round, including those still at work."""
         fleet.state.memory.of(TimelyMemory).T_k = interval(
             [self.report(client, fleet).total_s for client in out], self.participation
         )
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Update the client's ratio of measured to predicted time."""
+        """Update the client's ratio of measured to predicted time from its task."""
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
         predicted_s = fleet.cost_s(client, work)
         if not self.adaptive or predicted_s <= 0 or seconds <= 0:
@@ -204,7 +204,7 @@ class Timely(Select):
         fleet.state.memory.of(TimelyMemory).ratio[client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
 
     def report(self, client: ClientInfo, fleet: SelectContext) -> TimeReport:
-        """Return the client's t_cmp and t_com, from its profile and its last task."""
+        """Return the times t_cmp and t_com of a client, predicted from its profile and corrected by its last task."""
         time, ratio = fleet.task_time(client, Work()), self._ratio(client, fleet)
         return TimeReport(time.compute_s * ratio, (time.down_s + time.up_s) * ratio)
 
@@ -267,19 +267,19 @@ class Timely(Select):
     # ---- the fleet ----
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's measured ratio, since it may be on another device."""
+        """Delete the client's measured ratio, since it may have joined from another device."""
         fleet.state.memory.of(TimelyMemory).ratio.pop(client.id, None)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Do nothing, since other clients' work does not depend on the lost one."""
+        """Do nothing: a lost client does not influence the work of others."""
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory cannot even hold the training of the last layer."""
+        """Return a problem for each client whose memory is too small even to train the last layer only."""
         least = self._submodels(fleet)[-1][1]
         return [self._problem(c, fleet) for c in fleet.clients.values() if not fleet.fits(c, least)]
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a warning if slow clients have no layers or units to leave out."""
+        """Return a warning if the model has no layers or units that slow clients could leave out."""
         if self.cut == "width":
             return uncut(fleet.state.submodels, "narrow")
         if len(self._submodels(fleet)) > 1:
@@ -307,24 +307,24 @@ class Timely(Select):
 
 @dataclass(frozen=True, slots=True)
 class Interval(Trigger):
-    """Trigger that merges T_k seconds after the round opened, or once all have reported (TimelyFL's flexible buffer).
+    """Trigger that merges at the end of the interval T_k, or earlier if all have reported (TimelyFL's flexible buffer).
 
-    `Timely` records T_k. If no update has arrived by then, the first one is merged on arrival. A client that reports
-    later is in the next merge, and gets new work after it.
+    `Timely` sets T_k. If no update has arrived by then, the first one is merged when it arrives. A client that reports
+    late is part of the next merge, and gets new work after it.
 
     Attributes:
-        slack: share of T_k for which the merge waits beyond T_k while clients are at work.
+        slack: share of T_k by which the merge may be delayed while clients are still at work.
     """
 
     slack: float = 0.0
     restart: ClassVar[Restart] = "merge"
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether T_k has passed or every client has reported."""
+        """Check whether the interval has passed or all clients have reported."""
         return waiting.num_active == 0 or waiting.now_s >= self.wake_at(waiting)
 
     def wake_at(self, waiting: TriggerContext) -> float:
-        """Return the time at which the round ends, after T_k and the slack, in seconds on the run's clock."""
+        """Return the time at which the interval and its slack end, in seconds of the run's clock."""
         return waiting.opened_s + waiting.memory.of(TimelyMemory).T_k * (SLACK + self.slack)
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ def score_layout(submodels: Submodels, number: int, spec: Spec | None) -> Layout
     """Return the layout of the scores that travel with a task; empty for a task that trains values.
 
     Args:
-        submodels: the model, with its axes and layouts.
+        submodels: submodels of the model.
         number: number of ranges into which an axis without heads is cut.
         spec: the task's submodel; None = the layout of all scores.
     """

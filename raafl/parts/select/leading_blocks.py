@@ -59,7 +59,7 @@ class LeadingBlocks(Select):
         """Return the submodel of the lowest blocks, each axis cut to its leading units.
 
         Args:
-            submodels: the model, with its axes and layouts.
+            submodels: submodels of the model.
             num_blocks: number of blocks; fewer if no exit follows the last of them.
             width: share of each axis to keep.
         """

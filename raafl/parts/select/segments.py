@@ -106,7 +106,7 @@ class Gates:
 
         Args:
             module: a submodel in which these axes are whole.
-            submodels: the model, with its axes and layouts.
+            submodels: submodels of the model.
             segments: segments of each gated axis.
         """
         self._places: list[tuple[nn.Module, str, Tensor]] = []

@@ -53,7 +53,7 @@ def uncut(submodels: Submodels, what: str) -> list[str]:
     """Return a warning if the model has no axes, so that every client trains all of it; else an empty list.
 
     Args:
-        submodels: the model, with its axes and layouts.
+        submodels: submodels of the model.
         what: verb for the use of axes by the method, such as "prune".
     """
     if submodels.axes:

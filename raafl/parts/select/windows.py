@@ -221,7 +221,7 @@ class RollingWindows(Select):
         """Return the submodel that trains a window, with the exit at its top and, for distillation, the exits inside.
 
         Args:
-            submodels: the model, with its axes and layouts.
+            submodels: submodels of the model.
             start: index of the first block that trains.
             stop: index after the last block.
             kept: indices of the kept units, for each narrowed axis.
@@ -250,7 +250,7 @@ class RollingWindows(Select):
         """Return the first blocks of the windows, such that each window ends at an exit or at the model's own end.
 
         Args:
-            submodels: the model, with its axes and layouts.
+            submodels: submodels of the model.
             num_blocks: number of blocks in a window.
             depth: share r_d of the blocks, from which the windows follow.
         """

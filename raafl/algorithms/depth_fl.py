@@ -136,8 +136,8 @@ def depth_fl(
     """Return DepthFL, whose clients train the lowest blocks, with an exit after each; the exits learn from each other.
 
     Args:
-        depths: share of the model's blocks that a client trains: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
-            mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
+        depths: share of the model's blocks that a client trains: one number for all; a list that clients 1, 2, ... take in
+            turn, repeating; or a mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
         ramp: number of rounds until the exits learn from each other with full weight (T).
         dyn_alpha: weight of FedDyn's regulariser (alpha); 0 = none, with FedAvg's mean of equal weights.
         alpha: weight of each arriving update in an asynchronous run, which needs dyn_alpha 0; None = synchronous

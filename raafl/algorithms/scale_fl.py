@@ -116,8 +116,8 @@ def scale_fl(
     """Return ScaleFL: clients train the lowest blocks, narrowed, with an exit after each that learns from the deepest one.
 
     Args:
-        depths: share of the model's blocks that a client trains: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
-            mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
+        depths: share of the model's blocks that a client trains: one number for all; a list that clients 1, 2, ... take in
+            turn, repeating; or a mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
         widths: share of each axis's units for each client, in the same form. None = 0.65, 0.7, 0.8, 1 in turn.
         gamma: weight of the distillation loss (gamma).
         temperature: temperature of the distillation (T).

@@ -72,8 +72,7 @@ class CompassMemory(MergeMemory):
         num_groups: number of groups that have been created so far.
         alone: ids of the assignments of first updates, each merged alone.
         late: ids of the assignments whose updates came after their group was merged; they join the next group's merge.
-        waiting: for each waiting update, its assignment, its submodel, the version from which it started, and a copy of
-            its tensors.
+        waiting: assignment, submodel, start version and a copy of the tensors of each waiting update.
     """
 
     key = "fed_compass"

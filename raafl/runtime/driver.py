@@ -1,4 +1,4 @@
-"""Drive a coordinator on any clock: record each event, let the coordinator handle it, carry out its actions.
+"""Run a coordinator on any clock: record each event, pass it to the coordinator, carry out the actions that it returns.
 
 Two runtimes are drivers: `raafl.runtime.simulation` on a virtual clock, `raafl.runtime.server.wall_clock` on the wall clock. Each
 has its own clock and timers, delivers assignments in its own way, and decides when to evaluate.
@@ -43,12 +43,12 @@ from raafl.watch.progress import Progress
 
 
 class Driver(ABC):
-    """Base of both runtimes: passes events to the coordinator and carries out its actions, on one thread.
+    """Base class of both runtimes. On one thread, it passes events to the coordinator and carries out the coordinator's actions.
 
     Attributes:
         reason: reason for which the run has ended; empty while it goes on.
-        error: error of the user's code that ended the run, or None.
-        groups: object that forms groups whose updates are summed; None = updates are not masked.
+        error: error of the user's code that ended the run; None = there was none.
+        groups: groups of clients whose updates are summed under masks; None = without secure aggregation.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Driver(ABC):
     @property
     @abstractmethod
     def now(self) -> float:
-        """Time in seconds on the run's clock."""
+        """Present time in seconds on the run's clock."""
 
     @abstractmethod
     def save(self) -> dict[str, Any]:
-        """Return the clock's state and all queued events, as plain data and tensors."""
+        """Return the state of the clock and all waiting events, as plain data and tensors, for a checkpoint."""
 
     @abstractmethod
     def _deliver(self, assignment: Assignment) -> None:
@@ -183,9 +183,9 @@ class Driver(ABC):
         self.hooks.on_checkpoint(self.coordinator, self.coordinator.state.version, self.save())
 
     def stop(self, reason: str) -> None:
-        """End the run, unless it has ended, so that it can be resumed from its current state.
+        """End the run, unless it has already ended; it can be resumed from its present state.
 
-        After a merge that was interrupted halfway, the checkpoint before the merge stays the last one.
+        If a merge was interrupted, the run can be resumed from the checkpoint before that merge.
         """
         if not self.reason:
             if not self.coordinator.is_merging:

@@ -1,4 +1,4 @@
-"""Run tasks with an exchange on real ranks: both ends of `raafl.core.exchange`.
+"""Run tasks that are split between client and server, on real ranks: both sides of `raafl.core.exchange`.
 
 The server's side of a task runs on the thread of the client's session, on a copy of its part of the model. The client waits for
 each reply; the server waits at most ``waits.task_s`` in total. Invalid questions are refused, and the client is told.
@@ -37,7 +37,10 @@ MAX_BYTES = 1 << 31
 
 
 class Questions:
-    """Client's end of questions in the middle of a task: the training thread asks, the receiving thread passes replies on."""
+    """Client's side of questions to the server in the middle of a task.
+
+    The training thread asks and waits; the receiving thread passes it the reply.
+    """
 
     def __init__(self, pair: Connection, device: torch.device | str = "cpu", wait_s: float | None = None) -> None:
         """Prepare.
@@ -85,23 +88,27 @@ class Questions:
         return reply
 
     def expect(self, assignment: int) -> FlatTensors | None:
-        """Return the storage for a reply's tensors; called on the receiving thread."""
+        """Return the storage for the reply's tensors; called on the receiving thread."""
         if not self._is_asking or self._assignment is None or assignment != self._assignment.id:
             raise Refused("bad-kind", f"a reply for assignment {assignment}, which waits for none")
         self._is_asking = False
         return None if self._expected is None else FlatTensors.empty(self._expected, self._reply_device)
 
     def hear(self, meta: Meta, tensors: FlatTensors | None) -> None:
-        """Pass a reply to the waiting task."""
+        """Pass the server's reply to the task that waits for it."""
         self._replies.put((meta, tensors))
 
     def stop(self, assignment: int | None = None) -> None:
-        """Wake a task that waits for a reply, since none will come; None = any task, now and later."""
+        """Wake up a task that waits for a reply which will not come.
+
+        Args:
+            assignment: id of the task; None = any task, including later ones.
+        """
         self._replies.put(assignment)
 
 
 class ClientSide(Questions):
-    """Client's side of tasks of which the server trains a part."""
+    """Client's side of tasks that are split between client and server, as in split learning."""
 
     def __init__(self, pair: Connection, whole: LocalTrainer, wait_s: float) -> None:
         """Prepare.
@@ -116,11 +123,15 @@ class ClientSide(Questions):
         self._built: tuple[Exchange, LocalTrainer] | None = None
 
     def exchange(self, assignment: Assignment) -> Exchange | None:
-        """Return the exchange of a task, or None; raise `SpecError` if it names parts that the model does not have."""
+        """Return the description of a split task, or None if the task is not split.
+
+        Raises:
+            SpecError: the task names parts that the model does not have.
+        """
         return self._whole.local.exchange(self._whole.submodels, assignment.extra)
 
     def begin(self, assignment: Assignment, context: TaskContext) -> tuple[LocalTrainer, TaskContext]:
-        """Return the trainer of the client's part of a task, and its context, which has the link to the server."""
+        """Return the trainer of the client's part of a task, and a task context that is connected to the server."""
         exchange, whole = self.exchange(assignment), self._whole
         if exchange is None:
             return whole, context
@@ -133,7 +144,7 @@ class ClientSide(Questions):
         return self._built[1], replace(context, link=self)
 
     def ask(self, meta: dict[str, Any], tensors: Mapping[str, Tensor], answer: Layout) -> FlatTensors:
-        """Send a question to the server and wait for the reply; see `ClientLink.ask`.
+        """Send a question to the server and wait for its reply; see `ClientLink.ask`.
 
         Args:
             meta: plain data of the question.
@@ -141,7 +152,7 @@ class ClientSide(Questions):
             answer: layout of the reply.
 
         Raises:
-            Stopped: the server has ended the task, or is gone.
+            Stopped: the server has ended the task, or the connection is lost.
         """
         options = self._whole.options
         more = Question(str(options.precision), options.accumulate_grad_batches, self._whole.sends).to_meta()
@@ -154,13 +165,13 @@ class ClientSide(Questions):
 
 
 class Conversation:
-    """Connection of a session during one task, which counts bytes each way and the client's time.
+    """Messages between server and client during one task, with their bytes and times.
 
     Attributes:
         down_bytes: number of bytes sent.
         up_bytes: number of bytes received.
         down_s: seconds that sending took.
-        up_s: seconds of receiving, from each message's first byte to its last.
+        up_s: seconds spent receiving, from the first byte of each message to its last.
         stopping: function that returns whether the run no longer needs the task.
     """
 
@@ -199,7 +210,12 @@ class Conversation:
         self._pair.check()
 
     def recv(self, wanted: Kind, into: Callable[[dict[str, Any]], FlatTensors]) -> Message:
-        """Receive a message of this task; ``into`` returns the storage for its tensors. Raise as `Connection.recv` does."""
+        """Receive a message of this task; raises the same errors as `Connection.recv`.
+
+        Args:
+            wanted: type of message to accept; others are refused.
+            into: function that gets the fields of the message and returns the storage for its tensors.
+        """
         begun: float | None = None  # when the message's header was here: the client may have trained for long before
 
         def expect(kind: Kind, assignment: int, meta: dict[str, Any]) -> FlatTensors:
@@ -224,7 +240,7 @@ class Conversation:
 
 
 class ServerSide:
-    """The server's side of one client's tasks; it reuses the module that it has built."""
+    """Server's side of one client's split tasks; the module that it has built is used again for the next task."""
 
     def __init__(self, local: Local, device: torch.device | str, num_threads: int) -> None:
         """Prepare to compute the method's ``local`` part on ``device`` with ``num_threads`` threads."""
@@ -232,16 +248,18 @@ class ServerSide:
         self._built: tuple[Exchange, Question, LocalTrainer] | None = None
 
     def run(self, exchange: Exchange, assignment: Assignment, snapshot: FlatTensors, talk: Conversation) -> Update:
-        """Train the server's part together with a client; return its update, whose tensors are valid until the next task.
+        """Train the server's part of a task together with a client; return the resulting update.
+
+        Its tensors are valid until the next task.
 
         Args:
-            exchange: exchange of the task.
+            exchange: description of the split task.
             assignment: assignment of the task.
-            snapshot: values of the server's part.
-            talk: connection to the client during the task.
+            snapshot: parameter values of the server's part.
+            talk: messages to and from the client during the task.
 
         Raises:
-            Refused: a question was invalid, or no step can be made with it.
+            Refused: a message of the client was invalid, or no training step can be made with it.
             Stopped: the run has ended.
         """
         torch.set_num_threads(self._num_threads)  # of this thread

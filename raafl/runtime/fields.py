@@ -1,4 +1,4 @@
-"""Check single fields of messages, and the signed head of the server's journal that goes with an assignment."""
+"""Check single fields of received messages; sign and verify the state of the server's journal that is sent with a task."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def count_of(meta: Meta, name: str, least: int = 0) -> int:
 
 
 def text_of(meta: Meta, name: str, longest: int = 1000) -> str:
-    """Read an optional text field of a message, of plain characters; "" if it is missing.
+    """Read an optional text field of a message; return "" if it is missing.
 
     Args:
         meta: plain data of a message.
@@ -47,7 +47,7 @@ def text_of(meta: Meta, name: str, longest: int = 1000) -> str:
         longest: largest number of characters.
 
     Raises:
-        Refused: the field has another value.
+        Refused: the field is no text, is too long, or has unusual characters.
     """
     value = meta.get(name, "")
     if not isinstance(value, str) or len(value) > longest or not (value.isascii() and value.isprintable()):
@@ -57,7 +57,7 @@ def text_of(meta: Meta, name: str, longest: int = 1000) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line that a client has logged.
+    """A log message of a client, as sent to the server.
 
     Attributes:
         level: one of `LOG_LEVELS`.
@@ -69,17 +69,17 @@ class LogLine:
 
 
 def level_of(number: int) -> LogLevel:
-    """Return the level's name for a level's number of `logging`."""
+    """Convert a level number of `logging` to the level's name."""
     return "error" if number >= logging.ERROR else "warning" if number >= logging.WARNING else "info"
 
 
 def logs_to_meta(lines: Sequence[LogLine]) -> dict[str, Any]:
-    """Return the field of a message that carries log lines."""
+    """Convert log lines to a field of a message."""
     return {"logs": [[line.level, line.text] for line in lines]}
 
 
 def log_lines_of(meta: Meta) -> tuple[LogLine, ...]:
-    """Read the log lines in a message, cleaned and cut: at most `MAX_LOG_LINES`, whatever else the field holds."""
+    """Read the log lines in a message; their text is sanitised and shortened, and at most `MAX_LOG_LINES` are returned."""
     rows = meta.get("logs", [])
     lines = []
     for row in rows[:MAX_LOG_LINES] if isinstance(rows, list) else []:
@@ -90,11 +90,11 @@ def log_lines_of(meta: Meta) -> tuple[LogLine, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SignedHead:
-    """Head of the server's journal's hash chain after an assignment was recorded, with its signature.
+    """Hash of the server's journal after a task was recorded, signed by the server; a client can keep it as evidence.
 
     Attributes:
-        head: last ``chain`` of the journal; see `raafl.runfolder.chain`.
-        signature: signature of head and assignment; "" = unsigned.
+        head: hash of the last row and all rows before it; see `raafl.runfolder.chain`.
+        signature: signature of hash and task id; "" = unsigned.
         key: public key of the signature; "" = unsigned.
     """
 
@@ -104,26 +104,26 @@ class SignedHead:
 
     @classmethod
     def sign(cls, head: str, assignment: int, signer: Signer | None) -> Self:
-        """Sign the journal's head that is sent with an assignment.
+        """Sign the hash of the journal that is sent with a task.
 
         Args:
-            head: head of the journal.
-            assignment: id of the assignment.
-            signer: signer of the server; None = unsigned.
+            head: hash of the journal's last row.
+            assignment: id of the task.
+            signer: holder of the server's key; None = do not sign.
         """
         return cls(head) if signer is None else cls(head, signer.sign(_signed(head, assignment)), signer.public)
 
     def is_signed(self, assignment: int) -> bool:
-        """Check the signature for an assignment, given by its id."""
+        """Check whether the signature is valid for the task with id ``assignment``."""
         return is_signed(_signed(self.head, assignment), self.signature, self.key)
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of this record for a message."""
+        """Convert the record to fields of a message."""
         return dict(zip(HEAD_FIELDS, (self.head, self.signature, self.key), strict=True))
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self | None:
-        """Read the record from a message; None if it has no head. Raise `Refused` for fields that are not short texts."""
+        """Read the record from a message; None if it has none. Raise `Refused` if a field is not a short text."""
         if "head" not in meta:
             return None
         return cls(*(text_of(meta, name) for name in HEAD_FIELDS))

@@ -1,4 +1,4 @@
-"""Run an experiment on the ranks that torchrun started: rank 0 hosts, each other rank takes part as a client."""
+"""Run an experiment on the ranks that torchrun started: rank 0 is the server, each other rank is a client."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _log = logging.getLogger(__name__)
 def fit(
     experiment: Experiment, config_yaml: str = "", observer: RunHooks | None = None
 ) -> tuple[dict[str, Any], Path] | None:
-    """Run an experiment under torchrun; return summary and run folder on rank 0, None on a client.
+    """Run an experiment under torchrun; return the summary and the run folder on rank 0, and None on a client.
 
     Args:
         experiment: settings of the run.
-        config_yaml: config of the run as text, for the run folder.
+        config_yaml: config of the run as text, to be stored in the run folder.
         observer: observer called during the run; None = none.
     """
     if "WORLD_SIZE" not in os.environ or os.environ.get("RANK", "0") == "0":  # before the others are kept waiting
@@ -43,10 +43,10 @@ def fit(
 
 
 def take_part(experiment: Experiment, transport: Transport) -> None:
-    """Work as the client of this transport until dismissed; it connects once.
+    """Work as a client until the server ends the run; the connection is made once.
 
     Raises:
-        RunFailed: the server refused the client, or is gone.
+        RunFailed: the server refused the client, or the connection was lost.
     """
     place = Place.here(experiment.server_device, experiment.fabric.device)
     setup = ClientSetup.make(experiment, transport.client, place)

@@ -1,4 +1,4 @@
-"""Decide whether a peer may take part: what two processes must have alike, and what a client may claim to be."""
+"""Decide whether a process may take part in a run: compare its model, config and version, and check what a client claims."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ It decides who is admitted, so that a server of another package version keeps it
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Properties of a process that two processes must have in common before tensors travel between them.
+    """Fingerprints of a process's model, config and version, which two processes compare before they exchange tensors.
 
     Attributes:
         model: fingerprint of the layout of all parameters.
         base: digest of the frozen parameters; None = there are none.
-        config: digest of each section of the config that both must have in common; None = not compared.
-        raafl: version of the package, which must be equal only between processes of one machine's run.
-        protocol: version of the protocol.
+        config: digest of each section of the config that must be equal; None = not compared.
+        raafl: version of the package; compared only between processes on one machine.
+        protocol: version of the message protocol.
     """
 
     model: object
@@ -48,13 +48,13 @@ class Identity:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> Self:
-        """Read a peer's identity from its HELLO; its values are only compared with our own."""
+        """Read a peer's identity from its first message (HELLO); the values are only compared with our own."""
         config = meta.get("config")
         config = config if isinstance(config, dict) else None
         return cls(meta.get("model"), meta.get("base"), config, meta.get("raafl"), meta.get("protocol"))
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the identity as fields of a HELLO."""
+        """Convert the identity to fields of the first message (HELLO)."""
         config = None if self.config is None else dict(self.config)
         return {
             "protocol": self.protocol, "raafl": self.raafl, "model": self.model, "base": self.base, "config": config,
@@ -63,7 +63,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first field in which two identities differ, with both values as text of at most 64 characters."""
+    """The first field in which two identities differ, and both values as text of at most 64 characters."""
 
     field: str
     ours: str
@@ -73,14 +73,13 @@ class Difference:
 def agree(ours: Identity, theirs: Identity, *, same_package: bool = False) -> Difference | None:
     """Compare two identities; return their first difference, or None if they agree.
 
-    The protocol comes first, since another version may have other fields; the config comes before the model, which
-    follows from it. The peer's digest of the section ``data`` may be "own": it then trains on data of its own.
+    The protocol version is compared first, since other versions may have other fields. If the peer trains on data of
+    its own, the config section ``data`` is not compared.
 
     Args:
         ours: identity of this process.
         theirs: identity of the peer.
-        same_package: whether the package's version must be equal, too, for processes that compute one task's bits
-            together.
+        same_package: whether the package's version must be equal, too; for processes that train one task together.
     """
     if ours.protocol != theirs.protocol:
         return _difference("protocol", ours.protocol, theirs.protocol)
@@ -102,7 +101,7 @@ def _difference(name: str, ours: object, theirs: object) -> Difference:
 
 
 def in_words(different: Difference, client: int) -> str:
-    """Describe to a client in what it differs from the server.
+    """Describe in words, for a client, how its identity differs from the server's.
 
     Args:
         different: difference between the two identities.
@@ -123,18 +122,17 @@ def in_words(different: Difference, client: int) -> str:
 def client_info(
     hello: Mapping[str, Any], num_samples: int, known: ClientInfo, incarnation: int, *, own_data: bool = True
 ) -> ClientInfo:
-    """Build the coordinator's description of a client from its HELLO, whose fields are checked here.
+    """Check the fields of a client's first message (HELLO), and build the coordinator's description of the client from it.
 
     Args:
         hello: fields of the HELLO.
-        num_samples: number of training samples that it claims.
-        known: description by the server of the client: its id, its number of samples of the run's data (0 = unknown),
-            and its profile, whose series the client may name by digest.
-        incarnation: number of this connection, counted for the client.
-        own_data: whether the client may train on data of its own.
+        num_samples: number of training samples that the client claims.
+        known: description of the client on the server: its id, number of samples (0 = unknown), and device profile.
+        incarnation: number of times that the client has joined.
+        own_data: whether the client may train on its own data.
 
     Raises:
-        Refused: the description is invalid, or claims more than it may; the error's detail is sent to the client.
+        Refused: the description is invalid, or claims more than it may; the client gets the reason.
     """
     profile, client = hello.get("profile"), known.id
     try:

@@ -1,4 +1,4 @@
-"""Every message of a run: who sends it when, which fields it has, and how a peer's words are checked.
+"""Define every message of a run: who sends it and when, its fields, and how a received message is checked.
 
 A message is a frame of `raafl.transport.codec`: a kind, an assignment's id, a client's incarnation, a JSON object `meta` and
 tensors. This module is the only place that names a field of `meta`. Each record writes it with `to_meta`; `from_meta` bounds
@@ -53,7 +53,7 @@ PRECISIONS: Final = ("32-true", "32", "bf16-mixed")
 
 
 def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
-    """Expect a message without tensors; arguments as for `raafl.transport.Expect`."""
+    """Function to pass as `raafl.transport.Expect` for a message without tensors; arguments as for `raafl.transport.Expect`."""
 
 
 # ---- records, in the order of a session ----
@@ -61,21 +61,21 @@ def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Message with the server's config, for a client without one; if it has no text, it is the client's request for the config.
+    """Message with the server's config, for a client that has none; without a text it is the client's request for the config.
 
     Attributes:
-        config_yaml: text of config.yaml; None = a request, or the reply to a client that has its own.
+        config_yaml: text of config.yaml; None = this is a request, or the client has its own config.
     """
 
     config_yaml: str | None = None
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of the message."""
+        """Convert the message to its JSON fields."""
         return {"config_yaml": self.config_yaml}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a Config message; raise `Refused` if its text is not a text."""
+        """Read the message from its JSON fields; raise `Refused` if the config is not a text."""
         text = meta.get("config_yaml")
         if text is not None and not isinstance(text, str):
             raise Refused("bad-meta", "config_yaml is no text")
@@ -84,12 +84,13 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Message in which a peer describes itself after it has built its model.
+    """First message of a client, or of a rank that trains: it describes the sender, after it has built its model.
 
     Attributes:
-        identity: properties that must be equal at peer and server.
-        unsent: id of an assignment whose answer could not be sent on an earlier connection; None = none.
-        client: description of a client (`client_to_json`), with digests of its recorded series; empty under torchrun.
+        identity: fingerprints of model, config and version, which must be equal on both sides.
+        unsent: id of a task whose result could not be sent on an earlier connection; None = none.
+        client: description of a client (`client_to_json`), with digests in place of recorded series; empty under
+            torchrun.
         memory_bytes: number of bytes of memory that a process of a client may use; None = no limit.
     """
 
@@ -100,24 +101,31 @@ class Hello:
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
-        """Return the HELLO of a client; a series of its profile is replaced by a digest, for a server that has the series.
+        """Build a client's first message.
+
+        A recorded series in its device profile is replaced by a digest, since the server has the series.
 
         Args:
             identity: identity of this process: config, model and version.
             info: description of the client.
-            unsent: id of an assignment whose update was not sent on an earlier connection; None = there is none.
+            unsent: id of a task whose update could not be sent on an earlier connection; None = none.
         """
         data = client_to_json(info)
         return cls(identity, unsent, {**data, "profile": as_sent(data["profile"])})
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of the message."""
+        """Convert the message to its JSON fields."""
         limit = {} if self.memory_bytes is None else {"memory_bytes": self.memory_bytes}
         return {**self.identity.to_meta(), "unsent": self.unsent, **limit, **self.client}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a HELLO; raise `Refused` if `unsent` or `memory_bytes` is not a number above 0, or a series is sent in full."""
+        """Read the message from its JSON fields.
+
+        Raises:
+            Refused: `unsent` or `memory_bytes` is not a number above 0, or a recorded series is not replaced by its
+                digest.
+        """
         unsent = None if meta.get("unsent") is None else count_of(meta, "unsent", least=1)
         memory = meta.get("memory_bytes")
         if memory is not None and not (isinstance(memory, int | float) and 0 < memory < math.inf):
@@ -130,37 +138,37 @@ class Hello:
 
     @property
     def num_samples(self) -> int:
-        """Number of training samples of the client; raises `Refused` unless it is a whole number of at least 1."""
+        """Number of training samples that the client reports; raises `Refused` unless it is a whole number of at least 1."""
         return count_of(self.client, "num_samples", least=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Message by which the server admits a peer.
+    """Message in which the server admits a client or a rank.
 
     Attributes:
-        kept_whole: names of the axes that the server could not verify as safe to cut; the peer must not cut them either.
-        client: id of the client; None for a rank.
+        kept_whole: names of the axes that must not be cut, since the server could not verify that cutting them is safe.
+        client: id of the client; None for a rank that only trains.
     """
 
     kept_whole: tuple[str, ...] = ()
     client: int | None = None
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of the message."""
+        """Convert the message to its JSON fields."""
         client = {} if self.client is None else {"client": self.client}
         return {**client, "kept_whole": list(self.kept_whole)} if self.kept_whole or self.client is None else client
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a Welcome message; raise `Refused` if ``kept_whole`` is not a list of texts."""
+        """Read the message from its JSON fields; raise `Refused` if ``kept_whole`` is not a list of texts."""
         names = meta.get("kept_whole", [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise Refused("bad-meta", "kept_whole is no list of names of axes")
         return cls(tuple(names))
 
     def apply_to(self, submodels: Submodels) -> None:
-        """Exclude the axes in `kept_whole` from cuts; raise `Refused` for an axis that the model does not have."""
+        """Stop cutting the axes in `kept_whole`; raise `Refused` for an axis that the model does not have."""
         try:
             submodels.exclude_axis(dict.fromkeys(self.kept_whole, "not proven by the server"))
         except SpecError as error:
@@ -169,12 +177,12 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Message that sends a task; its tensors are the submodel's values.
+    """Message that sends a training task to a client; its tensors are the submodel's values.
 
     Attributes:
-        assignment: assignment of the task.
-        more: whether the following tasks are trained together with this one, as one batch.
-        head: head of the server's journal, for the site's receipt; None = none.
+        assignment: description of the task.
+        more: whether the next task is to be trained together with this one, as one batch.
+        head: signed hash of the server's journal, for the client's receipt; None = none.
     """
 
     assignment: Assignment
@@ -182,13 +190,13 @@ class Assign:
     head: SignedHead | None = None
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of the message."""
+        """Convert the message to its JSON fields."""
         head = {} if self.head is None else self.head.to_meta()
         return {**assignment_to_json(self.assignment), **({"more": True} if self.more else {}), **head}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read an Assign message; raise `Refused` if it has no valid assignment."""
+        """Read the message from its JSON fields; raise `Refused` if it does not describe a valid task."""
         try:
             fields = {name: value for name, value in meta.items() if name not in ("more", *HEAD_FIELDS)}
             return cls(assignment_from_json(fields), meta.get("more") is True, SignedHead.from_meta(meta))
@@ -198,18 +206,18 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Message with the result of a task; its tensors are the update.
+    """Message with the result of a training task; its tensors are the update.
 
     Attributes:
-        num_samples: number of samples that the client has trained on, by which its update may be weighted.
+        num_samples: number of samples on which the client trained; the merge may weight the update by it.
         num_steps: number of optimiser steps made.
         metrics: metrics that the client measured, by name; at most `MAX_METRICS`.
-        extra: plain data from the method's hook for the merge.
-        base: digest of the frozen parameters in the precision that the task asked for; None = the task named no
-            precision.
-        refusal: reason, found where the update was trained, for which it may not be merged; None = no reason.
-        counted: counts of how a rank's executor has trained so far; empty from a client.
-        logs: lines that the client has logged and that its site lets leave.
+        extra: plain data that the method sends to the merge.
+        base: digest of the frozen parameters in the precision that the task asked for; None = no precision was asked
+            for.
+        refusal: reason for which the update may not be merged; None = it may be merged.
+        counted: statistics of how a rank has trained its tasks so far; empty from a client.
+        logs: log lines of the client that its site allows to be sent.
     """
 
     num_samples: int
@@ -222,11 +230,10 @@ class Answer:
     logs: tuple[LogLine, ...] = ()
 
     def to_meta(self, *, exact: bool = False) -> dict[str, Any]:
-        """Return the fields of the message.
+        """Convert the message to its JSON fields.
 
         Args:
-            exact: whether to write metrics as text, so that NaN and infinity survive JSON; used between ranks of one
-                simulated run.
+            exact: whether to write metrics as text, which keeps NaN and infinity; used between ranks of one simulation.
         """
         if exact:
             metrics: dict[str, float | str] = {name: repr(value) for name, value in self.metrics.items()}
@@ -238,9 +245,10 @@ class Answer:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a client's Answer; metrics that are not numbers, or are above `MAX_METRIC`, are left out.
+        """Read the message of a client; metrics that are not numbers, or are too large, are left out.
 
-        Raise `Refused` if invalid.
+        Raises:
+            Refused: a field is invalid.
         """
         metrics, extra, base = meta.get("metrics", {}), meta.get("extra", {}), meta.get("base")
         if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
@@ -260,9 +268,10 @@ class Answer:
 
     @classmethod
     def from_rank(cls, meta: Meta) -> Self:
-        """Read a rank's Answer, whose metrics are exact.
+        """Read the message of a rank of the same simulation, whose metrics are exact.
 
-        Ranks of one run trust each other, but an invalid field is refused all the same.
+        Raises:
+            Refused: a field is invalid.
         """
         refusal, counted = meta.get("refusal"), meta.get("counted", {})
         try:
@@ -277,14 +286,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Message in place of an Answer: memory was too small, the site does not allow the task, or the code raised an error.
+    """Message that a task failed: too little memory, the site does not allow it, or the code raised an error.
 
     Attributes:
-        reason: one of `UNANSWERED`, `GPU_LOST`, or "" for an error of the code; before a HELLO, `POLICY` or `DRY_RUN`.
-        where: the task and the line of code, as the client describes them.
-        error: error in one line.
-        traceback: full traceback, at most `MAX_TRACEBACK` characters; "" if the client's data are private.
-        logs: lines that the client has logged, as in an `Answer`.
+        reason: reason code, one of `UNANSWERED`, `GPU_LOST`, `POLICY` or `DRY_RUN`; "" = the code raised an error.
+        where: task and line of code, as described by the client.
+        error: the error as one line of text.
+        traceback: full traceback of at most `MAX_TRACEBACK` characters; "" if the client's data are private.
+        logs: log lines of the client that its site allows to be sent.
     """
 
     reason: str = ""
@@ -295,7 +304,7 @@ class Failed:
 
     @classmethod
     def of(cls, failure: TaskFailed, *, private: bool) -> Self:
-        """Return the message for a failure; if the client's data are ``private``, it has only the error's type and place."""
+        """Build the message from an error; if the client's data are ``private``, only the error's type and place are sent."""
         reason = GPU_LOST if isinstance(failure, GpuLost) else ""
         if not private:
             return cls(reason, failure.where, failure.error, failure.traceback)
@@ -304,13 +313,13 @@ class Failed:
         return cls(reason, failure.where, kind.partition(" (")[0] + at)
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of the message."""
+        """Convert the message to its JSON fields."""
         fields = {"reason": self.reason, "where": self.where, "error": self.error, "traceback": self.traceback}
         return {name: value for name, value in (fields | logs_to_meta(self.logs)).items() if value}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a Failed message; its texts are sanitised and shortened, whatever they are."""
+        """Read the message from its JSON fields; all texts are sanitised and shortened."""
         lines = str(meta.get("traceback", ""))[-MAX_TRACEBACK:].splitlines()
         return cls(
             sanitize_text(meta.get("reason", "")), sanitize_text(meta.get("where", "")),
@@ -320,39 +329,39 @@ class Failed:
 
     @property
     def refusal(self) -> str | None:
-        """Reason for which the client refuses the task; None = its code raised an error."""
+        """Reason for which the client refused the task; None = its code raised an error."""
         return self.reason if self.reason in UNANSWERED else None
 
     def to_error(self, client: int) -> TaskFailed:
-        """Return the failure of ``client`` as an exception."""
+        """Convert the message to an exception for the failed task of ``client``."""
         made = GpuLost if self.reason == GPU_LOST else TaskFailed
         return made(client, self.where, self.error, self.traceback)
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Message with the reason for which the server stops or refuses a peer."""
+    """Message with the reason why the server stops or refuses a client or a rank."""
 
     reason: str
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of the message."""
+        """Convert the message to its JSON fields."""
         return {"reason": self.reason}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a Reason message; its text is sanitised and shortened."""
+        """Read the message from its JSON fields; its text is sanitised and shortened."""
         return cls(sanitize_text(meta.get("reason", "")))
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Message of an exchange in mid-task: settings that the server's side must match, and fields of the method.
+    """Message in the middle of a split task: settings that the server needs for its part; the method adds its own fields.
 
     Attributes:
         precision: numeric precision, one of `PRECISIONS`.
-        accumulate: number of batches to an optimiser step, at least 1.
-        sends: content of the client's update, values or a difference.
+        accumulate: number of batches per optimiser step, at least 1.
+        sends: content of the client's update: parameter values, or their difference from the received ones.
     """
 
     precision: str
@@ -360,12 +369,12 @@ class Question:
     sends: Literal["values", "delta"]
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of the message, to be added to those of the method."""
+        """Convert the settings to JSON fields, which are added to those of the method."""
         return {"precision": self.precision, "accumulate": self.accumulate, "sends": self.sends}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a Question message; raise `Refused` for a value out of range."""
+        """Read the settings from the JSON fields of a message; raise `Refused` for a value out of range."""
         precision, accumulate, sends = meta.get("precision"), meta.get("accumulate"), meta.get("sends")
         if precision not in PRECISIONS:
             raise Refused("bad-json", f"precision is {sanitize_text(precision, 40)}: use {', '.join(PRECISIONS)}")
@@ -376,12 +385,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Message that asks a rank to evaluate some test batches.
+    """Message that asks a rank to evaluate a range of test batches.
 
     Attributes:
         start: index of the first batch.
         stop: index after the last one.
-        has_values: whether the model's values come with the message; else those of the last message are used.
+        has_values: whether the message contains the model's values; else the rank uses those of the last message.
     """
 
     start: int
@@ -389,11 +398,11 @@ class Measure:
     has_values: bool
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of the message."""
+        """Convert the message to its JSON fields."""
         return {"start": self.start, "stop": self.stop, "has_values": self.has_values}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a Measure message; raise `Refused` if it has no valid range."""
+        """Read the message from its JSON fields; raise `Refused` if the range is invalid."""
         start, stop = count_of(meta, "start"), count_of(meta, "stop", least=1)
         return cls(start, stop, meta.get("has_values") is True)

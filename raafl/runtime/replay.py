@@ -1,4 +1,4 @@
-"""Re-executing a recorded run, bit for bit, from its journal.
+"""Replay a recorded run from its journal, and check that all bits are equal.
 
 The journal of a run, real or simulated, holds the events in the order the coordinator saw them, with their times, and a
 digest of each update; no tensors. A replay feeds the same events to a fresh coordinator and trains each task again when
@@ -28,12 +28,12 @@ from raafl.submodel import FlatTensors
 
 @dataclass
 class Parting:
-    """First event at which a replay differs from its recording.
+    """The first difference between a replay and its recording.
 
     Attributes:
         number: number of the event in the journal, from 1.
         what: description of the difference.
-        recorded: value in the journal; replayed: value in the replay.
+        recorded: value in the journal; ``replayed``: value in the replay.
     """
 
     number: int
@@ -47,12 +47,17 @@ class Parting:
 
 
 def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
-    """Return the event of a journal row, or None for a row of another kind; an `Arrived` has no tensors yet.
+    """Convert a row of the journal to an event; an `Arrived` event has no tensors yet.
 
-    ``series`` has the series of earlier rows' profiles, by digest; those of this row are added.
+    Args:
+        row: row of the journal.
+        series: recorded series of device profiles in earlier rows, by digest; those of this row are added.
+
+    Returns:
+        The event; None if the row is not an event.
 
     Raises:
-        BadInput: the row is not one that raafl writes.
+        BadInput: raafl does not write such rows.
     """
     if row.get("event") not in EVENTS:
         return None
@@ -67,10 +72,9 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
 
 @dataclass
 class Replay:
-    """Replay that feeds the events of a journal to a coordinator.
+    """Replay of a run: passes the events in a journal to a new coordinator, and compares the results.
 
-    ``coordinator`` is new, built from the run's config; ``parting`` is the first event at which the replay differs from
-    the recording, or None.
+    Attribute ``parting`` is the first difference from the recording, or None.
     """
 
     coordinator: Coordinator
@@ -87,7 +91,10 @@ class Replay:
         self._snapshots, self._groups = CompressedSnapshots(self.coordinator), SecureGroups.of(self.coordinator)
 
     def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
-        """Replay rows in order, up to and including event number ``until``; the rows are read twice."""
+        """Replay the rows of a journal in order, and compare each result; ``until`` is the number of the last event to replay.
+
+        The rows are read twice.
+        """
         order = {row["assignment"]: place for place, row in enumerate(rows) if row.get("event") == "arrived"}
         for row in rows:
             if until is not None and self.num_events >= until:

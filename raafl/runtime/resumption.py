@@ -1,4 +1,4 @@
-"""Message by which a client comes back to its session after its connection broke, and the answer to it."""
+"""Define the message by which a client continues its session after its connection broke, and the server's answer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from raafl.transport.tcp.resumable import Position
 
 
 class ToldToStop(Exception):
-    """Raised where a client that comes back to its session is told that the run, or its part in it, has ended.
+    """Raised if a client wants to continue its session, and the server answers that the run has ended or the client must stop.
 
     Attributes:
-        reason: reason that the server gives.
+        reason: reason given by the server.
     """
 
     def __init__(self, reason: str) -> None:
@@ -23,19 +23,19 @@ class ToldToStop(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Message that says how much of a session its sender has received: RESUME, and the WELCOME that answers it.
+    """Message that says how much of a session its sender has received; sent first by the client, then by the server.
 
     Attributes:
-        position: part that has been received; ``num_chunks`` is the index of the first missing chunk.
+        position: amount that was received; ``num_chunks`` is the index of the first missing chunk.
     """
 
     position: Position
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Convert the message to its JSON fields."""
         return {"received": self.position.num_messages, "chunks": self.position.num_chunks}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; raises `Refused` for what are no counts. Whether they can be is for the session to say."""
+        """Read the message from its JSON fields; raise `Refused` if a field is not a count."""
         return cls(Position(count_of(meta, "received"), count_of(meta, "chunks")))

@@ -1,4 +1,4 @@
-"""Run an experiment on one of the two clocks, from its parts to a finished run folder."""
+"""Run an experiment on the virtual or the wall clock, and write its run folder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Parts of a run that both runtimes share: run folder, record, progress view, evaluator and summary."""
+    """Parts of a run that both clocks need: run folder, record of events, progress display, evaluator and summary."""
 
     def __init__(
         self, parts: ServerSetup, config_yaml: str, runtime: str,
@@ -260,7 +260,7 @@ class Run:
         return notes
 
     def start(self) -> None:
-        """Start the run's clock and the progress view."""
+        """Start the run's clock and the progress display."""
         experiment, coordinator = self.parts.experiment, self.parts.coordinator
         described = coordinator.algorithm.describe()
         title = (
@@ -291,7 +291,7 @@ class Run:
         self.loggers.on_evaluate(0, 0.0, self.record.metrics)
 
     def train_with(self, executor: Executor) -> None:
-        """Show how tasks are trained: in how many processes, in batches or one by one."""
+        """Show how tasks are trained: the number of processes, and whether tasks are batched."""
         executor.note, executor.warn = self.progress.note, self.progress.warn
 
         def how() -> tuple[int | None, float | None, float | None]:
@@ -309,7 +309,7 @@ class Run:
             reason: reason for which the run ended.
             time_s: time in seconds on the run's clock.
             error: error of the user's code that ended the run; None = none.
-            batched: counters of `batch_clients` for the summary; None = it was off.
+            batched: statistics of batched training for the summary; None = tasks were not batched.
         """
         self.observer.error = self.observer.error or error
         coordinator, reason = self.parts.coordinator, self.observer.failure or reason
@@ -345,7 +345,7 @@ class Run:
         return cast(dict[str, Any], summary)
 
     def close(self) -> None:
-        """Restore the terminal, end the checkpointer's thread and flush the run folder, however the run ended."""
+        """Restore the terminal, end the checkpoint thread and write the remaining rows; needed whether or not the run failed."""
         self.progress.stop()
         self.saver.close()  # first: it seals what it writes
         self._writer.close()
@@ -367,9 +367,9 @@ def simulate(
 
     Args:
         experiment: settings of the run.
-        config_yaml: config of the run as text, for the run folder.
+        config_yaml: config of the run as text, to be stored in the run folder.
         observer: observer called during the run; None = none.
-        transport: transport to ranks that train, too; None = only this process trains.
+        transport: connections to other ranks that also train; None = only this process trains.
     """
     from raafl.runtime.executors import RankExecutor
     from raafl.runtime.simulation import Simulation

@@ -1,4 +1,4 @@
-"""Form the groups whose updates are summed, on both clocks and in a replay: when one is complete, and with which weights."""
+"""Form the groups of clients whose masked updates are summed (secure aggregation): who belongs to a group, with which weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NOT_OPENED = "not-opened"
 
 @dataclass(frozen=True)
 class SecureGroups:
-    """Groups of clients in one run whose updates are summed.
+    """Rules by which clients form groups for secure aggregation: only the sum of a group's updates becomes known.
 
     Attributes:
         coordinator: coordinator of the run; read only.
-        merge: merge of sums that the run uses.
+        merge: merge of the run, which merges sums of updates.
     """
 
     coordinator: Coordinator
@@ -36,20 +36,20 @@ class SecureGroups:
 
     @classmethod
     def of(cls, coordinator: Coordinator) -> Self | None:
-        """Return the groups of a run; None if updates are not masked."""
+        """Return the groups of a run; None if the run has no secure aggregation."""
         merge = coordinator.algorithm.merge
         return cls(coordinator, merge) if isinstance(merge, SecureSum) else None
 
     @property
     def least(self) -> int:
-        """Smallest number of clients of which a sum is opened."""
+        """Smallest number of clients whose sum may become known."""
         return max(self.merge.min_cover, 3)
 
     def is_complete(self, ready: Collection[int]) -> bool:
-        """Check whether the clients that have trained are to be summed now, rather than wait for more.
+        """Check whether a group is complete, so that its updates are summed now instead of waiting for more clients.
 
         Args:
-            ready: ids of the assignments of these clients.
+            ready: task ids of the clients that have finished training.
         """
         trigger, num_out = self.coordinator.algorithm.trigger, self.coordinator.roster.num_out
         if not ready:
@@ -61,18 +61,18 @@ class SecureGroups:
     def scale(self, assignments: Iterable[Assignment]) -> float:
         """Return the largest weight in a group, by which all weights are divided.
 
-        Clients count with the samples that they joined with.
+        Weights use the number of samples that each client reported when it joined.
         """
         clients = self.coordinator.roster.clients
         return max((self._product(one, clients[one.client].num_samples) for one in assignments), default=1.0) or 1.0
 
     def share(self, assignment: Assignment, num_samples: int, scale: float) -> float:
-        """Return the factor, from 0 to 1, by which a client multiplies its change.
+        """Return the factor, from 0 to 1, by which a client multiplies its update before masking.
 
         Args:
-            assignment: assignment of the client's task.
-            num_samples: number of samples that it has trained on; at most the number with which it joined.
-            scale: scale of its group.
+            assignment: task of the client.
+            num_samples: number of samples on which it trained; at most the number that it reported when it joined.
+            scale: largest weight in its group, from `scale`.
         """
         return min(self._product(assignment, num_samples) / scale, 1.0)
 
@@ -83,12 +83,13 @@ class SecureGroups:
         return weight * factor
 
     def encode(self, assignment: Assignment, update: Update, scale: float) -> None:
-        """Replace a trained update by what its client would send, unmasked; refuse the update if it is out of range.
+        """Replace a trained update by the numbers that its client would mask and send; refuse the update if one is out of range.
 
         Args:
-            assignment: assignment of the client's task.
-            update: trained update, changed in place; metrics and extra are removed, since they stay with the client.
-            scale: scale of its group.
+            assignment: task of the client.
+            update: trained update, changed in place; its metrics and extra data are removed, since they stay with the
+                client.
+            scale: largest weight in its group, from `scale`.
         """
         update.metrics, update.extra = {}, {}
         if update.refusal is not None:
@@ -101,11 +102,11 @@ class SecureGroups:
             update.refusal = OUT_OF_RANGE
 
     def sum(self, pairs: Sequence[tuple[Assignment, Update]], scale: float) -> None:
-        """Mark encoded updates as one group, and mask them if the simulation is to do so; refuse them if they are too few.
+        """Mark updates as one group, and mask them if the simulation does so; refuse them if there are too few.
 
         Args:
-            pairs: assignments with their updates, without refused ones.
-            scale: scale of the group.
+            pairs: task and update of each client, from `encode`; refused updates are left out.
+            scale: largest weight in the group, from `scale`.
         """
         masked, opened = self.merge.options.simulate_masks, len(pairs) >= self.least
         if masked and opened:
@@ -122,7 +123,7 @@ class SecureGroups:
 
 
 def secure(experiment: Experiment, algorithm: Algorithm) -> Algorithm:
-    """Return ``algorithm`` with a merge of sums, for a run with secure aggregation.
+    """Replace the merge of ``algorithm`` by one that merges sums, for a run with secure aggregation; return the new algorithm.
 
     Raises:
         BadInput: an option or the algorithm does not work with secure aggregation.
@@ -134,12 +135,15 @@ def secure(experiment: Experiment, algorithm: Algorithm) -> Algorithm:
 
 
 def sends_of(experiment: Experiment) -> Literal["values", "delta"]:
-    """Return the content of updates: "values", or "delta", their difference from the received ones, as masked sums need it."""
+    """Return the content of updates: "values" (of parameters), or "delta", their difference from the received values.
+
+    Secure aggregation needs "delta".
+    """
     return "delta" if experiment.secure_aggregation.is_on else experiment.algorithm.merge.sends
 
 
 def masking(experiment: Experiment) -> SecureSum | None:
-    """Return the merge whose encoding a client uses, according to its own config; None = its updates are not masked."""
+    """Return the encoding of masked updates that this config asks for; None = without secure aggregation."""
     if not experiment.secure_aggregation.is_on:
         return None
     merge = secure(experiment, experiment.algorithm).merge

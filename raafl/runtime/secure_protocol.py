@@ -1,4 +1,4 @@
-"""Messages of the exchange in which a group's updates are masked and its sum is opened, and how a peer's words are checked.
+"""Define the messages of secure aggregation, in which a group masks its updates and the sum is revealed, and their checks.
 
 They travel as questions, replies and the update of the task at hand (`raafl.runtime.protocol`); tensors are bytes, but for the
 masked numbers.
@@ -37,45 +37,44 @@ MAX_PROOF_CHARACTERS = 8000
 
 @dataclass(frozen=True, slots=True)
 class KeyProof:
-    """Proof that a member's public keys come from a site; both fields are empty where clients have no certificates.
+    """Proof that a client's public keys belong to a site; both fields are empty if clients have no certificates.
 
     Attributes:
-        certificate: the site's certificate, followed by those between it and the authority; each is base64 of DER, separated
-            by spaces.
-        signature: signature of the text of `signed_text`, in base64.
+        certificate: the site's certificate and any intermediate ones; each is base64 of DER, separated by spaces.
+        signature: signature of `signed_text`, in base64.
     """
 
     certificate: str = ""
     signature: str = ""
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the message's fields."""
+        """Convert the proof to JSON fields of a message."""
         return {"site_certificate": self.certificate, "key_signature": self.signature} if self.signature else {}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a message; raises `Refused` for what is no short text."""
+        """Read the proof from the JSON fields of a message; raise `Refused` if a field is not a short text."""
         return cls(text_of(meta, "site_certificate", MAX_PROOF_CHARACTERS), text_of(meta, "key_signature"))
 
 
 def signed_text(assignment: int, keys: bytes) -> str:
-    """Return the text that a site signs for a member.
+    """Return the text that a site signs to prove that a client's keys are its own.
 
     Args:
-        assignment: id of the member's assignment, unique in the run.
-        keys: the member's public key for masks followed by that for shares.
+        assignment: id of the client's task, unique in the run.
+        keys: public key for masks, followed by the public key for shares.
     """
     return f"raafl round keys 1\n{assignment}\n{keys.hex()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """Message to a member of a group that describes the group.
+    """Message that tells a client which group it belongs to.
 
     Attributes:
-        group: group with all its members.
-        share: factor, from 0 to 1, by which this member multiplies its change.
-        proofs: proof of each member's keys, by member; members without a proof are left out.
+        group: the group and all its members.
+        share: factor, from 0 to 1, by which this client multiplies its update.
+        proofs: proof of each member's keys, by member; members without certificates are left out.
     """
 
     group: Group
@@ -83,7 +82,7 @@ class Formed:
     proofs: Mapping[int, KeyProof] = field(default_factory=dict)
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of the message; a submodel that several members have is written once."""
+        """Convert the message to its JSON fields."""
         specs = list(dict.fromkeys(member.spec for member in self.group.members))
         members = [
             [member.key, member.mask_key.hex(), member.share_key.hex(), specs.index(member.spec)]
@@ -97,7 +96,7 @@ class Formed:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read a Formed message; raise `Refused` for anything else."""
+        """Read the message from its JSON fields; raise `Refused` if it is invalid."""
         try:
             specs = [Spec.from_json(one) for one in meta["specs"]]
             members = tuple(
@@ -126,21 +125,21 @@ def _key(text: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Message that lists the members of a group that have sent what they were asked for.
+    """Message that lists the members of a group whose last message has arrived.
 
     Attributes:
-        keys: ids of the members' assignments, ascending.
+        keys: task ids of these members, ascending.
     """
 
     keys: tuple[int, ...]
 
     def to_meta(self) -> dict[str, Any]:
-        """Return the fields of the message."""
+        """Convert the message to its JSON fields."""
         return {"members": list(self.keys)}
 
     @classmethod
     def from_meta(cls, meta: Meta, among: Collection[int]) -> Self:
-        """Read a Members message; raise `Refused` unless it lists members ``among`` these, ascending."""
+        """Read the message from its JSON fields; raise `Refused` unless it lists members of ``among`` in ascending order."""
         keys = meta.get("members")
         if not isinstance(keys, list) or not all(type(key) is int for key in keys) or keys != sorted(set(keys)):
             raise Refused("bad-json", "members is no ascending list of numbers")
@@ -153,23 +152,26 @@ class Members:
 
 
 def layout_of(**sizes: int) -> Layout:
-    """Return the layout of named byte strings; an empty string takes one byte, since a message has tensors or none."""
+    """Return the tensor layout of named byte strings of these sizes.
+
+    An empty string takes one byte, since a message without tensors is another message.
+    """
     return Layout.pack((name, (max(size, 1),), torch.uint8) for name, size in sizes.items())
 
 
 def to_tensors(**texts: bytes) -> FlatTensors:
-    """Return byte strings as tensors, in the layout of `layout_of`."""
+    """Convert named byte strings to uint8 tensors, in the layout of `layout_of`."""
     made = {name: torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8) for name, text in texts.items()}
     return FlatTensors.from_named(made)
 
 
 def to_bytes(flat: FlatTensors, name: str) -> bytes:
-    """Return the byte string called ``name``."""
+    """Return the byte string ``name`` from tensors that `to_tensors` made."""
     return flat[name].cpu().numpy().tobytes()
 
 
 def split(text: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
-    """Split a joined byte string into the members' pieces, in the order of ``sizes``."""
+    """Split a joined byte string into pieces; ``sizes`` has the number of bytes of each member's piece, in order."""
     pieces, start = {}, 0
     for key, size in sizes.items():
         pieces[key] = text[start : start + size]
@@ -178,46 +180,46 @@ def split(text: bytes, sizes: Mapping[int, int]) -> dict[int, bytes]:
 
 
 def sizes_from(coverage: Coverage, sender: int, receivers: Iterable[int]) -> dict[int, int]:
-    """Return the number of bytes of a sender's share for each receiver.
+    """Return the number of bytes that a member sends to each other member in secret shares.
 
     Args:
-        coverage: cells of the group's submodels.
-        sender: key of the member that shares.
-        receivers: keys of members; the sender may be among them.
+        coverage: cells (pieces of the model) that each member's submodel covers.
+        sender: task id of the member that sends.
+        receivers: task ids of members; the sender itself is left out.
     """
     return dict.fromkeys((key for key in receivers if key != sender), share_bytes(coverage, sender))
 
 
 def sizes_for(coverage: Coverage, receiver: int, senders: Iterable[int]) -> dict[int, int]:
-    """Return the number of bytes of each sender's share for a receiver.
+    """Return the number of bytes that a member receives from each other member in secret shares.
 
     Args:
-        coverage: cells of the group's submodels.
-        receiver: key of the member that receives the shares.
-        senders: keys of members; the receiver may be among them.
+        coverage: cells (pieces of the model) that each member's submodel covers.
+        receiver: task id of the member that receives.
+        senders: task ids of members; the receiver itself is left out.
     """
     return {key: share_bytes(coverage, key) for key in senders if key != receiver}
 
 
 def reveal_sizes(coverage: Coverage, senders: Iterable[int], left: frozenset[int], min_cover: int) -> dict[int, int]:
-    """Return, for each member that sent shares, the number of bytes that a survivor reveals about it.
+    """Return, for each member, the number of bytes that another member reveals about it so that the sum can be computed.
 
     Args:
-        coverage: cells of the group's submodels.
-        senders: keys of members that sent shares.
-        left: keys of members whose masked numbers arrived.
-        min_cover: smallest number of contributors to an opened cell.
+        coverage: cells (pieces of the model) that each member's submodel covers.
+        senders: task ids of the members that sent shares.
+        left: task ids of the members whose masked updates arrived.
+        min_cover: smallest number of members that must cover a cell whose sum is revealed.
     """
     return {key: reveal_bytes(coverage, key, left, min_cover) for key in senders}
 
 
 def shares_layout(coverage: Coverage, sender: int, receivers: Iterable[int]) -> Layout:
-    """Return the layout of the message in which a member sends its shares.
+    """Return the tensor layout of the message in which a member sends its secret shares.
 
     Args:
-        coverage: cells of the group's submodels.
-        sender: key of the member.
-        receivers: keys of all members.
+        coverage: cells (pieces of the model) that each member's submodel covers.
+        sender: task id of the member.
+        receivers: task ids of all members.
     """
     total = sum(sizes_from(coverage, sender, receivers).values())
     return layout_of(shares=total, commitments=COMMITMENT_BYTES * len(coverage.own(sender)))

@@ -1,4 +1,4 @@
-"""Build the parts of a run from an experiment, each once: data, model, submodels, coordinator, trainers."""
+"""Build the parts of a run from its config, each part once: data, model, submodels, coordinator, trainers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ServerSetup:
-    """Parts of an experiment on the server's side, built and checked."""
+    """Parts of a run that the server needs, built and checked."""
 
     experiment: Experiment
     data: FederatedData
@@ -57,17 +57,17 @@ class ServerSetup:
 
 
 def load_data(experiment: Experiment) -> FederatedData:
-    """Load the experiment's data and divide it among its clients."""
+    """Load the data of an experiment and divide them among the clients."""
     with reading("the data module"):
         module = experiment.data()
     return FederatedData(module, experiment.partition, experiment.clients, experiment.seed)
 
 
 def user_model(experiment: Experiment) -> LightningModule:
-    """Build the user's model, prepared for training, with the exits that ``submodels.exits`` asks for.
+    """Build the user's model, ready for training, with the early exits that ``submodels.exits`` asks for.
 
     Raises:
-        BadInput: the model cannot have these exits, or cannot be trained; see `raafl.local.preparation.prepare`.
+        BadInput: the model cannot have these exits, or cannot be trained.
     """
     module: LightningModule = prepare(experiment.model())
     give_exits(module, experiment.submodels.exits or ())
@@ -75,7 +75,7 @@ def user_model(experiment: Experiment) -> LightningModule:
 
 
 def make_model(experiment: Experiment) -> LightningModule:
-    """Build the model with the seed's initial weights, as the algorithm's local part trains it."""
+    """Build the model with initial weights from the run's seed, in the form in which the algorithm trains it."""
     seed = derive_seed(experiment.seed, "model")
     seeded(seed)
     torch.manual_seed(seed)  # GPUs too
@@ -96,12 +96,12 @@ def _prepared(experiment: Experiment) -> LightningModule:
 
 
 def submodels_of(options: SubmodelOptions, module: nn.Module, example_batch: object = None) -> Submodels:
-    """Return the submodels of a module, which must be equal on server and clients.
+    """Find which parts of a module can be cut; return its submodels. Server and clients must get equal results.
 
     Args:
         options: section ``submodels`` of the config.
-        module: model whose submodels they are.
-        example_batch: batch of the model's data; None = there is none.
+        module: model to be cut.
+        example_batch: batch of the model's data; None = no batch is available.
     """
     return Submodels(module, example_batch, residual_width=options.residual_width, batch_norm=options.batch_norm)
 
@@ -110,16 +110,17 @@ def proven_submodels(
     options: SubmodelOptions, module: nn.Module, batch: object, select: Select,
     plain: Callable[[], nn.Module] | None = None,
 ) -> Submodels:  # fmt: skip
-    """Prove each axis of ``module`` by a training step and return the submodels with those that hold; only the server needs this.
+    """Find which parts of a module can be cut, and keep only axes that a training step shows to be safe to cut.
 
-    If ``select`` gives every client the whole model, nothing needs to be proven.
+    An axis is a set of tensor dimensions that shrink together. Only the server needs this check. It is skipped if
+    ``select`` gives every client the whole model.
 
     Args:
         options: section ``submodels`` of the config.
-        module: model as it is trained.
-        batch: a real batch of its data.
-        select: select part of the run's algorithm.
-        plain: function that makes the user's own model, on which axes are proven in place of ``module``; None = on
+        module: model in the form in which it is trained.
+        batch: batch of real data for the model.
+        select: part of the algorithm that chooses submodels.
+        plain: function that builds the user's original model, to be checked in place of ``module``; None = check
             ``module``.
     """
     submodels = submodels_of(options, module, batch)
@@ -131,7 +132,7 @@ def proven_submodels(
 
 
 def proven(experiment: Experiment, module: LightningModule, data: FederatedData) -> Submodels:
-    """Return the submodels of a module without the axes that are not proven.
+    """Return the submodels of a module, without the axes that a training step shows to be unsafe to cut.
 
     Args:
         experiment: settings of the run.
@@ -148,7 +149,7 @@ def proven(experiment: Experiment, module: LightningModule, data: FederatedData)
 
 
 def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo]:
-    """Return descriptions of clients 1..N, as far as they are known before the clients join."""
+    """Return descriptions of clients 1 to N, as far as they are known before the clients join."""
     try:
         profiles = experiment.profiles()
     except ValueError as error:  # of a run folder's config, which nobody has checked as a whole
@@ -160,17 +161,17 @@ def client_infos(experiment: Experiment, data: FederatedData) -> list[ClientInfo
 def build(
     experiment: Experiment, *, pace: bool, min_clients: int | None = None, count_lost: bool = True
 ) -> ServerSetup:
-    """Build the parts of a run on the server's side.
+    """Build and check all parts of a run that the server needs.
 
     Args:
-        experiment: settings of the run, validated by `Experiment.check`.
-        pace: whether clients in a wall-clock run take the time of their device profiles.
-        min_clients: number of clients that must have joined before work starts; None = all that are available at the
+        experiment: settings of the run, already checked by `Experiment.check`.
+        pace: whether clients on the wall clock are slowed down to the speed of their device profiles.
+        min_clients: number of clients that must have joined before the run starts; None = all that are available at the
             start.
-        count_lost: whether clients lost before the start count as joined.
+        count_lost: whether clients that were lost before the start count as joined.
 
     Raises:
-        BadInput: data and clients, or clients and submodels, do not fit each other.
+        BadInput: the data do not fit the clients, or a client has too little memory for every submodel.
     """
     set_numerics(experiment.threads, experiment.fabric)
     data = load_data(experiment)
@@ -194,12 +195,11 @@ def build(
 
 
 def assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
-    """Wrap the algorithm's merge as the run's options and the model require; on the server, once.
+    """Wrap the merge of the algorithm in the options of the run (guard, privacy, precision); used once, on the server.
 
-    From the innermost out: the method's own merge (around it LoRA's, which its factory adds); the guard; privacy (it must see
-    what the guard lets through); batch norm's pooled statistics (exact whatever the weights are); merging in at least single
-    precision; and the bound on norms, which judges an update before anything else touches it. With secure aggregation only sums
-    are merged, of float32 parameters: sums around privacy, and none of the last three.
+    Order, from the inside: the method's own merge; the guard; privacy, which must see what the guard lets pass; batch
+    norm statistics; at least single precision; and the limit on the norm of an update, which is checked before anything
+    else. With secure aggregation only sums of updates are merged, and the last three are left out.
 
     Raises:
         BadInput: an option does not work with the algorithm.
@@ -215,18 +215,18 @@ def assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
 
 
 def max_norm_ratio(experiment: Experiment) -> float | None:
-    """Return the guard's bound on norms; None with privacy or secure aggregation, which bound each update and see only sums."""
+    """Return the guard's limit on the norm of an update; None with privacy or secure aggregation, which have their own."""
     is_off = experiment.privacy.is_on or experiment.secure_aggregation.is_on
     return None if is_off else experiment.guard.max_norm_ratio
 
 
 def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True) -> Limits:
-    """Return the limits that the coordinator observes.
+    """Return the limits of the run that the coordinator observes, such as its number of updates.
 
     Args:
         experiment: settings of the run.
-        min_clients: number of clients that must have joined before work starts.
-        count_lost: whether clients lost before the start count as joined.
+        min_clients: number of clients that must have joined before the run starts.
+        count_lost: whether clients that were lost before the start count as joined.
     """
     trigger, clients = experiment.algorithm.trigger, experiment.clients
     about_n = 1 if trigger.restart == "merge" else max(1, clients // int(getattr(trigger, "size", 1)))
@@ -243,13 +243,13 @@ def limits_of(experiment: Experiment, min_clients: int, count_lost: bool = True)
 
 
 def compression_plan(experiment: Experiment, submodels: Submodels) -> CompressionPlan | None:
-    """Plan the compression of transfers, equally on server and clients; None = no compression."""
+    """Plan how transfers are compressed; server and clients get equal plans. None = no compression."""
     algorithm = experiment.algorithm
     return CompressionPlan.of(submodels, experiment.compress, sends_of(experiment), algorithm.local)
 
 
 def data_notes(parts: ServerSetup) -> list[str]:
-    """Return notes, before a run, on the data on which metrics are measured, and on batches that are never full."""
+    """Return remarks for the user before a run: which data the metrics are measured on, and batches that are never full."""
     size, sizes = parts.coordinator.fleet.batch_size, parts.data.sizes
     small = [n for n in sizes if n < size]
     found = list(parts.data.notes)
@@ -269,12 +269,12 @@ def coordinator_of(
     """Build the coordinator of a run.
 
     Args:
-        experiment: settings of the run, which decide the costs of tasks.
+        experiment: settings of the run.
         data: data of the run.
         algorithm: algorithm of the run.
         state: the global model.
-        limits: limits at which the run ends.
-        pace: whether tasks take the time of their device profiles.
+        limits: limits of the run, such as its number of updates.
+        pace: whether clients are slowed down to the speed of their device profiles.
     """
     return Coordinator(
         algorithm, state, limits, training=experiment.train, batch_size=batch_size_of(experiment, data),
@@ -284,7 +284,7 @@ def coordinator_of(
 
 
 def batch_size_of(experiment: Experiment, data: FederatedData) -> int:
-    """Return the local batch size: the run's own setting, or else the datamodule's."""
+    """Return the batch size of clients: the setting of the run, or else of the datamodule."""
     return experiment.train.batch_size or data.batch_size or 1
 
 
@@ -294,13 +294,13 @@ def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
 
 
 def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
-    """Return a trainer for the experiment's local part.
+    """Build the trainer that runs the tasks of an experiment.
 
     Args:
         experiment: settings of the run.
         submodels: submodels of the model.
         options: options of Fabric.
-        max_built: number of small modules that are kept for reuse.
+        max_built: number of built submodels that are kept for reuse.
     """
     algorithm = experiment.algorithm
     if (problem := device_problem(options)) is not None:
@@ -320,13 +320,13 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
 def client_parts(
     experiment: Experiment, data: FederatedData, options: FabricOptions, max_built: int = 1
 ) -> tuple[Submodels, LocalTrainer]:
-    """Build the model parts that a client's own process needs: the structure, and the values of frozen parameters.
+    """Build the parts of the model that a client's own process needs: its structure and the values of frozen parameters.
 
     Args:
         experiment: settings of the run.
         data: data of the run.
         options: options of Fabric.
-        max_built: number of small modules that are kept for reuse.
+        max_built: number of built submodels that are kept for reuse.
     """
     drawn = generators()
     with skeleton():
@@ -347,13 +347,13 @@ MAX_BUILT = 16
 def make_executor(
     parts: ServerSetup, workers: int, own: Mapping[int, ClientData] | None = None, *, ranks: bool = False
 ) -> Executor:
-    """Build the executor of a simulated run or a replay.
+    """Build the executor, which trains the tasks of a simulation or a replay.
 
     Args:
-        parts: parts of the run on the server's side.
+        parts: parts of the run, from `build`.
         workers: number of processes that train.
-        own: data of each client that trains on data of its own instead of a share of the run's; None = no such client.
-        ranks: whether other ranks train, too (`RankExecutor.take_on`).
+        own: data of each client that trains on its own data instead of a share of the run's; None = no such client.
+        ranks: whether other ranks train, too.
     """
     from raafl.local.evaluation.evaluate import Evaluator
     from raafl.runtime.executors import Pool, RankExecutor
@@ -373,12 +373,12 @@ def make_executor(
 
 
 def within_process(experiment: Experiment, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> Executor:
-    """Build the executor that trains tasks in this process, one by one or in batches.
+    """Build the executor that trains tasks in this process, one by one or as batches.
 
     Args:
         experiment: settings of the run.
         trainer: trainer of this process.
-        data: function that returns the data of a client, by its id.
+        data: function that returns the data of a client; its argument is the client's id.
     """
     from raafl.runtime.executors import Inline
 

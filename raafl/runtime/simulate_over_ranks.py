@@ -1,4 +1,4 @@
-"""`torchrun ... -m raafl simulate`: a virtual clock on rank 0, and every rank trains."""
+"""Simulate a run with several ranks (`torchrun ... -m raafl simulate`): rank 0 has the virtual clock, and every rank trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[dict[str, Any], Path] | None:
-    """Simulate a run with the ranks that torchrun started; rank 0 returns summary and run folder, the others None."""
+    """Simulate a run on the ranks that torchrun started; return summary and run folder on rank 0, None on the others."""
     num_ranks, wait_s = int(os.environ["WORLD_SIZE"]), experiment.waits.join_s
     if experiment.workers > 1:
         raise BadInput(
@@ -37,7 +37,7 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
 
 
 def train(experiment: Experiment, transport: Transport) -> None:
-    """Train the tasks that rank 0 sends, until the run has ended."""
+    """Train the tasks that rank 0 sends, until the run ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # all ranks get them; rank 0 sees to the run's end, and this one's
         signal.signal(number, signal.SIG_IGN)
     set_numerics(experiment.threads, experiment.fabric)

@@ -1,4 +1,4 @@
-"""A run on a virtual clock: device profiles say how long each task takes; the training itself is real."""
+"""Run on a virtual clock: device profiles determine how long each task takes; the training itself is real."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Due:
 
 
 class Simulation(Driver):
-    """Runtime on a virtual clock: drives a coordinator by a heap of events, ordered by (time, priority, sequence)."""
+    """Runtime on a virtual clock. It processes events in the order of (time, priority, sequence number)."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Simulation(Driver):
     # ---- interrupted and resumed ----
 
     def save(self) -> dict[str, Any]:
-        """Return the clock, queued events, and the snapshots of unfinished tasks, as plain data and tensors."""
+        """Return the clock, waiting events and snapshots of unfinished tasks as plain data and tensors, for a checkpoint."""
         snapshots = {id(snapshot): snapshot for _, snapshot in self._out.values()}
         return {
             "now": self.now,
@@ -101,7 +101,7 @@ class Simulation(Driver):
         }
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Restore the state from the result of `save`; the coordinator and the record are restored separately."""
+        """Restore the clock and its events from the result of `save`; coordinator and record are restored elsewhere."""
         self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s
@@ -124,7 +124,7 @@ class Simulation(Driver):
             self.executor.submit(item.assignment, snapshot, at)
 
     def run(self) -> str:
-        """Run until the coordinator finishes, or no event is left; return the reason."""
+        """Run until the coordinator finishes or no event is left; return the reason for the end."""
         if self.record.reached:  # by the initial model
             self._tell(Stop("target"))
         with Interrupt() as interrupt:

@@ -1,4 +1,4 @@
-"""Audit a run at a site: compare its journal with the site's receipts, and train tasks again whose inputs the site kept."""
+"""Audit a run at a client's site: compare its journal with the site's receipts, and repeat tasks whose inputs were stored."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _NOT_COMPARED = ("time_s", "event", "chain")
 
 
 def server_keys(receipts: Sequence[Receipt]) -> list[str]:
-    """Return the public keys with which the server signed the heads that it sent, each once."""
+    """Return the public keys with which the server signed its journal in these receipts, without duplicates."""
     keys = (receipt.head["head_key"] for receipt in receipts if receipt.head is not None)
     return sorted({key for key in keys if key})
 
 
 def compare(site: SiteBooks, run: Path, books: Books) -> tuple[list[str], list[str]]:
-    """Compare the receipts of a site with the journal of a run; return findings, and notes on what is open.
+    """Compare a site's receipts with the journal of a run; return errors found, and remarks on what cannot be checked.
 
     Args:
         site: receipts of the site.
         run: folder of the run.
-        books: books of the run, with all heads of its journal.
+        books: result of reading the run's journal, with all its hashes.
 
     Raises:
         ValueError: the journal has an invalid line.
@@ -97,12 +97,12 @@ def _head_problems(receipt: Receipt, books: Books) -> list[str]:
 
 @dataclass(frozen=True)
 class Retrained:
-    """Result of training tasks again at a site.
+    """Result of repeating training tasks at a site.
 
     Attributes:
-        num_tasks: number of tasks that were trained again.
-        num_receipts: number of tasks that the site had answered.
-        findings: descriptions of different results, a line each.
+        num_tasks: number of tasks that were repeated.
+        num_receipts: number of tasks whose results the site had sent.
+        findings: description of each task with a different result, a line each.
     """
 
     num_tasks: int
@@ -111,12 +111,12 @@ class Retrained:
 
 
 def retrain(site: SiteBooks, setup: ClientSetup, share: float) -> Retrained:
-    """Train a share of a site's tasks again, from the inputs that it stored.
+    """Repeat some of a site's training tasks from the inputs that it stored, and compare the results.
 
     Args:
         site: receipts of the site.
-        setup: parts of the client, with the data that it had.
-        share: share of all tasks to train again; if more inputs are stored, tasks are drawn at random.
+        setup: parts of the client, with the same data as in the run.
+        share: share of all tasks to repeat; drawn at random if the inputs of more tasks are stored.
     """
     kept = list(site.inputs())
     most = math.ceil(share * len(site.receipts))
@@ -147,5 +147,5 @@ def _problem_of_task(receipt: Receipt, path: Path, setup: ClientSetup) -> str | 
 
 
 def site_notes(site: SiteBooks, here: dict[str, Any]) -> list[str]:
-    """Return a line for each condition of the site's results that differs here."""
+    """Describe each condition (version, hardware, setting) that differs here from the site's run, a line each."""
     return [f"{line}: tasks trained again need not give the same bits" for line in differences(site.conditions, here)]

@@ -1,4 +1,4 @@
-"""Frames: what a message looks like as bytes, and every reason to refuse one. Pure functions, no input or output.
+"""Encode and decode messages as bytes ("frames"), and refuse invalid ones. Pure functions, no input or output.
 
 A frame is a header of 56 bytes, a JSON section, the raw tensor buffers and, if there are any, 8 bytes: their checksum.
 All numbers are little-endian:
@@ -58,7 +58,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Kind(IntEnum):
-    """Purpose of a message; `raafl.runtime.protocol` lists which end sends which kind."""
+    """Type of a message; `raafl.runtime.protocol` lists which side sends which type."""
 
     HELLO = 1
     WELCOME = 2
@@ -85,12 +85,12 @@ class Message:
     """One message, sent or received.
 
     Attributes:
-        kind: purpose of the message.
-        assignment: id of the assignment that the message belongs to; 0 = none.
-        incarnation: number of times that the client has joined, by which messages to an earlier connection are told
-            apart.
+        kind: type of the message.
+        assignment: id of the task that the message belongs to; 0 = none.
+        incarnation: number of times that the client has joined; by it, messages of an earlier connection are
+            recognised.
         meta: a JSON object with string keys and finite numbers.
-        tensors: payload of the message; for a received message, the object that `Expect` returned.
+        tensors: tensors of the message; in a received message, the storage that `Expect` returned.
     """
 
     kind: Kind
@@ -104,10 +104,9 @@ class Refused(Exception):
     """Raised for a received message that must not be used.
 
     Attributes:
-        reason: short kebab-case name, which can be counted: bad-magic, bad-version, bad-kind, bad-length, bad-json,
-            bad-checksum, wrong-layout, non-finite, too-large, or one chosen by an `Expect`.
-        detail: description of the fault, for a log.
-        message: the message without its tensors, if header and JSON were valid.
+        reason: short reason code, such as bad-magic, bad-json, bad-checksum, wrong-layout, non-finite or too-large.
+        detail: description of the error, for a log.
+        message: the message without its tensors, if its header and JSON were valid.
     """
 
     def __init__(self, reason: str, detail: str = "", message: Message | None = None) -> None:
@@ -119,7 +118,10 @@ class Refused(Exception):
 
 
 class Expect(Protocol):
-    """Callback that returns the storage for a message's tensors, given its kind, assignment and meta; it may raise `Refused`."""
+    """Callback that returns the storage for a message's tensors, given the message's type, task id and JSON fields.
+
+    It may raise `Refused`.
+    """
 
     def __call__(self, kind: Kind, assignment: int, meta: dict[str, Any], /) -> FlatTensors | None:
         """Return a buffer whose dtypes and lengths are those declared, or None for a message without tensors."""
@@ -128,7 +130,7 @@ class Expect(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Validated fixed part of a frame."""
+    """Decoded header of a message: its fixed-size first part."""
 
     kind: Kind
     assignment: int
@@ -147,14 +149,14 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Validated JSON section: the meta object, and the declared (dtype, numel) of each buffer."""
+    """Decoded JSON section of a message: the JSON object, and the dtype and number of elements of each buffer that follows."""
 
     meta: dict[str, Any]
     buffers: tuple[tuple[torch.dtype, int], ...]
 
 
 class Checksum:
-    """Running xxh3_64 over a payload, or over its chunk of an index, which seeds it."""
+    """Running xxh3_64 checksum over a payload, or over one chunk of it; the chunk's index is the seed."""
 
     def __init__(self, index: int = 0) -> None:
         self._hash = xxhash.xxh3_64(seed=index)
@@ -164,7 +166,7 @@ class Checksum:
         self._hash.update(data)
 
     def footer(self) -> bytes:
-        """Return the 8 bytes that end the frame."""
+        """Return the checksum as the 8 bytes that end a message."""
         return _CHECKSUM.pack(self._hash.intdigest())
 
 
@@ -180,22 +182,22 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def declared(tensors: FlatTensors | None) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return (dtype, numel) of each buffer in wire order, without empty buffers, which are not sent."""
+    """Return (dtype, number of elements) of each buffer in the order in which they are sent; empty buffers are not sent."""
     if tensors is None:
         return ()
     return tuple((d, tensors.buffers[d].numel()) for d in tensors.layout.dtypes if tensors.buffers[d].numel())
 
 
 def num_payload_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> int:
-    """Return the number of payload bytes of buffers with these (dtype, numel)."""
+    """Return the number of bytes of the payload; ``buffers`` has the dtype and number of elements of each buffer."""
     return sum(numel * dtype.itemsize for dtype, numel in buffers)
 
 
 def encode_head(message: Message) -> bytes:
-    """Encode header and JSON section of a message.
+    """Encode the header and JSON section of a message as bytes.
 
     Raises:
-        ValueError: the meta is not JSON, too long or too deep, or an id or dtype cannot be encoded.
+        ValueError: the JSON object is not valid, too long or too deep, or an id or dtype cannot be encoded.
     """
     buffers = declared(message.tensors)
     for dtype, _ in buffers:
@@ -219,11 +221,10 @@ def encode_head(message: Message) -> bytes:
 
 
 def decode_header(data: bytes | memoryview) -> Header:
-    """Decode the first 56 bytes of a frame.
+    """Decode the header of a message from its first 56 bytes.
 
     Raises:
-        Refused: the header is invalid: bad-length, bad-magic, bad-version, bad-checksum, bad-kind or bad-flags; nothing
-            was allocated.
+        Refused: the header is invalid.
     """
     if len(data) < HEADER_BYTES:
         raise Refused("bad-length", f"{len(data)} bytes are no header of {HEADER_BYTES}")
@@ -248,10 +249,10 @@ def decode_header(data: bytes | memoryview) -> Header:
 
 
 def decode_body(header: Header, data: bytes | memoryview) -> Body:
-    """Decode the JSON section that ``header`` announces.
+    """Decode the JSON section of a message.
 
     Raises:
-        Refused: the section is invalid: bad-length, bad-checksum, bad-json or bad-dtype.
+        Refused: the section is invalid.
     """
     text = bytes(data)
     if len(text) != header.json_bytes:
@@ -277,15 +278,15 @@ def decode_body(header: Header, data: bytes | memoryview) -> Body:
 
 
 def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
-    """Ask ``expect`` for the storage of the tensors, and check that they fit into it.
+    """Get the storage for a message's tensors from ``expect``, and check that the tensors fit into it.
 
     Args:
         header: header of the message.
-        body: plain data and buffers of the message.
+        body: decoded JSON section of the message.
         expect: callback that returns the storage.
 
     Raises:
-        Refused: the tensors are refused or do not fit; the error has the message.
+        Refused: the tensors are not wanted or do not fit; the error has the message without tensors.
     """
     try:
         target = expect(header.kind, header.assignment, body.meta)
@@ -298,23 +299,23 @@ def accept(header: Header, body: Body, expect: Expect) -> FlatTensors | None:
 
 
 def finish(header: Header, meta: dict[str, Any], tensors: FlatTensors | None) -> Message:
-    """Assemble the message from its header, meta object and received tensors.
+    """Build the message from its decoded parts.
 
     Args:
         header: header of the message.
-        meta: plain data of the message.
-        tensors: payload of the message; None = none.
+        meta: JSON object of the message.
+        tensors: tensors of the message; None = none.
     """
     return Message(header.kind, header.assignment, header.incarnation, meta, tensors)
 
 
 def read_payload(header: Header, body: Body, data: memoryview, target: FlatTensors) -> None:
-    """Verify payload and footer in ``data``, then copy the payload into ``target``, which may be on any device.
+    """Verify a received payload and its checksum, then copy it into ``target``, which may be on any device.
 
     Args:
         header: header of the message.
-        body: plain data and buffers of the message.
-        data: payload and footer as received.
+        body: decoded JSON section of the message.
+        data: received bytes: the payload, followed by the checksum.
         target: storage for the payload, on any device.
     """
     end = header.payload_bytes

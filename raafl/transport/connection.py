@@ -12,7 +12,7 @@ DRAIN_BYTES = 1 << 30
 
 
 class PeerLost(ConnectionError):
-    """Raised if the peer is gone or this end was closed; the connection is closed then.
+    """Raised if the peer is gone, or this side has closed the connection; the connection cannot be used any more.
 
     Attributes:
         reason: reason code: connection-closed, connection-reset, connection-broken, connection-refused, or
@@ -25,18 +25,19 @@ class PeerLost(ConnectionError):
 
 
 class PeerTimeout(TimeoutError):
-    """Raised if the peer did nothing until the deadline; the connection is closed then."""
+    """Raised if the peer did nothing until the deadline; the connection cannot be used any more."""
 
 
 class Connection(ABC):
-    """One session with one peer, over which messages are sent and received.
+    """A connection to one peer, over which messages are sent and received.
 
     Threads: at most one sends and at most one receives at a time; any thread may close.
 
     Attributes:
-        received_bytes: size on the wire of the last received message, refused ones included.
-        closed: whether the session has ended; every error ends it, except `Refused` for a message that was read to its end.
-        resumes: whether a session that breaks may be continued on the peer's next connection: between machines.
+        received_bytes: size in bytes of the last received message, even if it was refused.
+        closed: whether the connection has ended. Every error ends it, except `Refused` for a message that was read
+            completely.
+        resumes: whether the session can continue on a new connection after this one breaks; true between machines.
     """
 
     received_bytes: int = 0
@@ -45,13 +46,13 @@ class Connection(ABC):
 
     @abstractmethod
     def send(self, message: Message, timeout_s: float | None = None) -> int:
-        """Send a message; return its bytes on the wire. The tensors may be changed afterwards.
+        """Send a message; return the number of bytes sent. Afterwards the caller may change the tensors.
 
         A long message returns only once the peer has received it.
 
         Args:
             message: message to send.
-            timeout_s: seconds in which the peer must accept each piece; None = the connection's own.
+            timeout_s: seconds in which the peer must accept each piece; None = the default of the connection.
 
         Raises:
             PeerLost: the peer is gone.
@@ -64,25 +65,29 @@ class Connection(ABC):
         """Wait for the next message and receive it.
 
         Args:
-            expect: called on this thread after header and JSON were checked and before a long payload is received; returns the
-                storage for the payload (None = no payload), or raises `Refused`. The storage must not be used until this returns.
-            timeout_s: seconds until the message begins; each further piece has the connection's own timeout.
-            finite: whether to refuse tensors with NaN or infinity, as non-finite.
+            expect: function that returns the storage for the message's tensors (None = no tensors), or raises
+                `Refused`. It is called on this thread once the header and JSON are valid. The storage must not be used
+                until `recv` returns.
+            timeout_s: seconds until the message begins; later pieces have the default timeout of the connection.
+            finite: whether to refuse tensors that contain NaN or infinity.
 
         Raises:
-            Refused: the message must not be used; the storage's content is undefined. The next message can be received,
-                unless the end of this one is unknown or too far away; then the connection is `closed`.
+            Refused: the message is invalid, and the storage's content is undefined. The next message can be received
+                unless the connection is `closed`.
             PeerLost: the peer is gone; raised at once.
             PeerTimeout: the deadline has passed.
         """
 
     def check(self) -> None:
-        """Raise `PeerLost` if the peer is known to be gone, without sending anything; used while this end is idle."""
+        """Raise `PeerLost` if the peer is known to be gone; nothing is sent. For use while the connection is idle."""
         return
 
     @abstractmethod
     def close(self) -> None:
-        """End the session and release threads and sockets; a waiting thread gets `PeerLost`. Further calls do nothing."""
+        """End the connection and release its threads and sockets; a thread that waits in it gets `PeerLost`.
+
+        Can be called again.
+        """
 
     def __enter__(self) -> Self:
         """Return the pair, to be closed at the end of the block."""

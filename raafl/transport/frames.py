@@ -1,4 +1,4 @@
-"""Read and write the codec's frames on a stream of bytes; tensors are transferred in place.
+"""Read and write encoded messages on a byte stream; tensors are read into and written from their own storage.
 
 A payload goes in chunks of `PIECE_BYTES`, each followed by 8 bytes: its xxh3_64 checksum, seeded with its index, so that a chunk
 in another's place is found like one that was damaged. (A payload of one chunk is the codec's, with its footer.) A message that
@@ -33,15 +33,15 @@ _SCRATCH_BYTES = 64 << 10
 
 @dataclass
 class Partial:
-    """A message of which only a part has arrived.
+    """A message that was received only in part.
 
     Attributes:
         head: header and JSON section, as received.
         header: decoded header of the message.
         body: decoded JSON section of the message.
-        target: storage of the payload, which belongs to this message until it is complete or given up.
-        num_chunks: number of chunks that have arrived whole, from the first on.
-        problem: reason and detail for which they are refused; None = nothing is wrong.
+        target: storage of the tensors; nobody else uses it until the message is complete or given up.
+        num_chunks: number of chunks of the payload that were received completely.
+        problem: reason code and detail if a received chunk must be refused; None = all are valid.
     """
 
     head: bytes
@@ -53,12 +53,12 @@ class Partial:
 
 
 class Frames:
-    """Messages on a `Stream`, of which one is sent and one received at a time.
+    """Reader and writer of messages on a byte stream; one message is sent and one received at a time.
 
     Attributes:
-        in_step: whether the read position is at the start of a message; if not, nothing more can be read.
-        staging: pinned memory for tensors on another device.
-        partial: message that is being received; to be continued, where another stream takes it over. None = none.
+        in_step: whether the next byte to read is the first of a message; if not, nothing more can be read.
+        staging: pinned host memory through which tensors on another device pass.
+        partial: message that is being received; a new stream can continue it after this one breaks. None = none.
     """
 
     def __init__(self, stream: Stream, partial: Partial | None = None) -> None:
@@ -69,12 +69,12 @@ class Frames:
         self.partial = partial
 
     def send(self, head: bytes, tensors: FlatTensors | None, first_chunk: int = 0) -> int:
-        """Send a message; return its bytes on the wire.
+        """Send a message; return the number of bytes sent.
 
         Args:
             head: header and JSON section, encoded by `codec.encode_head`.
             tensors: payload of the message; None = none.
-            first_chunk: index of the first chunk to send: the receiver has those before.
+            first_chunk: index of the first chunk to send; the receiver has all earlier chunks.
         """
         before = self._stream.num_written
         has_payload = tensors is not None and codec.declared(tensors)
@@ -106,9 +106,9 @@ class Frames:
         return parts
 
     def receive(self, expect: Expect, finite: bool) -> Message:
-        """Receive a message; raises like `Connection.recv`. After `Refused`, `in_step` says whether another can follow.
+        """Receive a message; raises the same errors as `Connection.recv`.
 
-        Where a message broke off on an earlier stream, the next is taken to be its rest.
+        If a message was received in part on an earlier stream, the remaining part of that message is expected first.
         """
         self.in_step = False
         self._stream.read_into(self._header)
@@ -182,7 +182,7 @@ class Frames:
 
 
 def count_chunks(buffers: tuple[tuple[torch.dtype, int], ...]) -> int:
-    """Return the number of chunks of a payload of buffers of these (dtype, numel)."""
+    """Return the number of chunks of a payload; ``buffers`` has the dtype and number of elements of each buffer."""
     return sum(_ends(buffers))
 
 

@@ -1,4 +1,4 @@
-"""Connect two ranks by a Gloo process group of their own, so that a dead peer breaks no other session.
+"""Connect two ranks by a Gloo process group of their own, so that a dead peer affects no other connection.
 
 A frame of at most `FIRST_BYTES` is one Gloo message. A longer one is its first `FIRST_BYTES` without payload, the rest of its
 JSON section, the payload in pieces, and the checksum. Each end keeps the receive of the next first message posted, so a short
@@ -48,7 +48,7 @@ _POKE_S = 0.001
 
 
 class GlooConnection(Connection):
-    """Messages over Gloo; CUDA tensors pass through one pinned buffer of 24 MiB per direction in use."""
+    """Connection over Gloo; CUDA tensors pass through a pinned buffer of 24 MiB for each direction."""
 
     def __init__(self, group: Any, rank: int, timeout_s: float) -> None:
         """Wrap a two-rank ProcessGroupGloo; use `connect` instead."""
@@ -67,18 +67,19 @@ class GlooConnection(Connection):
     def connect(
         cls, store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None
     ) -> GlooConnection:
-        """Connect to the peer that calls this with the same ``prefix``, once per prefix, and the other value of ``server``.
+        """Connect to a peer; both call this with the same ``prefix``, one with ``server=True`` and one with ``server=False``.
 
         Args:
-            store: store shared with the peer; a store that can be cloned is cloned, since a waiting store blocks its
-                other users.
-            prefix: name of the session in the store, e.g. ``pair/3/0`` for client 3's first life; never used twice.
-            server: whether this end is rank 0.
-            timeout_s: seconds for the peer to appear; afterwards, for each piece of a long message.
-            hostname: address to listen on; None = ``GLOO_SOCKET_IFNAME`` or Gloo's default interface.
+            store: store shared with the peer. It is cloned if possible, since a store that waits blocks all its users.
+            prefix: name of the connection in the store, e.g. ``pair/3/0`` for the first connection of client 3; never
+                used twice.
+            server: whether this side is rank 0.
+            timeout_s: seconds to wait for the peer; later, for each piece of a long message.
+            hostname: network address to listen on; None = ``GLOO_SOCKET_IFNAME`` or Gloo's default interface.
 
         Raises:
-            PeerTimeout: the peer did not appear in time. PeerLost: it appeared and left.
+            PeerTimeout: the peer did not connect in time.
+            PeerLost: the peer connected and then left.
         """
         store = cloned(store)
         options = dist.ProcessGroupGloo._Options()
@@ -287,7 +288,7 @@ def _num_in_flight(staging: Staging | None) -> int:
 
 
 def cloned(store: Store) -> Store:
-    """Return a second handle on the same store, since a handle that waits (in C++) blocks all its other users."""
+    """Return a second handle of the same store, since a handle that waits (in C++) blocks all its other users."""
     with suppress(AttributeError, RuntimeError, NotImplementedError):
         return store.clone()
     return store

@@ -1,4 +1,4 @@
-"""Transfer tensors from GPU to GPU over NCCL where asked for, and decide whether two devices can use it.
+"""Transfer tensors from GPU to GPU over NCCL if asked to, and decide whether two devices can use it.
 
 Control frames and short messages use Gloo, which also detects a dead peer; NCCL alone would wait for it forever. The two ends
 test NCCL before the first payload, so that a failure is found while Gloo still works.
@@ -48,10 +48,9 @@ WATCHDOG = {
 
 
 def identity(device: torch.device) -> str:
-    """Return a text that identifies a device: a GPU by machine and bus id, any other device by its type.
+    """Return a text that identifies a device: for a GPU its machine and bus id, for any other device its type.
 
-    NCCL tells GPUs apart by the same ids. Parts of one GPU (MIG) and processes that share one (MPS) have equal ids, and NCCL
-    refuses to join them.
+    NCCL refuses to join two devices with the same id: parts of one GPU (MIG), and processes that share one (MPS).
     """
     if device.type != "cuda":
         return device.type
@@ -62,7 +61,7 @@ def identity(device: torch.device) -> str:
 
 
 def nccl_problem(server: str, client: str) -> str | None:
-    """Explain why NCCL cannot join two devices, given their `identity`, or return None."""
+    """Explain why NCCL cannot connect two devices, each given by its `identity`; return None if it can."""
     for side, name in (("server", server), ("client", client)):
         if not name.startswith("cuda:"):
             return f"the {side}'s tensors are on {name}"
@@ -75,18 +74,18 @@ def connect(
     store: Store, prefix: str, server: bool, timeout_s: float, hostname: str | None = None,
     *, device: torch.device | str = "cpu", nccl: bool = False,
 ) -> Connection:  # fmt: skip
-    """Connect to the peer: over NCCL if both ends ask for it and it can join their devices, else over Gloo.
+    """Connect to the peer: over NCCL if both sides ask for it and NCCL supports their devices, else over Gloo.
 
-    Both ends must call this with the same ``nccl``.
+    Both sides must call this with the same ``nccl``.
 
     Args:
         store: store shared with the peer; see `GlooConnection.connect`.
-        prefix: name of the session in the store.
-        server: whether this end is rank 0.
-        timeout_s: seconds for the peer to appear; afterwards, for each piece of a long message.
-        hostname: address to listen on; None = the default.
-        device: device of this end's tensors.
-        nccl: whether to try NCCL; a warning says why it is not used.
+        prefix: name of the connection in the store.
+        server: whether this side is rank 0.
+        timeout_s: seconds to wait for the peer; later, for each piece of a long message.
+        hostname: network address to listen on; None = the default.
+        device: device of this side's tensors.
+        nccl: whether to try NCCL; a warning explains why it is not used.
     """
     pair = GlooConnection.connect(store, prefix, server, timeout_s, hostname)
     if not nccl:
@@ -121,10 +120,10 @@ def _told(pair: GlooConnection, mine: str, timeout_s: float) -> str:
 
 
 def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
-    """Create an NCCL group; return (group, "") or (None, error), after ``timeout_s`` at the latest.
+    """Create an NCCL group within ``timeout_s``; return (group, "") on success, else (None, error message).
 
-    NCCL may block in a call that cannot be interrupted, for example if the peer dies while joining. So the call runs on
-    a thread of its own, which is abandoned if it blocks; its later result is discarded.
+    NCCL may block in a call that cannot be interrupted, for example if the peer dies while connecting. So the call runs
+    on its own thread, which is abandoned if it blocks.
     """
     found: Future[Any] = Future()
 
@@ -150,10 +149,10 @@ def opened(make: Callable[[], Any], timeout_s: float) -> tuple[Any, str]:
 
 
 def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """Create a ProcessGroupNCCL whose watchdog does not terminate the process (`WATCHDOG`).
+    """Create a ProcessGroupNCCL whose watchdog does not end the process after an error.
 
     Args:
-        store: store through which the ranks meet.
+        store: store by which the ranks find each other.
         rank: rank of this process in the group.
         size: number of ranks in the group.
         timeout_s: seconds that each operation may take.
@@ -166,10 +165,10 @@ def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: Callable[[Any], None]) -> Any:
-    """Create a group and let ``check`` use it once, which joins the ranks; if ``check`` raises, abort the group.
+    """Create an NCCL group and let ``check`` use it once, which connects the ranks; if ``check`` raises, the group is aborted.
 
     Args:
-        store: store through which the ranks meet.
+        store: store by which the ranks find each other.
         rank: rank of this process in the group.
         size: number of ranks in the group.
         timeout_s: seconds that each operation may take.
@@ -213,13 +212,13 @@ def _sum(buffers: list[Tensor]) -> int:
 
 
 class NcclConnection(GlooConnection):
-    """Messages over Gloo, long payloads over NCCL, via the GPU where tensors lie elsewhere.
+    """Connection that sends messages over Gloo and long payloads over NCCL.
 
-    The checksum is a sum of words weighted by dtype: it detects lost and altered words, but no swap of two. A sender whose peer
-    dies within a payload may learn of it only at its deadline, which allows for `MIN_BYTES_PER_S`.
+    The checksum is a sum of words weighted by dtype: it detects lost and altered words, but not two words that were
+    swapped. If the peer dies within a payload, the sender may notice this only at its deadline.
 
-    NCCL's `wait` blocks the current stream until the peer has done its part. So each connection has a stream of its own: on the
-    GPU's default stream, which runs all merges, one stalled client would block every session.
+    NCCL's `wait` blocks the current CUDA stream until the peer has done its part. So each connection has its own
+    stream: on the default stream, which runs all merges, one slow client would block every connection.
     """
 
     def __init__(self, control: GlooConnection, group: Any, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Split tensors into pieces, so that hashing, checking and copying one piece overlaps the transfer of the next."""
+"""Split tensors into pieces, so that one piece is hashed, checked and copied while the next is transferred."""
 
 from __future__ import annotations
 
@@ -25,18 +25,24 @@ NUM_STAGED, NUM_AHEAD = 6, 2
 
 
 def chunks(tensors: FlatTensors) -> Iterator[Tensor]:
-    """Yield 1-D views of the tensors, in wire order, of at most `CHUNK_BYTES` each."""
+    """Yield 1-D views of at most `CHUNK_BYTES` of the tensors, in the order in which they are sent."""
     for dtype, _ in declared(tensors):
         yield from torch.split(tensors.buffers[dtype].detach(), CHUNK_BYTES // dtype.itemsize)
 
 
 def piece_bytes(buffers: tuple[tuple[torch.dtype, int], ...]) -> Iterator[int]:
-    """Yield the length of each piece that `chunks` makes of buffers declared as (dtype, numel)."""
+    """Yield the length in bytes of each piece that `chunks` makes.
+
+    ``buffers`` has the dtype and number of elements of each buffer.
+    """
     yield from piece_sizes(buffers, CHUNK_BYTES)
 
 
 def piece_sizes(buffers: tuple[tuple[torch.dtype, int], ...], longest: int) -> Iterator[int]:
-    """Yield the length of each piece of at most ``longest`` bytes, of buffers declared as (dtype, numel)."""
+    """Yield the length in bytes of each piece, at most ``longest``.
+
+    ``buffers`` has the dtype and number of elements of each buffer.
+    """
     for dtype, numel in buffers:
         whole, rest = divmod(numel * dtype.itemsize, longest)
         yield from itertools.repeat(longest, whole)
@@ -45,12 +51,12 @@ def piece_sizes(buffers: tuple[tuple[torch.dtype, int], ...], longest: int) -> I
 
 
 def is_sound(piece: Tensor) -> bool:
-    """Check whether received bytes are values of the piece's dtype: a bool must be 0 or 1."""
+    """Check whether the received bytes are valid values of the tensor's dtype: a bool must be 0 or 1."""
     return piece.dtype != torch.bool or piece.numel() == 0 or int(byte_view(piece).max()) <= 1
 
 
 def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
-    """Check received values; return (reason, detail) if they must be refused, else None.
+    """Check received values; return a reason code and detail if they must be refused, else None.
 
     Args:
         piece: values that were received.
@@ -64,9 +70,9 @@ def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
 
 
 class Staging:
-    """Ring of pinned host buffers through which pieces on another device pass; allocated once, then reused.
+    """Ring of pinned host buffers through which the pieces of a GPU tensor pass; allocated once, then reused.
 
-    A GPU copies on a stream of the ring's own, beside its other work and other sessions' copies. An event per slot
+    The GPU copies on a stream of this ring, independent of its other work. Each slot of the ring has an event that
     marks the end of its copy, so that the next pieces are copied while one is hashed or sent.
     """
 
@@ -81,7 +87,7 @@ class Staging:
 
     @contextmanager
     def in_use(self) -> Iterator[Staging]:
-        """Return a context for one payload: copies start after earlier work of the GPU, and end before the context does."""
+        """Return a context for transferring one payload: copies wait for earlier GPU work, and are complete at the end."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
@@ -91,16 +97,16 @@ class Staging:
                 self._wait(index)
 
     def take(self, like: Tensor) -> Tensor:
-        """Return the next slot as a 1-D tensor with the length and dtype of ``like``, once the slot's last copy has ended."""
+        """Return the next slot as a 1-D tensor with the length and dtype of ``like``, once the slot's last copy is complete."""
         index = self._next % NUM_STAGED
         self._next += 1
         self._wait(index)
         return self._slots[index][: like.numel() * like.dtype.itemsize].view(like.dtype)
 
     def outgoing(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield each piece in a host slot, while the next `NUM_AHEAD` are being filled.
+        """Copy each piece to a host slot and yield it, while the next `NUM_AHEAD` pieces are being copied.
 
-        A yielded slot stays valid until `NUM_STAGED` - `NUM_AHEAD` further slots were taken.
+        A yielded slot is valid until `NUM_STAGED` - `NUM_AHEAD` further slots were taken.
         """
         ahead = deque[Tensor]()
         for piece in pieces:
@@ -112,7 +118,7 @@ class Staging:
             yield self._filled(ahead.popleft())
 
     def land(self, slot: Tensor, piece: Tensor) -> None:
-        """Start copying a slot to its piece on the device."""
+        """Start the copy from a host slot to a piece on the device."""
         self._copy(piece, slot, slot)
 
     def _copy(self, target: Tensor, source: Tensor, slot: Tensor) -> None:
@@ -142,13 +148,13 @@ class Staging:
 
 
 class StagingRings:
-    """Staging rings of a connection, one per direction, allocated on first use."""
+    """Host buffers of a connection, one `Staging` ring for each direction, allocated at first use."""
 
     def __init__(self) -> None:
         self._rings: dict[tuple[str, torch.device], Staging] = {}
 
     def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> AbstractContextManager[Staging | None]:
-        """Return the context of a ring for one payload, which yields None if ``tensors`` are in host memory already."""
+        """Return the context of a ring for one payload; it yields None if the tensors are in host memory and need no ring."""
         if not self.are_needed(tensors):
             return nullcontext()
         key = way, tensors.device
@@ -157,5 +163,5 @@ class StagingRings:
         return self._rings[key].in_use()
 
     def are_needed(self, tensors: FlatTensors) -> bool:
-        """Check whether ``tensors`` are on a device that the transport cannot read."""
+        """Check whether the tensors are on a device that the transport cannot read directly."""
         return tensors.device.type != "cpu"

@@ -1,4 +1,4 @@
-"""Transport for ranks that torchrun started: they meet at its store, and each client shares a two-rank process group with rank 0.
+"""Transport for ranks that torchrun started; each client shares a process group of two ranks with rank 0.
 
 A store waits in C++ and blocks every other user of the same handle, so each thread that may wait has a handle of its own
 (`GlooConnection.connect`).
@@ -36,7 +36,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class TorchrunTransport(Transport):
-    """Transport under torchrun: rank 0 is the server, ranks 1..N are the clients; a lost rank does not come back."""
+    """Transport under torchrun: rank 0 is the server, and ranks 1..N are the clients; a lost rank does not come back."""
 
     def __init__(
         self, rank: int, num_clients: int, store: Store, wait_s: float, *, local: bool, nccl: bool = False
@@ -58,7 +58,7 @@ class TorchrunTransport(Transport):
 
     @classmethod
     def from_environment(cls, meeting: ConnectOptions) -> TorchrunTransport:
-        """Connect to the store that torchrun's environment names.
+        """Connect to torchrun's store, whose address is in the environment.
 
         Raises:
             BadInput: torchrun did not start this process, or the number of ranks does not match the config.
@@ -89,7 +89,7 @@ class TorchrunTransport(Transport):
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Expect every client at once; see `Transport.listen`. Each connection is made when its client has arrived."""
+        """Wait for every client; the connection to a client is made once its process is there. See `Transport.listen`."""
         for client in range(1, self._num_clients + 1):
             admit(client, f"rank {client}", partial(self._meet, client, device))
         self.store.set(_READY, "1")
@@ -110,7 +110,7 @@ class TorchrunTransport(Transport):
                 self._prepared.wait(min(self._wait_s / 5, 1.0))
 
     def connect(self, device: torch.device | str = "cpu") -> Connection:
-        """Wait until rank 0 listens, then connect to it; raise `PeerTimeout` after ``wait_s``."""
+        """Wait until rank 0 is listening, then connect to it; raise `PeerTimeout` after ``wait_s``."""
         self._await_server()
         return self._meet(self.client, device)
 
@@ -134,12 +134,12 @@ class TorchrunTransport(Transport):
             raise PeerLost("connection-closed", str(error).splitlines()[0]) from None
 
     def announce(self, client: int | None, reason: str) -> None:
-        """Store a reason of dismissal for a client; see `Transport.announce`."""
+        """Store the reason why a client must stop; see `Transport.announce`."""
         with suppress(RuntimeError):
             self.store.set(_LET_GO if client is None else f"{_LET_GO}/{client}", reason or "ended")
 
     def let_go(self) -> str | None:
-        """Return the stored reason of dismissal, or None; see `Transport.let_go`."""
+        """Return the stored reason why this client must stop, or None; see `Transport.let_go`."""
         with suppress(RuntimeError):  # the store may go with the rank, or the agent, that holds it
             for key in (_LET_GO, f"{_LET_GO}/{self.client}"):
                 if self.store.check([key]):

@@ -1,4 +1,4 @@
-"""Define a transport: one end of a run, which opens a `Connection` between the server and each client.
+"""Define a transport, which opens the connections between a server and its clients.
 
 The server enters its transport, builds the run, listens, and leaves it at the end. A client connects, and reconnects where
 clients may come back. What the two ends then send is the same on every transport.
@@ -26,18 +26,17 @@ Admit = Callable[[int, str, Callable[[], Connection]], None]
 
 @dataclass(frozen=True)
 class ConnectOptions:
-    """Options from which a transport is made; each transport uses those it needs.
+    """Options of a transport; each transport uses those it needs.
 
     Attributes:
         num_clients: number of clients N; they are numbered 1 to N.
-        wait_s: seconds to wait for the other end.
-        piece_s: seconds that each piece of a message may take.
-        address: ``HOST:PORT``, or a listening socket; empty = the environment has the address.
-        credentials: files of mutual TLS, or a token of this machine; None = every caller that reaches the address is
-            trusted.
-        authorize: function of the server that raises `Refused` for a peer that may not join.
+        wait_s: seconds to wait for the other side.
+        piece_s: seconds for each piece of a message.
+        address: ``HOST:PORT`` of the server, or a listening socket; empty = taken from the environment.
+        credentials: TLS files, or a token of this machine; None = every caller that reaches the address is trusted.
+        authorize: server's function that raises `Refused` if a client may not join.
         proxy: URL of the HTTP proxy of a client; "none" = no proxy; None = the environment's.
-        client: id of the client that connects; 0 = the server, or the one that the environment names.
+        client: id of the client that connects; 0 = the server, or the id that the environment names.
         nccl: whether to transfer tensors between GPUs by NCCL where possible.
     """
 
@@ -53,17 +52,16 @@ class ConnectOptions:
 
 
 class Transport(ABC):
-    """One end of a run's connections, made from `ConnectOptions`.
+    """One side of the connections of a run: it opens a `Connection` between the server and each client.
 
-    Errors are the same on every transport: `BadInput` for a wrong address, credential or environment; `Refused` if the
-    other end exists and does not accept this one, so that a retry is of little use; `PeerLost` and `PeerTimeout` if it
-    is gone or absent.
+    All transports raise the same errors: `BadInput` for a wrong address, credential or environment; `Refused` if the
+    other side does not accept this one, so that another attempt is unlikely to succeed; `PeerLost` and `PeerTimeout` if
+    the other side is gone or absent.
 
     Attributes:
-        client: id of the client whose end this is; 0 = the server's end.
-        comes_and_goes: whether clients may join, leave and come back at any time; else each is present once, from the
-            start.
-        address: address at which clients find the server, for display; empty = they know it.
+        client: id of this client; 0 = this is the server.
+        comes_and_goes: whether clients may join, leave and come back at any time; else all are there from the start.
+        address: address of the server for display; empty = clients know it.
     """
 
     client: int = 0
@@ -76,13 +74,13 @@ class Transport(ABC):
 
     @abstractmethod
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """On the server, admit clients from now on; return soon.
+        """On the server, start to admit clients; return soon.
 
         Args:
-            admit: function called for each client, on any thread, which should return soon. It gets a function that
-                makes the connection, which is called once, on a thread that may wait for the client.
-            refused: function called with the reason for each refused caller, on any thread.
-            device: device of this end's tensors.
+            admit: function called for each new client, on any thread; it should return soon. Its argument is a function
+                that makes the connection, to be called once, on a thread that may wait for the client.
+            refused: function called on any thread with the reason for each refused client.
+            device: device of this side's tensors.
         """
 
     def __exit__(self, *_: object) -> None:
@@ -90,13 +88,18 @@ class Transport(ABC):
         return
 
     def announce(self, client: int | None, reason: str) -> None:
-        """On the server, store why ``client`` (None = every client) is dismissed, in case its connection breaks first."""
+        """On the server, store the reason why a client must stop, in case its connection breaks first.
+
+        Args:
+            client: id of the client; None = every client.
+            reason: text of the reason.
+        """
         return
 
     @abstractmethod
     def connect(self, device: torch.device | str = "cpu") -> Connection:
-        """On a client, wait for the server and connect to it; this end's tensors are on ``device``."""
+        """On a client, wait for the server and connect to it; ``device`` is the device of this side's tensors."""
 
     def let_go(self) -> str | None:
-        """On a client, return the reason that `announce` stored, or None."""
+        """On a client, return the reason to stop that the server stored by `announce`; None = none."""
         return None

@@ -27,7 +27,7 @@ ELSEWHERE = {
     "raafl/runtime/fields.py": "tests/runtime/test_protocol.py",
     "raafl/runtime/fit.py": "tests/distributed/test_torchrun.py",
     "raafl/runtime/resumption.py": "tests/runtime/server/test_link.py",
-    "raafl/runtime/server/link_desk.py": "tests/runtime/server/test_link.py",
+    "raafl/runtime/server/link_tracker.py": "tests/runtime/server/test_link.py",
     "raafl/runtime/server/evaluator.py": "tests/runtime/server/test_wall_clock.py",
     "raafl/runtime/server/terms.py": "tests/runtime/server/test_session_hello.py",
     "raafl/runtime/server/host.py": "tests/distributed/test_torchrun.py",

@@ -1,4 +1,4 @@
-"""Open the process groups in which the processes of one client sum gradients and share values."""
+"""Open the process groups in which several processes that train one client sum gradients and share values."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 def open_mesh(store: Any, rank: int, size: int, timeout_s: float, device: torch.device) -> DeviceMesh:
-    """Return the mesh of a client's processes; FSDP2 takes none but those of torch's default process group.
+    """Return the device mesh of a client's processes, for FSDP2, which needs torch's default process group.
 
     Args:
-        store: store that these processes share.
+        store: store by which these processes find each other.
         rank: rank of this process.
         size: number of processes.
         timeout_s: seconds that a collective operation may take.
@@ -63,7 +63,7 @@ def _local_interface() -> Iterator[None]:
 
 
 class GroupSums:
-    """Sums and broadcasts: over NCCL where each process has a GPU of its own, else over Gloo, by way of the CPU."""
+    """Sums and broadcasts between the processes of one client: over NCCL if each has its own GPU, else over Gloo and the CPU."""
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout_s: float, device: torch.device, devices: list[str]
@@ -112,7 +112,7 @@ class GroupSums:
         return None
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to replace a tensor by its sum over all processes; return a function that waits for the end."""
+        """Start to replace a tensor by its sum over all processes; return a function that waits until that is done."""
         if tensor.is_cuda and self._nccl is not None:
             on_gpu: Callable[[], None] = self._nccl.allreduce([tensor], dist.AllreduceOptions()).wait
             return on_gpu
@@ -127,7 +127,7 @@ class GroupSums:
         return wait
 
     def spread(self, tensor: Tensor) -> None:
-        """Replace a tensor by that of process 0 in all processes (broadcast)."""
+        """Replace a tensor in all processes by that of process 0 (broadcast)."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         if tensor.is_cuda and self._nccl is not None:

@@ -1,4 +1,4 @@
-"""Work for a server as a client on another machine, and reconnect when the connection breaks.
+"""Work as a client for a server on another machine, and connect again when the connection breaks.
 
 The client retries for as long as ``waits.alone_s``, so it survives a server that is restarted with ``--resume``, after a crash
 or after SIGTERM, also as another version of the package.
@@ -45,23 +45,23 @@ def join(
     say: Callable[[str], None] = lambda text: None,
     gate: Gate | None = None,
 ) -> str:
-    """Work for a server until it dismisses the client; return the reason of the dismissal.
+    """Work as a client until the server tells it to stop; return the server's reason.
 
     Args:
         address: ``HOST:PORT`` of the server.
         client: id of this client.
         credentials: certificate or token with which the client authenticates.
-        make_site: function that builds the client from the server's config (checked text), or from its own config if
-            given None.
+        make_site: function that builds the client from the server's config (a checked text), or from its own config if
+            the argument is None.
         needs_config: whether to ask the server for its config.
         proxy: URL of an HTTP proxy; see `raafl.transport.ConnectOptions`.
-        alone_s: seconds for which to look for an absent server; None = `Timeouts.alone_s`.
+        alone_s: seconds after which to give up if the server is absent; None = `Timeouts.alone_s`.
         say: function that shows a line to the user.
-        gate: gate of the client's site; None = everything passes.
+        gate: gate that checks tasks against the policy of the client's site; None = no policy.
 
     Raises:
         BadInput: the address, the credentials or the config is wrong.
-        Replaced: another client with the same id took over.
+        Replaced: another client with the same id has joined.
         RunFailed: the server refused the client, or was absent for ``alone_s`` seconds.
         PolicyRefusal: the site's policy does not allow the run.
     """
@@ -160,15 +160,15 @@ class _Search:
         self.spare: Connection | None = None  # was made to come back to a session that is no more: good for a new one
 
     def succeeded(self, how: str = "joined") -> None:
-        """Record that a server has admitted the client, so that the next search gets its full time."""
+        """Record that a server has admitted the client, so that the next search has the full time again."""
         self._taken_in = True
         self._say(f"{how} {self._address}")
 
     def find(self) -> Connection:
-        """Look for the server and return a connection to it.
+        """Look for the server and connect to it; return the connection.
 
         Raises:
-            RunFailed: the server refuses this client, or none has been found for ``alone_s`` seconds.
+            RunFailed: the server refuses this client, or was not found within ``alone_s`` seconds.
         """
         doubts, told = 0, False
         spare, self.spare = self.spare, None
@@ -197,7 +197,7 @@ class _Search:
         return True
 
     def pause(self, problem: str = "") -> None:
-        """Wait before the next attempt, longer each time; raise `RunFailed` when the time is up."""
+        """Wait before the next attempt, longer each time; raise `RunFailed` if the time is up."""
         if self._taken_in:
             self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
         left = self._alone_s - (time.monotonic() - self._since)
@@ -251,7 +251,7 @@ class _Link:
 
 
 def tell_not_joining(pair: Connection, reason: str) -> None:
-    """Tell a server, in place of a HELLO, that this client does not join; wait until the server closes the connection.
+    """Tell a server that this client does not join, and wait until the server closes the connection.
 
     Args:
         pair: connection to the server.
@@ -263,7 +263,11 @@ def tell_not_joining(pair: Connection, reason: str) -> None:
 
 
 def ask_config(pair: Connection) -> str:
-    """Ask the server for its config and return it, checked; raise `RunFailed` if it has more than names and plain values."""
+    """Ask the server for its config, check it, and return it.
+
+    Raises:
+        RunFailed: the config has anything but names and plain values.
+    """
     pair.send(Message(Kind.CONFIG))
     answer = pair.recv(no_tensors, _CONFIG_S)
     if answer.kind is Kind.STOP:

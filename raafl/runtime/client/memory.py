@@ -1,4 +1,4 @@
-"""Determine the memory of a client, declared or measured, and tune its process's allocator to it."""
+"""Determine the memory of a client, declared or measured, and tune the process's allocator for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_memory(
     place: Place,
     num_processes: int = 1,
 ) -> tuple[ClientInfo, list[str]]:
-    """Return this client's description with its memory, measured once its process holds all but a task, and notes for the user.
+    """Return the client's description with its available memory, and notes for the user; called when all but a task is loaded.
 
     Args:
         experiment: settings of the run.
@@ -44,7 +44,7 @@ def with_memory(
         submodels: submodels of the model.
         data: data of the run.
         device: device that computes.
-        place: position of this process, from which its GPU follows.
+        place: rank of this process on its machine, which determines its GPU.
         num_processes: number of processes that train the client together.
 
     Raises:
@@ -76,11 +76,11 @@ def settle_heap(
     experiment: Experiment, info: ClientInfo, submodels: Submodels, data: FederatedData, device: torch.device,
     num_processes: int = 1,
 ) -> None:  # fmt: skip
-    """Make the allocator keep freed memory for the next step, or return it to the system at once if memory is scarce.
+    """Set whether the allocator keeps freed memory for the next step, or returns it to the system because memory is scarce.
 
-    Memory suffices if the whole model could train in it, fragmentation included, and always if another device holds the
-    model. A sharded client is treated as one with scarce memory: gathered parameters leave so many holes in kept memory
-    that they cost all that sharding saves.
+    Memory suffices if the whole model could train in it, fragmentation included, and always if the model is on another
+    device. For a client whose model is sharded over processes, memory counts as scarce, since kept memory would become
+    so fragmented that nothing is saved.
 
     Args:
         experiment: settings of the run.

@@ -1,4 +1,4 @@
-"""Run one client as several processes (`torchrun --nproc-per-node 2 -m raafl join ...`); the first leads and talks to the server.
+"""Run one client as several processes (`torchrun --nproc-per-node 2 -m raafl join ...`); only the first talks to the server.
 
 The leader forwards config and assignments over a connection to each follower, and values and gradients within a process group.
 When a process dies the others terminate at once, whatever they are waiting for: the server finds the connection broken and
@@ -59,8 +59,10 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
     """Train one client in all processes that torchrun started; return the exit code.
 
     Args:
-        make_site: function that builds the client from the server's config, or from its own config if given None.
-        work: function that runs in the leader and talks to the server, given the function that builds the client.
+        make_site: function that builds the client from the server's config, or from its own config if the argument is
+            None.
+        work: function that runs in the first process and talks to the server; its argument is the function that builds
+            the client.
         client: id of the client.
         say: function that shows a line to the user.
 
@@ -78,7 +80,7 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
 
 
 def refuse(site: ClientSetup) -> None:
-    """Raise `BadInput` for an algorithm whose steps use more than gradients, which can be averaged."""
+    """Raise `BadInput` for an algorithm that cannot train one client in several processes, which average only gradients."""
     if not site.experiment.algorithm.local.supports_data_parallel:
         raise BadInput(
             f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot span several processes: join with one, "
@@ -92,7 +94,7 @@ def refuse(site: ClientSetup) -> None:
 
 
 class ClientGroup:
-    """Processes of one client: connections between leader and followers, and their process group."""
+    """The processes of one client: the first (leader) forwards tasks to the others (followers)."""
 
     def __init__(self, client: int, say: Callable[[str], None]) -> None:
         """Connect the processes that torchrun's environment names.
@@ -125,7 +127,7 @@ class ClientGroup:
     # ---- the leader ----
 
     def leading(self, make_site: MakeSite) -> MakeSite:
-        """Wrap ``make_site`` so that it also makes the followers build their parts, and compares them."""
+        """Wrap ``make_site`` so that the followers build the client, too, and all results are compared."""
 
         def make(config_yaml: str | None) -> ClientSetup:
             site = make_site(config_yaml)
@@ -187,7 +189,7 @@ class ClientGroup:
     # ---- a follower ----
 
     def follow(self, make_site: MakeSite) -> None:
-        """Train the tasks that the leader forwards, until it stops."""
+        """Train the tasks that the leader forwards, until it stops; runs in a follower."""
         (pair,) = self._pairs.values()
         try:
             message = pair.recv(no_tensors, _FOR_EVER_S)

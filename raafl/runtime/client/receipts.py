@@ -1,4 +1,4 @@
-"""Keep at a site what its server cannot alter: a signed receipt of each update that it sent, and inputs of a few tasks.
+"""Store evidence at a client's site that the server cannot change: signed receipts of sent updates, and inputs of some tasks.
 
 A receipt has the assignment, the journal's head that the server signed with it, and digests of the update. Of tasks drawn by
 the site, which nobody else can know, the values that it was sent are kept, so that an audit can train them again. All lies in
@@ -47,16 +47,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Record of an update that a site sent.
+    """Record of one update that a site sent.
 
     Attributes:
-        assignment: plain data of the assignment, as received.
-        head: head of the journal that came with the assignment, as `SignedHead.to_meta`; None = none came.
+        assignment: description of the task, as received, as plain data.
+        head: signed hash of the server's journal that came with the task, as `SignedHead.to_meta`; None = none came.
         trained: fingerprint of the trained values.
-        sent: fingerprint that the journal must have for the update; None if the server computes another one, since
-            values are compressed or the server trained a part.
+        sent: fingerprint that the journal must have for the update; None if the server's fingerprint differs by design,
+            since values are compressed or the server trained a part.
         num_samples: number of samples that the client reported.
-        inputs: fingerprint of the received values, if they are stored.
+        inputs: fingerprint of the received values, if these are stored.
     """
 
     assignment: dict[str, Any]
@@ -68,7 +68,7 @@ class Receipt:
 
 
 class Receipts:
-    """Writer of a site's receipts. The worker's thread calls it; a thread of its own writes inputs.
+    """Writer of a site's receipts; the inputs of tasks are written by a thread of its own.
 
     Attributes:
         folder: folder of the receipts.
@@ -114,15 +114,17 @@ class Receipts:
         own_data: bool,
         signer: Signer | None = None,
     ) -> Self | None:
-        """Return a writer in a new folder of this user's state folder; None if no file can be written for the user.
+        """Create a new folder of receipts in this user's state folder, and return its writer.
+
+        None if no file can be written there.
 
         Args:
             client: id of this client.
-            config_yaml: text of the config; see `__init__`.
-            conditions: conditions of the results; see `__init__`.
-            share: share of the tasks whose inputs are stored; see `__init__`.
-            own_data: whether the client trains on data of its own; see `__init__`.
-            signer: signer of the receipts; None = this user's own.
+            config_yaml: config of the run as text.
+            conditions: versions, hardware and settings on which the bits of results depend.
+            share: share of the tasks whose inputs are stored, from 0 to 1.
+            own_data: whether the client trains on its own data.
+            signer: holder of the key that signs receipts; None = this user's own key.
         """
         try:
             signer = signer or Signer.own()
@@ -137,12 +139,12 @@ class Receipts:
             return None
 
     def sent(self, receipt: Receipt, received: FlatTensors, *, repeatable: bool) -> None:
-        """Write the receipt of an update that was sent, and possibly the task's inputs.
+        """Write the receipt of an update that was sent; the task's inputs are stored for a random share of the tasks.
 
         Args:
-            receipt: receipt without inputs.
-            received: values from which the task started; they are read before this returns.
-            repeatable: whether one process can train the task again by itself.
+            receipt: the receipt, without inputs.
+            received: values from which the task started; they are copied before the method returns.
+            repeatable: whether one process alone can repeat the task.
         """
         data = asdict(receipt)
         if repeatable and self._draw.random() < self._share:
@@ -177,11 +179,11 @@ class Receipts:
 def receipt_of(
     assignment: Assignment, head: SignedHead | None, *, trained: str, sent: str | None, num_samples: int
 ) -> Receipt:  # fmt: skip
-    """Return the receipt of an update, without the task's inputs.
+    """Build the receipt of an update.
 
     Args:
-        assignment: assignment of the task.
-        head: head of the journal that came with the assignment; None = none.
+        assignment: task of the update.
+        head: signed hash of the journal that came with the task; None = none.
         trained: fingerprint of the trained values; see `Receipt`.
         sent: fingerprint that the journal must have; see `Receipt`.
         num_samples: number of samples that the client reported.
@@ -192,15 +194,15 @@ def receipt_of(
 
 @dataclass(frozen=True)
 class SiteBooks:
-    """Receipts of a site, as read from their folder.
+    """Receipts of a site, read from their folder.
 
     Attributes:
         folder: folder of the receipts.
         client: id of the client.
         own_data: whether the client trained on data of its own.
-        conditions: conditions on which the bits of its results depended.
-        receipts: receipts in the order in which updates were sent.
-        findings: descriptions of receipts that were altered, a line each.
+        conditions: versions, hardware and settings on which the bits of results depended.
+        receipts: receipts in the order in which the updates were sent.
+        findings: description of each receipt that was changed after it was written, a line each.
     """
 
     folder: Path
@@ -212,7 +214,7 @@ class SiteBooks:
 
     @classmethod
     def read(cls, folder: Path) -> SiteBooks:
-        """Read a folder of receipts, and check their signatures.
+        """Read a folder of receipts and check their signatures.
 
         Raises:
             BadInput: the folder was not written by `raafl join`.
@@ -233,7 +235,7 @@ class SiteBooks:
         return cls(folder, client, site.get("own_data") is True, known, receipts, findings)
 
     def inputs(self) -> Iterator[tuple[Receipt, Path]]:
-        """Yield each receipt whose inputs are stored, with the file of the inputs."""
+        """Yield each receipt whose task's inputs are stored, and the file with the inputs."""
         for receipt in self.receipts:
             path = self.folder / INPUTS / f"{receipt.assignment['id']:09d}.pt"
             if receipt.inputs is not None and path.is_file():
@@ -259,7 +261,11 @@ def _head(meta: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read_inputs(path: Path, layout_of: Callable[[], Layout]) -> FlatTensors:
-    """Read the values from which a task started, in the layout of its spec.
+    """Read the values from which a task started.
+
+    Args:
+        path: file with the values.
+        layout_of: function that returns the layout of the task's submodel.
 
     Raises:
         BadInput: the file is damaged, or belongs to another model.

@@ -1,4 +1,4 @@
-"""Answer a task with masked numbers: a client's end of the exchange in which its group's sum is opened."""
+"""Answer tasks by masked updates: the client's side of secure aggregation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class SecureSide(Questions):
-    """A client's side of masked tasks."""
+    """Client's side of secure aggregation: it masks updates so that the server learns only their sum."""
 
     def __init__(
         self, pair: Connection, submodels: Submodels, merge: SecureSum, site_keys: SiteKeys | None = None
@@ -49,7 +49,7 @@ class SecureSide(Questions):
         self._scale = 1.0
 
     def refusal(self, update: Update) -> str | None:
-        """Return the reason why an update cannot be encoded, or None."""
+        """Return the reason why an update cannot be encoded for masking; None if it can."""
         if update.refusal is not None:
             return update.refusal
         try:
@@ -59,16 +59,18 @@ class SecureSide(Questions):
         return None
 
     def mask(self, assignment: Assignment, update: Update, answer: Answer) -> FlatTensors:
-        """Send an update masked; return the shares that this client reveals to open the sum, for the task's last message.
+        """Mask an update and send it; return the secret shares by which the server computes the group's sum.
+
+        The caller sends the shares in the task's last message.
 
         Args:
-            assignment: assignment of the task.
-            update: trained update, which `refusal` was asked about last and did not refuse.
-            answer: fields of the answer that the server may see.
+            assignment: task of the update.
+            update: trained update, which `refusal` has accepted.
+            answer: fields of the answer that the server may read.
 
         Raises:
-            CannotOpen: the group is not one that this client agrees to, or too few members are left.
-            Stopped: the server has ended the task, or is gone.
+            CannotOpen: this client does not agree to the group, or too few members are left.
+            Stopped: the server has ended the task, or the connection is lost.
         """
         self._assignment, options, key = assignment, self._merge.options, assignment.id
         member, ring = Member(options.min_cover or 0, options.threshold), Ring(self._submodels)

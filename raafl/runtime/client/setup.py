@@ -1,4 +1,4 @@
-"""Build a client's parts once, for all its connections."""
+"""Build the model, data and trainer of a client once, for all of its connections."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class ClientSetup:
-    """Model, data and trainer of a client, which all of its connections use.
+    """Model, data and trainer of a client, used by all of its connections.
 
     Attributes:
-        submodels: submodels of the model, without values.
+        submodels: structure of the submodels of the model.
         sections: digest of each section of the config that the server compares.
         notes: notes for the user, one line each.
-        process_group: processes that train this client together; None = only this one.
-        gate: gate that checks each task for the client's site.
-        receipts: writer of receipts for what is sent to the server; None = no receipts.
+        process_group: group of the processes that train this client together; None = one process.
+        gate: gate that checks each task against the policy of the client's site.
+        receipts: writer of receipts for sent updates; None = no receipts are written.
         config_yaml: text of the client's config.
     """
 
@@ -71,8 +71,9 @@ class ClientSetup:
             experiment: config of the client.
             config_yaml: text of the config, for digests.
             client: id of the client.
-            own_data: whether all of the training data belongs to this client; else it gets its share.
-            data_named: whether the section ``data`` is the client's own, and is not compared with the server's.
+            own_data: whether all of the training data belong to this client; else it gets its share of them.
+            data_named: whether the user has given this client its own section ``data``, which is not compared with the
+                server's.
 
         Raises:
             BadInput: the client does not exist, its model or data cannot be built, or its memory is too small.
@@ -93,14 +94,14 @@ class ClientSetup:
         cls, experiment: Experiment, client: int, place: Place, *, own_data: bool = False,
         alike: dict[str, str] | None = None, num_processes: int = 1,
     ) -> ClientSetup:  # fmt: skip
-        """Build a client of a checked experiment.
+        """Build a client from an experiment that was checked already.
 
         Args:
             experiment: config of the client.
             client: id of the client.
-            place: position of this process, from which its GPU follows.
-            own_data: whether all of the training data belongs to this client; else it gets its share.
-            alike: digests of the config's sections that the server compares.
+            place: rank of this process on its machine, which determines its GPU.
+            own_data: whether all of the training data belong to this client; else it gets its share of them.
+            alike: digests of the config sections that the server compares.
             num_processes: number of processes that train the client together.
         """
         set_numerics(experiment.threads, experiment.fabric)
@@ -122,12 +123,12 @@ class ClientSetup:
     def receipts_kept(
         self, share: float, say: Callable[[str], None], signer: Signer | None = None
     ) -> Iterator[None]:  # fmt: skip
-        """Return a context in which receipts of sent updates are stored, with the inputs of a ``share`` of the tasks.
+        """Return a context in which receipts of sent updates are written.
 
         Args:
-            share: share of the tasks, from 0 to 1.
+            share: share of the tasks whose inputs are stored, too, from 0 to 1.
             say: function that shows a line to the user.
-            signer: signer of this site; None = this user's own key.
+            signer: holder of the key that signs receipts; None = this user's own key.
         """
         self.receipts = Receipts.open(
             self.info.id,
@@ -149,13 +150,13 @@ class ClientSetup:
         self, pair: Connection, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None,
         files: TlsFiles | None = None,
     ) -> Client:  # fmt: skip
-        """Return a worker for a connection; see `Client`.
+        """Return the object that works on a connection for this client; see `Client`.
 
         Args:
             pair: connection to the server.
-            files: certificate files with which the site signs the public keys of masked tasks; None = there are none.
-            unsent: id of an assignment whose update was not sent on an earlier connection; None = there is none.
-            on_welcome: function called once the server has accepted the client.
+            files: TLS files by which the site signs the public keys of masked tasks; None = none.
+            unsent: id of a task whose update could not be sent on an earlier connection; None = none.
+            on_welcome: function called when the server has admitted the client.
         """
         merge = masking(self.experiment)
         client = Client(
@@ -177,5 +178,5 @@ def _site_keys(files: TlsFiles | None) -> SiteKeys | None:
 
 
 def whole(experiment: Experiment) -> FederatedData:
-    """Return all training data of the experiment as one client's."""
+    """Return all training data of the experiment as the data of one client."""
     return FederatedData(experiment.data(), Iid(test_share=experiment.partition.test_share), 1, experiment.seed)

@@ -1,4 +1,4 @@
-"""Sign the public keys of a site's masked tasks, and check that the keys of the other members come from sites.
+"""Sign the public keys that a site uses in secure aggregation, and check that all members of a group are sites.
 
 A server can then neither replace a member's keys by its own nor make members up, unless it has the authority's key.
 """
@@ -22,7 +22,7 @@ from raafl.runtime.secure_protocol import MAX_PROOF_CHARACTERS, KeyProof, signed
 
 
 class SiteKeys:
-    """Certificate and key of this site, and the authority that the others' certificates must come from."""
+    """Certificate and key of this site, and the authority that must have issued the certificates of other sites."""
 
     def __init__(self, ca: Path, cert: Path, key: Path) -> None:
         """Load the files.
@@ -54,24 +54,25 @@ class SiteKeys:
         self._federation = own.federation
 
     def prove(self, assignment: int, keys: bytes) -> KeyProof:
-        """Sign the public keys of a task.
+        """Sign the public keys of a task with this site's key.
 
         Args:
-            assignment: id of the task's assignment.
-            keys: public key for masks followed by that for shares.
+            assignment: id of the task.
+            keys: public key for masks, followed by the public key for shares.
         """
         return KeyProof(self._chain, self._signer.sign(signed_text(assignment, keys)))
 
     def check(self, group: Group, proofs: Mapping[int, KeyProof], min_cover: int) -> None:
-        """Check that the keys of each member of a group are signed by a site of this federation.
+        """Check that each member of a group has keys signed by a site of this federation.
 
         Args:
             group: group whose members' keys are checked.
             proofs: proof of each member's keys, by member.
-            min_cover: fewest sites in a group, from the client's own config; with fewer, one site could be singled out.
+            min_cover: smallest number of sites in a group, from the client's own config; with fewer, one site's update
+                might be inferred.
 
         Raises:
-            CannotOpen: bad-group: a member has no such signature, or there are too few sites.
+            CannotOpen: a member has no valid signature, or there are too few sites.
         """
         sites = set()
         for member in group.members:

@@ -1,4 +1,4 @@
-"""Run the client's side of one connection: receive a submodel, train it, send the update, until dismissed."""
+"""Run a client on one connection: receive a submodel, train it, send the update, until the server ends this."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _log = logging.getLogger(__name__)
 
 
 class Client:
-    """Worker that runs the client's side of one connection to a server.
+    """Client on one connection to a server: receives tasks, trains them and sends the updates.
 
-    Threads: one receives all the time, so that a stop or a broken connection interrupts the current task, whose result nobody
-    needs. The other trains and answers. While a task is out, the server sends only stop, keepalive, and messages of the task's
-    exchange.
+    One thread always receives, so that a stop message or a broken connection interrupts the present task, whose result
+    is no longer needed. The other thread trains and sends. During a task the server sends only stop and keepalive
+    messages, and those of a split task.
 
     Attributes:
-        unsent: id of an assignment whose answer could not be sent; None = none.
+        unsent: id of a task whose answer could not be sent; None = none.
         num_answered: number of tasks answered on this connection.
-        gate: gate that checks each task for the client's site; lets all pass unless it is set before `run`.
-        incarnation: incarnation of this session, as the server's last message tells.
-        receipts: writer of receipts for what is sent; None = no receipts.
+        gate: gate that checks each task against the policy of the client's site.
+        incarnation: number of times that this client has joined, as counted by the server.
+        receipts: writer of receipts for sent updates; None = no receipts are written.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Client:
         self._received: queue.SimpleQueue[tuple[Assignment, FlatTensors] | str | Exception] = queue.SimpleQueue()
 
     def run(self) -> str:
-        """Work until the server dismisses the client; return the reason of the dismissal, with the connection closed.
+        """Work until the server tells the client to stop; return the server's reason, with the connection closed.
 
         Raises:
-            TaskFailed: the user's code failed; the server was sent the failure.
-            PolicyRefusal: the site's policy ends the session; the server was sent a refusal of the task.
-            PeerLost: the server is gone.
+            TaskFailed: the user's code failed; the server was told.
+            PolicyRefusal: the policy of the site ends the session; the server was told.
+            PeerLost: the connection was lost.
             PeerTimeout: the server sent nothing for ``Timeouts.idle_s``.
-            Refused: the server sent something that is not raafl's protocol.
+            Refused: the server sent an invalid message.
         """
         self.gate.stopped = self._stop.is_set
         self._pair.send(Message(Kind.HELLO, 0, self._info.incarnation, self._hello().to_meta()))
@@ -163,7 +163,7 @@ class Client:
 
     @property
     def has_task(self) -> bool:
-        """Whether a task is being received or trained; its answer may be on its way when it is not."""
+        """Whether a task is being received or trained; false while only its answer is being sent."""
         return self._assignment is not None
 
     def _is_out(self, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""Define an executor of simulated tasks, and the simplest one, which trains in this process on demand.
+"""Define the interface for training the tasks of a simulation, and its simplest form, which trains in this process.
 
 A task is a pure function of its assignment, its snapshot and the client's data, so where and in which order tasks are trained
 changes nothing but the time. Every process computes with the same number of threads.
@@ -23,18 +23,18 @@ Like = tuple[Spec, int | None, int | None]
 
 
 def kind_of(assignment: Assignment) -> Like:
-    """Return the key that tasks must share to be trained as one batch."""
+    """Return a key that is equal for tasks that can be trained together as one batch."""
     return assignment.spec, assignment.num_epochs, assignment.num_steps
 
 
 class Executor(ABC):
-    """Interface for training tasks: call `submit` in any order, then `result` or `cancel` once for each task.
+    """Interface for training the tasks of a simulation: call `submit` in any order, then `result` or `cancel` once for each task.
 
     Attributes:
         note: function that shows a line to the user.
         warn: function that shows a warning; called on any thread.
-        needed: number of results that will still be requested if none is refused; training more tasks ahead is wasted.
-            None = unknown.
+        needed: number of results that will be requested if none is refused, so that no more tasks are trained in
+            advance; None = unknown.
     """
 
     note: Callable[[str], None] = staticmethod(lambda text: None)
@@ -43,11 +43,11 @@ class Executor(ABC):
 
     @property
     def num_processes(self) -> int:
-        """Number of processes that train, this one included."""
+        """Number of processes that train tasks, this one included."""
         return 1
 
     def most(self, assignment: Assignment) -> int:
-        """Return the largest number of tasks of this one's kind that are trained together."""
+        """Return the largest number of tasks that are trained together, for tasks like this one."""
         return 1
 
     @abstractmethod
@@ -55,18 +55,18 @@ class Executor(ABC):
         """Accept a task for training.
 
         Args:
-            assignment: assignment of the task.
-            snapshot: values to send; they stay unchanged until `result` or `cancel`.
-            needed_at: virtual time in seconds at which the result is due; tasks are trained in this order.
+            assignment: description of the task.
+            snapshot: values of the submodel; they are not changed until `result` or `cancel`.
+            needed_at: virtual time in seconds at which the result is needed; tasks are trained in this order.
         """
 
     @abstractmethod
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Return the update of a task; its tensors are valid until the next call of any method.
+        """Return the trained update of a task; its tensors are valid until the next call of any method.
 
         Args:
-            assignment_id: id of the task's assignment.
-            context: context by which the task can be stopped; used only if it is trained in this process.
+            assignment_id: id of the task.
+            context: context by which the task can be stopped; used only for training in this process.
 
         Raises:
             TaskFailed: the user's code failed in the task.
@@ -74,27 +74,27 @@ class Executor(ABC):
 
     @abstractmethod
     def cancel(self, assignment_id: int) -> None:
-        """Remove a task whose result will not be requested; unknown ids are ignored."""
+        """Remove a task whose result is not needed; unknown ids are ignored."""
 
     def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
-        """Evaluate the global model, in as many processes as can help, with the same bits as one process; see `Evaluator`."""
+        """Evaluate the global model in several processes; the result is the same to the bit as in one process."""
         return evaluator(values)
 
     def counted(self) -> dict[str, Any]:
-        """Return counts of how tasks were trained, for `summed`; empty if tasks are trained one by one."""
+        """Return statistics of how tasks were trained, for `summed`; empty if tasks are trained one by one."""
         return {}
 
     def report(self) -> dict[str, Any]:
-        """Return an entry for the summary on how tasks were trained; empty if they are trained one by one."""
+        """Return an entry for the run's summary about how tasks were trained; empty if they are trained one by one."""
         return summed([self.counted()])
 
     def close(self) -> None:
-        """Release processes and memory; further calls do nothing."""
+        """End other processes and release memory; the method can be called again."""
         return
 
 
 class Inline(Executor):
-    """Executor that trains each task in this process when its result is requested."""
+    """Executor that trains each task in this process, when its result is requested."""
 
     def __init__(self, trainer: LocalTrainer, data: Callable[[int], ClientData]) -> None:
         """Train with ``trainer``; ``data(i)`` is client i's."""
@@ -111,12 +111,12 @@ class Inline(Executor):
         return attempt(self._trainer, assignment, snapshot, self._data(assignment.client), context)
 
     def cancel(self, assignment_id: int) -> None:
-        """Delete the stored task."""
+        """Remove the stored task; see `Executor.cancel`."""
         self._tasks.pop(assignment_id, None)
 
 
 def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Add up the counts of several processes to a share and a mean; empty if no process has counts."""
+    """Combine the statistics of several processes from `Executor.counted`; empty if no process has any."""
     found = [one for one in counts if one]
     if not found:
         return {}

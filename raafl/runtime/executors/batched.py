@@ -1,4 +1,4 @@
-"""Train several tasks as one batch of clients in this process, to the same bit as one after the other.
+"""Train the tasks of several clients as one batch in this process, with the same result to the bit as one by one.
 
 In virtual time a result is needed only when it arrives, while values, data and seed of a task are known at assignment. So when a
 result is requested, all waiting tasks of the same spec and length are trained with it, the most urgent first, and stored.
@@ -69,11 +69,20 @@ class _Standing:
 
     @property
     def is_slow(self) -> bool:
-        """Whether a batch took about as long as its tasks one by one."""
+        """Whether training as one batch was about as slow as training one by one."""
         return self.cohort_s * _GAIN >= self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
-        """Record a trial in which both ways gave equal bits; of its times, the one most favourable to batches is used."""
+        """Record the times of a trial in which tasks were trained both as a batch and one by one, with equal results.
+
+        The best ratio of all trials is kept.
+
+        Args:
+            trained: results of the batch.
+            seconds: duration of training as one batch.
+            loop_s: seconds of training one by one.
+            size: number of tasks.
+        """
         self.trials += 1
         self.seen |= trained.seen.keys()
         if not self.size or seconds * self.size * self.task_s <= self.cohort_s * loop_s:
@@ -86,7 +95,10 @@ def _kind(assignment: Assignment) -> Like:
 
 
 class BatchedExecutor(Executor):
-    """Executor that trains waiting tasks together; tasks that cannot be batched, or gain nothing, are trained one by one."""
+    """Executor that trains waiting tasks together as one batch.
+
+    Tasks that cannot or need not be batched are trained one by one.
+    """
 
     def __init__(
         self, trainer: LocalTrainer, data: Callable[[int], ClientData], most: int | Literal["auto"] = "auto"
@@ -113,20 +125,20 @@ class BatchedExecutor(Executor):
         self._reasons: dict[str, None] = {}
 
     def most(self, assignment: Assignment) -> int:
-        """Return the largest batch for tasks of this kind; 1 if they are trained one by one."""
+        """Return the largest batch for tasks like this one; 1 if they are trained one by one."""
         standing = self._standing.get(_kind(assignment))
         is_left = self._refusal is not None or (standing is not None and standing.reason is not None)
         return 1 if is_left else max(self._cap(assignment.spec), 1)
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Store the task until its result, or an earlier one of the same kind, is requested; see `Executor.submit`."""
+        """Store the task until its result, or that of a similar task, is requested; see `Executor.submit`."""
         kind = self._kinds[assignment.id] = _kind(assignment)
         self._waiting[kind][assignment.id] = Member(assignment, snapshot, self._data(assignment.client))
         if self._refusal is None and (kind not in self._standing or self._standing[kind].reason is None):
             heapq.heappush(self._order[kind], (needed_at, assignment.id))
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Return the update of a task; if it is not there yet, train the task together with waiting ones."""
+        """Return the update of a task; if it is not trained yet, train it together with similar tasks that wait."""
         self._num_tasks += 1
         if assignment_id not in self._kept:
             self._train(assignment_id, context)
@@ -152,13 +164,13 @@ class BatchedExecutor(Executor):
         self._num_in_vain += self._kept.pop(assignment_id, None) is not None
 
     def close(self) -> None:
-        """Release results that were never requested."""
+        """Release results that nobody has requested."""
         self._num_in_vain += len(self._kept)
         self._kept.clear()
         self._waiting.clear()
 
     def counted(self) -> dict[str, Any]:
-        """Return counts of tasks, batched tasks, batches and wasted results, and why the others were trained one by one."""
+        """Return the number of tasks, batched tasks, batches and unused results, and why other tasks were trained one by one."""
         return {
             "tasks": self._num_tasks, "together": self._num_together, "cohorts": self._num_cohorts,
             "in_cohorts": self._num_in_cohorts, "in_vain": self._num_in_vain + len(self._kept),

@@ -1,4 +1,4 @@
-"""Workers: ranks that are forked from this process, on this machine, and see the model and the data without a copy."""
+"""Train tasks in worker processes on this machine, which are forked so that they share the model and the data."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _PASSED_OVER = (signal.SIGINT, signal.SIGTERM)  # a terminal or a cluster sends 
 
 
 class Pool(RankExecutor):
-    """Executor over ``num_processes`` processes, this one included.
+    """Executor that trains in ``num_processes`` processes, this one included.
 
-    The others are forked, so only on a CPU, and not on Windows.
+    The other processes are forked; this works only on a CPU, and not on Windows.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Pool(RankExecutor):
             self.take_on(f"worker process {number}", partial(TcpConnection, ours, FOR_EVER_S))
 
     def close(self) -> None:
-        """Stop the workers; tasks that they are still training are abandoned."""
+        """End the worker processes; tasks that they are training are abandoned."""
         self._end()
         processes, self._processes = self._processes, []
         for process in processes:

@@ -1,4 +1,4 @@
-"""A rank that trains, and measures, what rank 0 sends it."""
+"""Train and evaluate on a rank what rank 0 sends."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _Received = tuple[Assignment | Measure, FlatTensors | None, bool]
 
 
 def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Callable[[], Evaluator]) -> None:
-    """Train and evaluate what rank 0 sends over ``pair``, until it ends the run.
+    """Train and evaluate what rank 0 sends over ``pair``, until rank 0 ends the run.
 
-    A second thread receives at all times, so that the end of the run interrupts the current task.
+    A second thread receives at all times, so that the end of the run interrupts the present task.
 
     Args:
         pair: connection to rank 0.
         trainer: trainer that ``inner`` uses.
-        inner: executor that trains in this process.
-        evaluator: function that builds this rank's evaluator on first use.
+        inner: executor that trains tasks in this process.
+        evaluator: function that builds this rank's evaluator when it is first needed.
 
     Raises:
-        GpuLost: the GPU of this process has failed; another rank trains the task.
-        PeerLost: rank 0 is gone.
-        Refused: rank 0 has sent a message that is not raafl's.
+        GpuLost: the GPU of this process has failed; another rank will train the task.
+        PeerLost: the connection to rank 0 is lost.
+        Refused: rank 0 has sent an invalid message.
     """
     stop, made, out = threading.Event(), cache(evaluator), list[Assignment]()
     inbox: queue.SimpleQueue[_Received | Exception | None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Train tasks on other ranks, each with a processor or GPU of its own, on this machine or others.
+"""Train tasks on other ranks, each with its own CPU or GPU, on this machine or others.
 
 Rank 0 drives the virtual clock. One thread per other rank takes the most urgent task that nobody has begun, sends it and waits
 for its result; when rank 0 needs a missing result, it trains the most urgent task itself. Where processes train batches, each takes
@@ -51,9 +51,9 @@ class _Task:
 
 
 class RankExecutor(Executor):
-    """Executor over this process and the ranks added by `take_on`; tasks of a lost rank are trained by the others.
+    """Executor that trains in this process and on other ranks; tasks of a rank that is lost are trained by the others.
 
-    Threads: one condition guards all shared state; no thread holds it while training, sending or receiving.
+    One lock (a condition) protects all state that threads share; no thread holds it while it trains, sends or receives.
     """
 
     def __init__(self, trainer: LocalTrainer, inner: Executor) -> None:
@@ -77,7 +77,12 @@ class RankExecutor(Executor):
         self._measures_alone = False  # what is measured cannot be shared
 
     def take_on(self, name: str, connect: Callable[[], Connection]) -> None:
-        """Let a rank work from the time it connects until `close`; return at once. `warn` reports its loss, on any thread."""
+        """Add a rank, which works from the time it connects until `close`; return at once.
+
+        Args:
+            name: name of the rank, for messages.
+            connect: function that waits for the rank and returns its connection.
+        """
         thread = threading.Thread(target=self._serve, args=(name, connect), name=name, daemon=True)
         self._threads.append(thread)
         self._num_ranks += 1
@@ -85,15 +90,15 @@ class RankExecutor(Executor):
 
     @property
     def num_processes(self) -> int:
-        """Number of this process and the ranks that are not lost."""
+        """Number of processes that train: this one and all ranks that are not lost."""
         return 1 + self._num_ranks
 
     def most(self, assignment: Assignment) -> int:
-        """Return the inner executor's limit, which applies to the other processes, too."""
+        """Return the largest number of tasks that one process trains together."""
         return self._inner.most(assignment)
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Accept the task; see `Executor.submit`. Tasks begin in the order in which their results are needed."""
+        """Accept a task for training; see `Executor.submit`. Tasks begin in the order in which their results are needed."""
         with self._changed:
             task = self._tasks[assignment.id] = _Task(assignment, snapshot, needed_at)
             self._offer(task)
@@ -101,7 +106,7 @@ class RankExecutor(Executor):
                 self._changed.notify()
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Return the update of a task; while another rank trains it, train the next needed task here."""
+        """Return the update of a task; while another rank trains it, this process trains the task that is needed next."""
         while True:
             with self._changed:
                 task = self._tasks[assignment_id]
@@ -145,7 +150,7 @@ class RankExecutor(Executor):
         return some
 
     def cancel(self, assignment_id: int) -> None:
-        """Remove the task; a rank that has begun it finishes it, but the result is dropped."""
+        """Remove a task; if a rank has begun it, the rank finishes it, and its result is dropped."""
         with self._changed:
             task = self._tasks.get(assignment_id)
             if task is None:  # a replay submits only what will be asked for
@@ -167,7 +172,7 @@ class RankExecutor(Executor):
             self._inner.cancel(assignment_id)
 
     def evaluate(self, evaluator: Evaluator, values: FlatTensors) -> dict[str, float]:
-        """Evaluate the first batches here, while idle ranks evaluate the last ones."""
+        """Evaluate the global model: this process takes the first batches, idle ranks take the last ones."""
         alone = self._measures_alone or not (self._num_ranks and evaluator.is_shared)
         if alone or evaluator.num_batches < 2 or evaluator.device.type != self._device.type:
             return evaluator(values)
@@ -183,7 +188,7 @@ class RankExecutor(Executor):
                 self._shared, self._measures_alone = None, shared.is_refused
 
     def report(self) -> dict[str, Any]:
-        """Return counts of the tasks that all processes trained, one by one and batched."""
+        """Return statistics, over all processes, of tasks trained one by one and in batches."""
         here = self._inner.counted()
         with self._changed:
             kept = sum(task.result is not None for task in self._tasks.values())
@@ -191,7 +196,7 @@ class RankExecutor(Executor):
         return summed([here, *there, {"in_vain": self._num_in_vain + kept}]) if here else {}
 
     def close(self) -> None:
-        """Dismiss the ranks, even in the middle of a task."""
+        """End the work of all other ranks, even in the middle of a task."""
         self._end()
         with self._changed:
             while any(task.sending for task in self._tasks.values()):  # a message at a time; no other is begun any more

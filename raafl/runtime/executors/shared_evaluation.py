@@ -19,7 +19,7 @@ _PARTS = 8
 
 
 class Shared:
-    """One evaluation that several ranks share.
+    """One evaluation whose batches several ranks share.
 
     Attributes:
         is_refused: whether a rank found that the evaluation cannot be shared, or failed in it.
@@ -41,17 +41,17 @@ class Shared:
 
     @property
     def has_more(self) -> bool:
-        """Whether batches are left that no rank has begun; the caller holds the condition."""
+        """Whether batches are left that no rank has begun; the caller must hold the shared lock."""
         return self._first < self._last and not (self.is_refused or self._is_closed)
 
     def close(self) -> None:
-        """Give no rank another part, and wait for those at work; the caller holds the condition."""
+        """Give the ranks no more batches, and wait for those at work; the caller must hold the shared lock."""
         self._is_closed = True
         while self._num_out:  # in its middle only where measuring here has failed
             self._changed.wait()
 
     def measure(self) -> dict[str, float]:
-        """Return the metrics, evaluating batches here while other ranks help."""
+        """Evaluate batches in this process while other ranks help; return the metrics."""
         for place, (start, stop) in enumerate(self._parts):
             partials = self._of_another(place)
             if partials is None:
@@ -71,7 +71,7 @@ class Shared:
             return self._found.pop(place)
 
     def measure_at(self, pair: Connection) -> None:
-        """Make one rank evaluate parts while there are any; runs on that rank's thread."""
+        """Let one rank evaluate parts of the batches until none is left; runs on the thread for that rank."""
         values: FlatTensors | None = self._values  # with the first
         while (place := self._take()) is not None:
             partials = None

@@ -1,4 +1,4 @@
-"""Collect running statistics of static batch norm for models that are evaluated or saved (HeteroFL's sBN)."""
+"""Compute the running statistics of static batch norm before a model is evaluated or saved (HeteroFL's sBN)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from raafl.trainer_stand_in import stage
 
 
 class StaticStatistics:
-    """Collector of running statistics from the server's training data; see docs/submodels.md.
+    """Computes the running statistics of batch norm layers from the server's training data.
 
-    The global state never contains them, so that a run replays and resumes equally whatever was evaluated. The run's
-    seed draws the same samples each time, so a model's statistics depend on its values alone.
+    The global model does not contain these statistics, so they do not affect replay and resuming. The samples are drawn
+    with the run's seed, so the statistics of a model depend only on its parameters.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StaticStatistics:
         self._state = ModuleState(self._module, submodels)
 
     def fill_(self, values: FlatTensors) -> None:
-        """Set the running statistics in ``values`` (whole model) to those of its parameters, in place."""
+        """Compute the running statistics of a model and write them into its values, in place."""
         if not self.is_on:
             return
         with self._lock:
@@ -81,7 +81,7 @@ class StaticStatistics:
 
     @contextmanager
     def filled(self, values: FlatTensors, *, anew: bool) -> Iterator[None]:
-        """Return a context in which ``values`` has running statistics: newly collected if ``anew``, else the last ones."""
+        """Return a context in which ``values`` contains running statistics: newly computed if ``anew``, else the last ones."""
         with self.untouched(values):
             if anew or (self.is_on and self._latest is None):
                 self.fill_(values)
@@ -91,10 +91,9 @@ class StaticStatistics:
 
     @contextmanager
     def measured(self, values: FlatTensors) -> Iterator[None]:
-        """Return a context in which ``values``, which this thread just evaluated, has the statistics collected for that evaluation.
+        """Return a context in which ``values`` contains the statistics that were computed for the last evaluation on this thread.
 
-        The last statistics collected by any thread may be others: at the end of a run the server collects the final model's
-        while the evaluator's thread evaluates an earlier one.
+        Another thread may have computed statistics since, for another model.
         """
         with self.untouched(values):
             if self.is_on:
@@ -102,7 +101,7 @@ class StaticStatistics:
             yield
 
     def untouched(self, values: FlatTensors) -> AbstractContextManager[None]:
-        """Return a context that restores the running statistics of ``values`` when it ends, if they are static."""
+        """Return a context at whose end the running statistics in ``values`` are restored, if batch norm is static."""
         return self._norms.untouched(values)
 
     def _run(self, module: nn.Module, numbered: tuple[int, Tensor]) -> None:
@@ -124,7 +123,7 @@ class StaticStatistics:
 
 
 class StatisticsHookList(HookList):
-    """List of observers that get static running statistics filled in wherever they save a model."""
+    """List of observers that is called with running statistics filled in, so that observers save complete models."""
 
     def __init__(self, statistics: StaticStatistics, *hooks: RunHooks) -> None:
         """Call ``hooks`` in order."""
@@ -132,14 +131,14 @@ class StatisticsHookList(HookList):
         self._filler = statistics
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Call each observer with the statistics collected for the evaluation of these values; see `RunHooks.on_values`."""
+        """Call each observer with the statistics computed for the evaluation of this model; see `RunHooks.on_values`."""
         with self._filler.measured(values):
             super().on_values(version, metrics, values)
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Call each observer; see `RunHooks.on_checkpoint`.
+        """Call each observer for a checkpoint; see `RunHooks.on_checkpoint`.
 
-        At the end of a run the checkpoint has the final model's statistics, before that those of the last evaluation.
+        At the end of a run it contains the final model's statistics, earlier those of the last evaluation.
         """
         with self._filler.filled(coordinator.state.values, anew=coordinator.finished is not None):
             super().on_checkpoint(coordinator, version, clock)

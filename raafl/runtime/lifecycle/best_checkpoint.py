@@ -1,4 +1,4 @@
-"""Keep the checkpoint with the best value of a metric, beside those for resuming."""
+"""Keep the checkpoint of the model with the best value of a metric, in addition to the checkpoints for resuming."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 
 class BestCheckpoint(RunHooks):
-    """Observer that writes `checkpoints/best.ckpt` whenever an evaluated model is better than all before; ties keep the first.
+    """Observer that writes `checkpoints/best.ckpt` whenever an evaluated model is better than all earlier ones.
 
     Attributes:
-        best: version, metric and value of the stored checkpoint, for the summary; None = none yet.
+        best: version, metric and value of the stored model, for the summary; None = no model is stored yet.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BestCheckpoint(RunHooks):
         self._warned = False
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Write the model if it is better than the stored one; see `RunHooks.on_values`."""
+        """Store the model if it is better than the stored one; see `RunHooks.on_values`."""
         value = metrics.get(self._metric, math.nan) if self._metric is not None else math.nan
         if not math.isfinite(value) or not self._is_better(value):
             return

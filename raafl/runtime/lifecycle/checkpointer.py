@@ -1,4 +1,4 @@
-"""Write checkpoints of a run from snapshots while the run continues."""
+"""Write checkpoints of a run in the background."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _log = logging.getLogger(__name__)
 class Checkpointer(RunHooks):
     """Observer that writes checkpoints on a thread of its own.
 
-    A write error does not end the run: it is reported, the previous checkpoint stays, and the next one is tried again.
+    If writing fails, the run goes on: the error is reported, the previous checkpoint stays, and later ones are tried.
 
     Attributes:
-        num_failed: number of failed checkpoints since the last successful one.
+        num_failed: number of failed checkpoints since the last one that succeeded.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class Checkpointer(RunHooks):
         self.num_failed = 0
 
     def checkpoint_due(self) -> bool:
-        """Check whether a new checkpoint is due: the last one is fully written and older than the interval."""
+        """Check whether it is time for a checkpoint: the last one is fully written, and older than the interval."""
         if self._every_s is None or self._clock() - self._saved_s < self._every_s:
             return False
         return self._last is None or self._last.done()
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Copy the state and write it in the background; see `RunHooks.on_checkpoint`.
+        """Copy the state of the run and write it in the background; see `RunHooks.on_checkpoint`.
 
-        It waits for the previous write, so that at most one copy exists.
+        The method waits until the previous checkpoint is written, so that memory holds at most one copy.
         """
         self.wait()
         self._saved_s = self._clock()
@@ -111,7 +111,7 @@ class Checkpointer(RunHooks):
         return path
 
     def wait(self) -> Path | None:
-        """Wait for the last checkpoint; return its path, or None if there is none or writing failed."""
+        """Wait until the last checkpoint is written; return its path, or None if there is none or writing failed."""
         return self._last.result() if self._last is not None else None
 
     def close(self) -> None:
@@ -121,12 +121,12 @@ class Checkpointer(RunHooks):
 
 
 def check_space(folder: Path, num_bytes: int, keep: int) -> None:
-    """Raise `BadInput` if a disk has less room than the run's checkpoints and model need.
+    """Raise `BadInput` if a disk has too little space for the checkpoints and the model of a run.
 
     Args:
-        folder: folder of the run, which need not exist yet.
-        num_bytes: number of bytes of the global values.
-        keep: number of checkpoints that are kept; one more is written before the oldest is deleted.
+        folder: folder of the run, which may not exist yet.
+        num_bytes: size of the global model in bytes.
+        keep: number of checkpoints that are kept; there is one more just before the oldest is deleted.
     """
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     needed, free = (keep + 2) * num_bytes, shutil.disk_usage(place).free
@@ -139,7 +139,7 @@ def check_space(folder: Path, num_bytes: int, keep: int) -> None:
 
 
 def cause(error: BaseException) -> str:
-    """Describe the operating system's error behind ``error`` in words; if there is none, the error itself."""
+    """Describe in words the operating system's error that caused ``error``; without one, describe ``error`` itself."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.strerror:
@@ -149,7 +149,7 @@ def cause(error: BaseException) -> str:
 
 
 def with_ties(module: nn.Module, values: FlatTensors) -> dict[str, torch.Tensor]:
-    """Return ``values`` by the names of the module's state dict; a tied parameter appears under each of its names."""
+    """Return the values by the names of the module's state dict; a parameter with several names appears under each."""
     owners: dict[int, str] = {}
     named: dict[str, torch.Tensor] = {}
     flat = dict(values.items())

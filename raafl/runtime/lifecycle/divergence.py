@@ -1,4 +1,4 @@
-"""Warn of a diverging run, and end it where ``strict`` is set."""
+"""Warn about a run that diverges, and end it if ``strict`` is set."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TOO_LARGE = frozenset({f"refused:{HUGE_NORM}", f"refused:{OVERFLOW}"})
 
 
 class Divergence(RunHooks):
-    """Observer that looks for metrics that became NaN, and for updates refused as non-finite or far too large.
+    """Observer that looks for signs of divergence: metrics that become NaN, and updates refused as non-finite or far too large.
 
     Attributes:
-        failure: reason to end the run; None = the run goes on.
+        failure: reason for ending the run; None = the run goes on.
     """
 
     failure: str | None = None
@@ -39,7 +39,7 @@ class Divergence(RunHooks):
         self._said = False
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Check the metrics; if one was never a number, check the data, too. See `RunHooks.on_evaluate`."""
+        """Check the metrics for NaN; if a metric was never a number, also check the data. See `RunHooks.on_evaluate`."""
         if version == 0 and not all(map(math.isfinite, metrics.values())) and (fault := self._fault(None)) is not None:
             self._find(f"{_names(metrics)} at the start: {fault} has NaN or an infinity: correct it, or leave it out")
         bad = [name for name, value in metrics.items() if name in self._finite and not math.isfinite(value)]
@@ -52,7 +52,7 @@ class Divergence(RunHooks):
             )
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Check for a non-finite update, or for two clients whose updates are too large with none merged since."""
+        """Check for a non-finite update, or for two clients with too large updates since the last merged one."""
         if settled.outcome == NON_FINITE and not self._refused:
             self._refused = True
             self._find(self._of_client(settled.client))
@@ -81,7 +81,7 @@ class Divergence(RunHooks):
             self.failure = f"failed: {what} (an error, since strict is true)"
 
     def stop_asked(self) -> str | None:
-        """Return the reason to end the run, or None."""
+        """Return the reason for ending the run; None = the run goes on."""
         return self.failure
 
 

@@ -1,4 +1,4 @@
-"""Record what the bits of a result depend on besides the config (versions, threads, device), and compare it in a replay."""
+"""Record the versions, threads and devices on which the bits of a result depend, and compare them in a replay."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from raafl.local.numerics import precision_of, tf32
 
 
 def conditions(experiment: Experiment, *, trains: bool = True) -> dict[str, Any]:
-    """Return the versions, hardware and settings on which a run's bits depend, once its parts are built.
+    """Return the versions, hardware and settings on which the bits of a run's results depend.
 
     Args:
         experiment: config of the run.
-        trains: whether this process trains, rather than clients.
+        trains: whether this process trains; false = its clients do.
     """
     fabric = experiment.fabric
     found = {
@@ -56,7 +56,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def differences(recorded: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Return one line for each condition that differs between a recorded run and this process."""
+    """Describe each condition that differs between a recorded run and this process, a line each."""
     return [
         f"{name} was {recorded.get(name)}, is {value} here"
         for name, value in here.items()

@@ -1,4 +1,4 @@
-"""Save the final model of a run in the form that its own library loads.
+"""Save the final model of a run in the format of its own library.
 
 A module with a method `save_pretrained(folder)` is saved to `RUN/model` by it, with the data module's tokenizer beside it:
 `transformers.AutoModel...from_pretrained("RUN/model")` loads both. For any other module the last checkpoint is the final model;
@@ -37,13 +37,17 @@ SAFETENSORS: Final = "model.safetensors"
 def save_final(
     run_folder: Path, saver: Checkpointer, parts: ServerSetup, progress: Progress, summary: Mapping[str, Any]
 ) -> tuple[str | None, str | None]:  # fmt: skip
-    """Save the final model; return its path relative to the run folder, and that of a copy elsewhere where it has none.
+    """Save the final model of a run.
+
+    Returns:
+        Two paths, of which at least one is None: of the model, relative to the run folder; and of a copy in the
+            system's temporary folder if the run folder has no space.
 
     Args:
         run_folder: folder of the run.
-        saver: writer of the checkpoints, closed.
-        parts: the run's module, state, data and experiment.
-        progress: view that shows errors.
+        saver: writer of the run's checkpoints, already closed.
+        parts: module, global model, data and experiment of the run.
+        progress: display that shows errors.
         summary: summary of the run, for the model's card.
     """
     module, state, experiment = parts.module, parts.coordinator.state, parts.experiment
@@ -67,19 +71,18 @@ def save_model(
     progress: Progress,
     card: str,
 ) -> str | None:
-    """Save the final model; return its path relative to the run folder, or None if it could not be saved.
+    """Save the final model into the run folder; return its path there, or None if it could not be saved.
 
-    An error (disk full, read-only) does not end the run: it is reported, a folder of an earlier attempt stays, and the
-    last checkpoint remains.
+    An error, such as a full disk, does not end the run: it is reported, and the last checkpoint remains.
 
     Args:
         run_folder: folder of the run.
         checkpoint: path of the last checkpoint; None = none was written.
-        module: instance into which the final values are copied.
+        module: module into which the final values are copied.
         state: the server's global model.
-        data: data whose ``tokenizer`` is saved, too, if it is one of transformers.
-        progress: view that shows errors.
-        card: text of the model's card.
+        data: data of the run; a ``tokenizer`` of transformers is saved with the model.
+        progress: display that shows errors.
+        card: text of the model card.
     """
     found = None
     if callable(getattr(module, "save_pretrained", None)):
@@ -99,15 +102,15 @@ def save_model(
 
 
 def save_copy(run_folder: Path, module: LightningModule, state: GlobalState, progress: Progress) -> str | None:
-    """Save the model to the system's temporary folder if the run folder has no room; return its path, or None if that fails, too.
+    """Save the model to the system's temporary folder; return its path, or None if that fails, too.
 
-    Training may have taken days, and the temporary folder is often on another disk.
+    This is tried if the run folder's disk is full, since training may have taken days.
 
     Args:
         run_folder: folder of the run.
-        module: module that provides hyper-parameters and names of tensors.
+        module: module with the hyper-parameters and the names of the tensors.
         state: the server's global model.
-        progress: view that shows where the copy is.
+        progress: display that shows the copy's path.
     """
     folder: Path | None = None
     try:
@@ -160,7 +163,7 @@ def _save_safetensors(
 
 
 def tokenizer_of(datamodule: object) -> object:
-    """Return the data module's ``tokenizer`` if it can be saved for transformers, else None."""
+    """Return the ``tokenizer`` of a data module if it can be saved for transformers, else None."""
     tokenizer = getattr(datamodule, "tokenizer", None)
     if hasattr(tokenizer, "save_pretrained"):
         return tokenizer

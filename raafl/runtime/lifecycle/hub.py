@@ -1,4 +1,4 @@
-"""Upload a run's final model to the Hugging Face Hub, where the config asks for it."""
+"""Upload the final model of a run to the Hugging Face Hub, if the config asks for it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from raafl.runfolder.schema import MODEL
 def push_model(
     repository: str | None, run_folder: Path, finished: str, warn: Callable[[str], None]
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Upload `RUN/model` to a private repository, which is made if need be; return what the summary says of it.
+    """Upload the folder `model` of a run to a private repository, which is created if needed.
 
-    A failure ends no run: the model stays in the folder.
+    An error does not end the run; the model stays in the run folder.
 
     Args:
         repository: OWNER/NAME; None = nothing is uploaded.
         run_folder: folder of the run.
-        finished: reason for which the run ended; of a run that failed or was interrupted nothing is uploaded.
-        warn: function called with an error.
+        finished: reason for which the run ended; a run that failed or was interrupted uploads nothing.
+        warn: function called with the text of an error.
 
     Returns:
-        ``repo``, ``url`` of the commit, and ``error``, one of which is None; None where nothing was to be uploaded.
+        Entry for the run's summary: ``repo``, ``url`` of the commit, and ``error``; None if nothing was to be uploaded.
     """
     if repository is None or finished.startswith(("failed", "interrupted")):
         return None

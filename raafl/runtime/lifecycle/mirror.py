@@ -1,4 +1,4 @@
-"""Copy a run folder to an object store while the run continues; a store that fails delays nothing."""
+"""Copy a run folder to an object store while the run continues; errors of the store do not delay the run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copies what has changed in a run folder, whenever asked to, on a thread of its own; without a store it does nothing.
+    """Copies changed files of a run folder to an object store, on a thread of its own; without a store it does nothing.
 
-    What is in the store can be resumed at any time: a checkpoint goes after the journal that leads to it, and an older one is
-    removed after that. `request` may be called from any thread, the other methods from one.
+    The copy can be resumed at any time: a checkpoint is copied after the journal that belongs to it, and the older one
+    is deleted last. `request` may be called from any thread, the other methods from one.
 
     Attributes:
-        url: URL of the folder in the store; empty without a store.
+        url: URL of the folder in the store; empty = no store.
         num_failed: number of failed attempts.
     """
 
@@ -56,27 +56,27 @@ class Mirror:
 
     @classmethod
     def to(cls, output: str | None, folder: Path, warn: Callable[[str], None]) -> Self:
-        """Return the mirror of a run whose ``output`` is a URL, or for a folder one that does nothing.
+        """Return the mirror of a run; it does nothing unless ``output`` is a URL.
 
         Args:
-            output: the run's `output` as configured.
+            output: setting `output` of the run, a folder or a URL.
             folder: folder of the run.
-            warn: function called with errors, as for the class.
+            warn: function called with the first error, and with an error at the end.
         """
         return cls(folder, ObjectStore(output) if output is not None and is_url(output) else None, warn)
 
     def request(self) -> None:
-        """Ask for a copy of the folder as it is now; from any thread."""
+        """Ask for the folder to be copied in its present state; callable from any thread."""
         with self._changed:
             self._asked += 1
             self._changed.notify_all()
 
     def finish(self, *, failing_s: float = 60.0, silent_s: float = 600.0) -> bool:
-        """Copy the folder as it is now, and wait for it; return whether there is a store and all of it is there.
+        """Copy the folder in its present state and wait for it; return whether there is a store and it has everything.
 
         Args:
-            failing_s: seconds after which a store that fails is given up.
-            silent_s: seconds after which an attempt is given up of which nothing is heard.
+            failing_s: seconds after which to give up on a store that keeps failing.
+            silent_s: seconds without any progress after which to give up an attempt.
         """
         if self._thread is None:
             return False
@@ -96,7 +96,7 @@ class Mirror:
         return True
 
     def close(self) -> None:
-        """End the thread, unless it waits for the store; a second call does nothing."""
+        """End the thread, unless it waits for the store; the method can be called again."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -104,7 +104,7 @@ class Mirror:
             self._thread.join(timeout=1.0)
 
     def report(self, whole: bool) -> dict[str, Any] | None:
-        """Return the summary's entry: where the copy is, whether it is ``whole``, failed attempts, the last error."""
+        """Return an entry for the run's summary: URL of the copy, whether it is ``whole``, failed attempts, last error."""
         if self._thread is None:
             return None
         return {"url": self.url, "whole": whole, "failed": self.num_failed, "error": self._error or None}

@@ -1,4 +1,4 @@
-"""Describe a run's final model in a card (README.md) that the Hugging Face Hub reads, made of the run's summary alone."""
+"""Write a model card (README.md) for the final model of a run, from the run's summary; the Hugging Face Hub displays it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ module.load_state_dict(load_file("FOLDER/model.safetensors"))
 
 
 def model_card(summary: Mapping[str, Any], name: str, kind: str, *, is_pretrained: bool) -> str:
-    """Return the card's text: method, clients, updates, final metrics, privacy and digest.
+    """Return the text of a model card: method, clients, updates, final metrics, privacy and digest.
 
     Args:
-        summary: summary of the run, without its end.
+        summary: summary of the run.
         name: name of the run.
         kind: name of the module's class.
         is_pretrained: whether the module's own `save_pretrained` wrote the files.

@@ -39,7 +39,8 @@ class SavedRun:
     Attributes:
         folder: folder of the run.
         state_dict: global values by name.
-        section: saved state: ``runtime``, ``finished``, ``coordinator``, ``record``, and ``clock``, which is the runtime's own.
+        section: saved state: ``runtime``, ``finished``, ``coordinator``, ``record``, and ``clock``, the state of the
+            runtime.
     """
 
     folder: Path
@@ -48,11 +49,11 @@ class SavedRun:
 
     @property
     def restarts(self) -> bool:
-        """Whether clients must join again, as in a wall-clock run."""
+        """Whether clients must join again after resuming, as in a run on the wall clock."""
         return bool(self.section["runtime"] != "simulated")
 
     def values(self, layout: Layout) -> FlatTensors:
-        """Return the global values of the checkpoint in ``layout``."""
+        """Return the global model's values of the checkpoint, in ``layout``."""
         return FlatTensors.from_named({entry.name: self.state_dict[entry.name] for entry in layout.entries}, layout)
 
 
@@ -60,7 +61,7 @@ def load(folder: Path, runtime: str) -> SavedRun:
     """Load the last checkpoint of a run.
 
     Raises:
-        BadInput: there is no checkpoint, it was written before the first task, or the run was on the other clock.
+        BadInput: there is no checkpoint, it was written before the first task, or the run used the other clock.
     """
     if not folder.is_dir():
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
@@ -100,9 +101,9 @@ def _refuse_links(folder: Path) -> None:
 
 @contextmanager
 def restoring(saved: SavedRun) -> Iterator[None]:
-    """Return a context that turns missing or malformed saved state into a `BadInput`.
+    """Return a context that converts errors from missing or malformed saved state to `BadInput`.
 
-    A checkpoint may come from another person, so each of its fields may have any type.
+    A checkpoint may come from another person, so any of its fields may have any type.
     """
     try:
         yield
@@ -139,7 +140,7 @@ def _check(section: dict[str, Any]) -> None:
 
 
 def check_limits(saved: SavedRun, limits: Limits) -> None:
-    """Raise `BadInput` for a limit that the run had already passed at the checkpoint."""
+    """Raise `BadInput` for a limit, such as the number of updates, that the run had already reached at the checkpoint."""
     now, merged = saved.section["clock"]["now"], saved.section["coordinator"]["merged"]
     if limits.max_time_s is not None and limits.max_time_s <= now:
         raise BadInput(
@@ -152,11 +153,11 @@ def check_limits(saved: SavedRun, limits: Limits) -> None:
 
 
 def after_restart(experiment: Experiment) -> Experiment:
-    """Return ``experiment``, changed to resume the previous attempt if torchrun has restarted the ranks.
+    """If torchrun has restarted the ranks, return ``experiment`` changed so that it resumes the previous attempt.
 
-    With ``--max-restarts`` torchrun ends all ranks when one fails and starts them again. The first attempt leaves the name of
-    its run folder in ``runs/.torchrun``; a later one resumes from that folder's last checkpoint, or starts over in a folder
-    beside it when there is none.
+    With ``--max-restarts`` torchrun ends all ranks when one fails, and starts them again. The first attempt writes the
+    name of its run folder to ``runs/.torchrun``. A later attempt resumes from the last checkpoint in that folder, or
+    starts over in a new folder if there is none.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if attempt == 0 or experiment.resume is not None:
@@ -169,7 +170,7 @@ def after_restart(experiment: Experiment) -> Experiment:
 
 
 def leave_note(folder: Path) -> None:
-    """Write the name of the run folder to a file for the next attempt, if torchrun may restart ranks."""
+    """Write the name of the run folder to a file for the next attempt, if torchrun may restart the ranks."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         _note().parent.mkdir(parents=True, exist_ok=True)
         _note().write_text(str(folder.absolute()), encoding="utf-8")
@@ -182,7 +183,7 @@ def _note() -> Path:
 
 @dataclass(frozen=True)
 class Mended:
-    """Result of `mend`: the journal and tables of a run as of its checkpoint."""
+    """Result of `mend`: journal and tables of a run in their state at the checkpoint."""
 
     last_id: int
     num_lost: int
@@ -192,10 +193,10 @@ class Mended:
 
 
 def mend(saved: SavedRun) -> Mended:
-    """Cut the folder's journal and tables back to the checkpoint, and record what is lost by that.
+    """Cut the run's journal and tables back to the checkpoint, and record which results are lost by that.
 
-    Rows of a simulated run after the checkpoint are dropped, since the resumed run repeats them. In a wall-clock run,
-    tasks assigned after the checkpoint are marked lost:restart, whatever their outcome was.
+    In a simulation, rows after the checkpoint are dropped, since the resumed run writes them again. On the wall clock,
+    tasks that began after the checkpoint are marked lost:restart.
     """
     section, folder = saved.section, saved.folder
     coordinator = section["coordinator"]
@@ -225,11 +226,11 @@ def mend(saved: SavedRun) -> Mended:
 
 
 def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: RunRecord) -> None:
-    """Restore a fresh coordinator and record from the checkpoint, in place; the runtime restores its own clock.
+    """Restore a new coordinator and a new record from a checkpoint, in place; the runtime restores its own clock.
 
     Args:
-        saved: checkpoint to resume from.
-        mended: result of `mend`, which cut the tables back to the checkpoint.
+        saved: checkpoint of the run.
+        mended: result of `mend`.
         coordinator: new coordinator with the same config.
         record: new record with the same folder.
     """
@@ -248,7 +249,12 @@ def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: Ru
 
 
 def missing(folder: Path, num_events: int) -> str:
-    """Return a warning about a journal in which events are missing."""
+    """Return a warning that the journal lacks events.
+
+    Args:
+        folder: folder of the run.
+        num_events: number of events that the journal has.
+    """
     return (
         f"{num_events} events from before the checkpoint are missing in {folder / JOURNAL}, which could not be "
         "written at the time: the run goes on from the checkpoint, but cannot be replayed, and clients.csv may lack rows"

@@ -1,4 +1,4 @@
-"""Tell systemd how a service stands: ready, alive, stopping; the protocol of sd_notify(3), one datagram for each state."""
+"""Tell systemd the state of a service (ready, alive, stopping) by the protocol of sd_notify(3)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAX_STATUS = 200  # characters
 
 
 class ServiceManager(RunHooks):
-    """Observer that tells systemd of a run; does nothing in a process that systemd did not start with `Type=notify`.
+    """Observer that reports a run's state to systemd; it does nothing unless systemd started the process with `Type=notify`.
 
-    The watchdog hears of each turn of the runtime's loop, at most twice in its time, so it restarts a server that hangs.
+    It sends signs of life from the run's main loop, so that systemd's watchdog restarts a server that hangs.
     """
 
     def __init__(
@@ -37,26 +37,26 @@ class ServiceManager(RunHooks):
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Return the manager of this process, as systemd's environment variables describe it."""
+        """Create the reporter of this process from systemd's environment variables."""
         watched = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         microseconds = environment.get("WATCHDOG_USEC", "")
         watchdog_s = int(microseconds) / 1e6 if watched and microseconds.isdecimal() and int(microseconds) else None
         return cls(environment.get("NOTIFY_SOCKET", ""), watchdog_s)
 
     def ready(self, status: str) -> None:
-        """Tell that the service has started, and what it does."""
+        """Report that the service is ready, with a text that says what it does."""
         self._send("READY=1", _status(status))
 
     def status(self, status: str) -> None:
-        """Tell what the service does, for `systemctl status`."""
+        """Report what the service does, for `systemctl status`."""
         self._send(_status(status))
 
     def stopping(self) -> None:
-        """Tell that the service winds up: `TimeoutStopSec` counts from now on, the watchdog no more."""
+        """Report that the service is stopping: `TimeoutStopSec` counts from now on, and the watchdog is off."""
         self._send("STOPPING=1")
 
     def stop_asked(self) -> str | None:
-        """Give a sign of life where one is due; see `RunHooks.stop_asked`."""
+        """Send a sign of life to systemd if it is time for one; see `RunHooks.stop_asked`."""
         if self._every_s is not None and self._clock() >= self._next_s:
             self._next_s = self._clock() + self._every_s
             self._send("WATCHDOG=1")

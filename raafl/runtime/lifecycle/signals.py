@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: once ends a run between two events, its state whole and its summary written; twice ends it at once.
+"""Handle Ctrl-C and SIGTERM: the first ends a run in order, with its summary written; the second ends the process at once.
 
 Either signal asks and either insists. On the command line (`ends_process`) insisting ends the process with exit code
 130, whatever the main thread is doing; in a program that uses raafl as a library it raises `KeyboardInterrupt`.
@@ -30,7 +30,7 @@ _running: _Signals | None = None
 
 @contextmanager
 def ends_process() -> Iterator[None]:
-    """Return a context in which a second SIGINT or SIGTERM ends the process at once; for programs that do nothing else."""
+    """Return a context in which a second SIGINT or SIGTERM ends the process at once."""
     global _ends_process
     before, _ends_process = _ends_process, True
     try:
@@ -43,7 +43,7 @@ def ends_process() -> Iterator[None]:
 def sigterm_interrupts() -> Iterator[None]:
     """Return a context in which SIGTERM raises `KeyboardInterrupt`, as Ctrl-C does; for a client, which has no state to save.
 
-    Where something else handles SIGTERM, such as the processes of one client, it goes on to.
+    An earlier handler of SIGTERM is called, too.
     """
     if (
         signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -59,13 +59,13 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 class Interrupt:
-    """Context in which the first SIGINT or SIGTERM only sets ``asked``, so that the run ends in order.
+    """Context in which the first SIGINT or SIGTERM only sets ``asked``, so that the run can end in order.
 
-    Nested contexts act as one; the outermost restores the previous handlers when it ends. Outside the main thread,
-    where signals cannot be handled, ``asked`` is never set.
+    Nested contexts act as one; the outermost restores the previous signal handlers. Outside the main thread, where
+    signals cannot be handled, ``asked`` stays false.
 
     Args:
-        on_insist: function called, on any thread, before the process ends at once.
+        on_insist: function called on any thread before a second signal ends the process.
     """
 
     def __init__(self, on_insist: Callable[[], None] = lambda: None) -> None:
@@ -80,7 +80,7 @@ class Interrupt:
 
     @property
     def by_manager(self) -> bool:
-        """Whether the signal was SIGTERM, as a service manager sends it, rather than a person's Ctrl-C."""
+        """Whether the signal was SIGTERM, as service managers send it, and not Ctrl-C."""
         return self._signals is not None and self._signals.first == signal.SIGTERM
 
     def __enter__(self) -> Self:
@@ -152,7 +152,10 @@ class _Signals:
             signal.signal(number, before)
 
     def let_go(self) -> None:
-        """Reset signals in a forked process: Ctrl-C is ignored, since the parent handles it, and SIGTERM ends the process."""
+        """Reset the signal handlers in a forked process: Ctrl-C is ignored, since the parent handles it.
+
+        SIGTERM ends the process.
+        """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._ends_process:

@@ -1,4 +1,4 @@
-"""Starts a server and its clients on this machine, keeps them alive, and ends them: what is behind `raafl fit --local N`.
+"""Start a server and its clients as processes on this machine, restart them if they fail, and end them (`raafl fit --local N`).
 
 The server and every client are processes of their own, each in a session of its own: a Ctrl-C in the terminal reaches the
 supervisor alone, which passes it on to the server, and the server lets the clients go. No torch and no threads here.
@@ -30,15 +30,15 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Limits and delays of the supervisor's restarts.
+    """Limits and delays for restarting processes.
 
     Attributes:
-        max_restarts: restarts of all processes together; after these, a client that ends is not started again, and a
-            server's end is the run's.
-        first_s: seconds from a process's end to its next start; doubled at each restart.
-        longest_s: largest number of seconds to which the doubling goes.
-        sound_s: a process that ran this many seconds counts as healthy: its next wait is ``first_s`` again.
-        leave_s: seconds that clients have to end by themselves once the server has ended.
+        max_restarts: number of restarts of all processes together; afterwards nothing is restarted.
+        first_s: seconds before the first restart of a process; doubled at each further restart.
+        longest_s: upper limit in seconds of this doubling.
+        sound_s: seconds after which a running process counts as healthy, so that its next restart waits ``first_s``
+            again.
+        leave_s: seconds for clients to end by themselves once the server has ended.
         stop_s: seconds from SIGTERM to SIGKILL of a process, and from the second Ctrl-C to SIGKILL of the server.
     """
 
@@ -52,17 +52,17 @@ class RestartPolicy:
 
 @dataclass(slots=True)
 class Child:
-    """A server or a client as a child process, over all of its restarts.
+    """A server or client as a child process, with all of its restarts.
 
     Attributes:
-        name: name to print.
-        command: function that returns the command line of the next start.
-        environment: environment of the process.
-        log: file for its output; None = the supervisor's own output.
-        fds: file descriptors that it inherits.
-        process: present or last process.
-        due_s: time of its next start on the monotonic clock; None = it runs, or is not started again.
-        settled: whether it is decided what follows the end of this process.
+        name: name for messages.
+        command: function that returns the command line for the next start.
+        environment: environment variables of the process.
+        log: file for the output of the process; None = the supervisor's own output.
+        fds: file descriptors that the process inherits.
+        process: the present or last process.
+        due_s: time of the next start on the monotonic clock; None = no start is planned.
+        settled: whether it was decided whether to start the process again.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Child:
         self._started_s, self.due_s, self.settled = time.monotonic(), None, False
 
     def exit_code(self) -> int | None:
-        """Return the exit code of its process: minus the signal's number if killed, None while it runs or is due to start."""
+        """Return the exit code of the process: minus the signal's number if killed, None while it runs or waits to start."""
         if self.process is None or self.due_s is not None:
             return None
         if self.process.returncode is None and _has_ended(self.process.pid):
@@ -96,7 +96,7 @@ class Child:
         return self.process.poll()
 
     def start_again(self, policy: RestartPolicy) -> float:
-        """Schedule a restart; return the seconds until then."""
+        """Plan a restart; return the seconds until then."""
         now = time.monotonic()
         sound = now - self._started_s >= policy.sound_s
         self._wait_s = policy.first_s if sound or not self._wait_s else min(2 * self._wait_s, policy.longest_s)
@@ -104,13 +104,13 @@ class Child:
         return self._wait_s
 
     def send(self, number: int, *, group: bool = True) -> None:
-        """Send the process a signal; with ``group``, also to the processes that it has started."""
+        """Send a signal to the process; with ``group``, also to processes that it has started."""
         if self.process is not None and self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 (os.killpg if group else os.kill)(self.process.pid, number)
 
     def last_words(self, num_lines: int = _SHOWN_LINES) -> list[str]:
-        """Return the last lines of its log that are not empty."""
+        """Return the last lines in the log file of the process, without empty lines."""
         if self.log is None or not self.log.is_file():
             return []
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -134,7 +134,7 @@ def _die_with(parent: int) -> Callable[[], None]:
 
 
 class Signals:
-    """Context in which signals are recorded and wake `wait`; afterwards they are handled as before. Main thread only."""
+    """Context in which signals are recorded for `wait`; at its end the previous handlers are restored. Main thread only."""
 
     def __enter__(self) -> Self:
         self._came: list[int] = []
@@ -160,7 +160,7 @@ class Signals:
             self._came.append(number)
 
     def wait(self, timeout_s: float) -> list[int]:
-        """Return the signals since the last call, without SIGCHLD; wait up to ``timeout_s`` for a signal of any kind."""
+        """Wait up to ``timeout_s`` seconds for a signal; return all signals since the last call, without SIGCHLD."""
         if not self._came:
             select.select([self._ours], [], [], max(timeout_s, 0.0))
         with contextlib.suppress(BlockingIOError):
@@ -172,14 +172,14 @@ class Signals:
 
 @dataclass
 class Supervisor:
-    """Supervisor of a server and its clients, which runs until the server has ended.
+    """Supervisor of a server and its clients on this machine; it runs until the server has ended.
 
-    If a signal killed the server, or a client was killed or failed, it is started again after a wait. A server that
-    ends by itself ends the run. A client that reports bad input is not started again, and this is not shown before the
-    server has begun its run: both read the same config, and the server reports what is wrong with it.
+    A server that was killed by a signal is started again after a wait, as is a client that was killed or failed. If the
+    server ends by itself, the run ends. A client that reports bad input is not started again; its message is shown only
+    once the run has begun, since the server reports errors in the same config.
 
-    ``begun`` tells whether the server has begun its run. ``listener`` is its socket, which is closed when it has ended
-    for good, so that no client waits for another server.
+    ``begun`` returns whether the server has begun its run. ``listener`` is the server's socket; it is closed once the
+    server has ended, so that no client waits for another server.
     """
 
     server: Child
@@ -196,7 +196,8 @@ class Supervisor:
     def run(self) -> int:
         """Run until the server has ended.
 
-        Return its exit code, 1 if it was killed too often or all clients are lost, 130 if asked to end.
+        Returns:
+            The server's exit code; 1 if it was killed too often or all clients are lost; 130 if the user ended the run.
         """
         with Signals() as signals:
             try:
@@ -214,7 +215,7 @@ class Supervisor:
         return [self.server, *self.clients.values()]
 
     def start_due(self) -> None:
-        """Start each process that is due."""
+        """Start each process whose time to start has come."""
         for child in self._everyone():
             if child.due_s is not None and child.due_s <= time.monotonic():
                 child.start()
@@ -331,7 +332,7 @@ class Supervisor:
 
 
 def fate(code: int, words: Sequence[str] = ()) -> str:
-    """Describe the end of a process in words: "was killed by SIGKILL", or "failed: " with the last line that it printed."""
+    """Describe how a process ended: "was killed by SIGKILL", or "failed: " and the last line that it printed."""
     if code < 0:
         try:
             return f"was killed by {signal.Signals(-code).name}"

@@ -1,4 +1,4 @@
-"""Write down log lines that sites let their clients send: to a file of the run folder, and to `logging`."""
+"""Store the log lines that clients send: in a file of the run folder, and in `logging`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class ClientLogs:
-    """The log lines of all clients of a run; callable from any thread. Its file is made with the first line."""
+    """Log lines of all clients of a run; callable from any thread. The file is created with the first line."""
 
     def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
         """Write into ``folder``; ``warn`` is called once where that fails, or the file is full."""
@@ -37,7 +37,7 @@ class ClientLogs:
         self._lock, self._is_closed = threading.Lock(), False
 
     def add(self, client: int, lines: Sequence[LogLine]) -> None:
-        """Write down what a client has logged, as often as it may."""
+        """Store log lines of a client; if it sends more than the rate limit allows, lines are dropped."""
         for line in lines:
             with self._lock:
                 if not self._bucket.take(client):
@@ -77,7 +77,7 @@ class ClientLogs:
         return self._file
 
     def close(self) -> None:
-        """Close the file; lines that come later are in the log alone."""
+        """Close the file; later lines go to `logging` only."""
         with self._lock:
             self._is_closed = True
             if self._file is not None:

@@ -1,4 +1,4 @@
-"""Evaluation beside a run on the wall clock, on snapshots."""
+"""Evaluate snapshots of the global model while a run on the wall clock continues."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from raafl.submodel import FlatTensors
 
 
 class SnapshotEvaluator(threading.Thread):
-    """Evaluator of snapshots on a thread of its own; a snapshot is skipped if a newer one is offered before it is measured.
+    """Evaluator on its own thread. If a newer snapshot is offered before one is evaluated, the older one is skipped.
 
     Attributes:
-        failure: error of the user's code that ended the evaluations; None = none.
+        failure: error of the user's code in an evaluation, after which there are no more; None = none.
     """
 
     def __init__(self, evaluator: Evaluator, on_values: Callable[[int, dict[str, float], FlatTensors], None]) -> None:
@@ -29,10 +29,10 @@ class SnapshotEvaluator(threading.Thread):
         self.failure: CodeFailed | None = None
 
     def offer(self, version: int, at_s: float, values: FlatTensors) -> None:
-        """Copy values for a later evaluation, replacing a waiting snapshot; return once they are copied.
+        """Copy a snapshot of the model for evaluation, replacing a snapshot that still waits; return once it is copied.
 
         Args:
-            version: version of the values.
+            version: version of the model.
             at_s: time of the snapshot, in seconds on the run's clock.
             values: values of the global model.
         """
@@ -48,13 +48,13 @@ class SnapshotEvaluator(threading.Thread):
             self._changed.notify()
 
     def done(self) -> list[tuple[int, float, dict[str, float]]]:
-        """Return (version, time of the snapshot, metrics) of each evaluation finished since the last call."""
+        """Return (version, time of the snapshot, metrics) of each evaluation that was finished since the last call."""
         with self._changed:
             done, self._done = self._done, []
             return done
 
     def finish(self, timeout_s: float) -> list[tuple[int, float, dict[str, float]]]:
-        """Evaluate the waiting snapshot, end the thread (or abandon one that hangs), and return the last results."""
+        """Evaluate the waiting snapshot, end the thread, and return the last results; give up after ``timeout_s`` seconds."""
         with self._changed:
             self._ended = True
             self._changed.notify()
@@ -62,7 +62,7 @@ class SnapshotEvaluator(threading.Thread):
         return self.done()
 
     def run(self) -> None:
-        """Evaluate offered snapshots until `finish` is called; runs on a thread of its own."""
+        """Evaluate offered snapshots until `finish` is called; this is the main function of the thread."""
         while True:
             with self._changed:
                 while self._next is None and not self._ended:

@@ -1,4 +1,4 @@
-"""Coordinate the clients that any transport brings, from an experiment to a finished run folder."""
+"""Run the server of an experiment: from its config to a finished run folder, over any transport."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def host(
     rules: Callable[[int], SiteRules] = lambda client: ANYTHING,
     note: Callable[[Path], None] = lambda folder: None, observer: RunHooks | None = None,
 ) -> tuple[dict[str, Any], Path]:  # fmt: skip
-    """Coordinate the clients that a transport brings; return the summary and the run folder.
+    """Run the server for the clients that a transport connects; return the summary and the run folder.
 
     Args:
         experiment: settings of the run.
-        config_yaml: config of the run as text, for the run folder.
-        transport: transport of the server's end; its context is entered here.
+        config_yaml: config of the run as text, to be stored in the run folder.
+        transport: server's side of the transport; it is opened and closed here.
         inbox: queue through which events pass; None = a new one.
-        max_failures: number of equal failures of clients' code that do not end the run, see `Server`; None = no number
-            of failures ends it.
-        terms: settings on which clients must agree with the server; None = none.
-        rules: function that returns what a client's site may claim, called when the client joins.
-        min_clients: number of clients with which the run starts; None = all of them, or as many as the run to resume
-            began with.
-        note: function called with the run folder before a client is admitted; may raise `BadInput`.
+        max_failures: number of equal failures of clients' code after which the run ends, see `Server`; None = failures
+            never end the run.
+        terms: settings on which clients must agree with the server; None = no such settings.
+        rules: function that returns the limits on what a client may claim; called with the client's id when it joins.
+        min_clients: number of clients with which the run starts; None = all, or for a resumed run as many as it began
+            with.
+        note: function called with the run folder before any client is admitted; may raise `BadInput`.
         observer: observer called during the run; None = none.
     """
     inbox = inbox or Inbox()

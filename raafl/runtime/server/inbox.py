@@ -1,4 +1,4 @@
-"""Queue the events of receiving threads for the server's loop."""
+"""Queue events that threads receive from clients, for the server's main loop."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Item = Event | SecureStep | LinkStep
 
 
 class Inbox:
-    """Queue of events from the sessions' threads to the server's loop; every wait has a deadline.
+    """Queue of events from the clients' threads to the server's main loop; every wait has a deadline.
 
-    The order in which threads add events is the order of the run, which the journal records and a replay repeats.
+    The order in which events are added is the order of the run; the journal records it, and a replay repeats it.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class Inbox:
 
     @property
     def num_waiting(self) -> int:
-        """Number of events that wait, about; from any thread."""
+        """Approximate number of waiting events; callable from any thread."""
         return self._queue.qsize()
 
     def get(self, timeout_s: float) -> Item | None:
-        """Return the next event, or None if there is none within ``timeout_s``."""
+        """Return the next event; None if there is none within ``timeout_s`` seconds."""
         try:
             return self._queue.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""Keep a client's session while its connection is broken, and go on with it on the client's next connection.
+"""Keep a client's session while its connection is broken, and continue it on the client's next connection.
 
 A session whose client has a task waits for ``Timeouts.resume_s``: the client is *away*. What has arrived of its answer stays in
 the session's own storage, one update at most. The client says RESUME on a new connection, whose thread (`Session`) asks the loop
@@ -25,14 +25,14 @@ _LOOK_S = 0.25  # how often a session that waits looks whether the run has ended
 
 @dataclass(frozen=True, slots=True)
 class Away:
-    """Step of a session: the connection of a client at work broke, and the session waits for it.
+    """Event that the connection of a working client broke, and that its session waits for the client to connect again.
 
     Attributes:
         client: id of the client.
-        incarnation: incarnation of the session.
-        assignment: id of the task.
-        reason: error that broke the connection.
-        wait_s: seconds for which the session waits.
+        incarnation: number of times that the client has joined.
+        assignment: id of the client's task.
+        reason: text of the error that broke the connection.
+        wait_s: seconds for which the session waits for the client.
     """
 
     client: int
@@ -44,14 +44,14 @@ class Away:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """Step of a session: the client has come back.
+    """Event that a client has connected again.
 
     Attributes:
         client: id of the client.
-        incarnation: incarnation of the session.
-        assignment: id of the task; None = it has ended meanwhile.
-        num_chunks: chunks of the client's answer that had arrived before.
-        away_s: seconds for which the session had no connection.
+        incarnation: number of times that the client has joined.
+        assignment: id of the client's task; None = the task has ended meanwhile.
+        num_chunks: number of chunks of the client's update that had arrived before.
+        away_s: seconds without a connection.
     """
 
     client: int
@@ -63,15 +63,15 @@ class Back:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Request of a new connection's thread: hand the connection over to the client's session.
+    """Request to continue a client's session on a new connection; sent to the main loop by the new connection's thread.
 
     Attributes:
         client: id of the client.
-        incarnation: incarnation of the new connection, not needed once it is handed over.
-        wanted: incarnation of the session.
+        incarnation: join number of the new connection, no longer needed once the session continues on it.
+        wanted: join number of the session to continue.
         pair: new connection of the client.
-        position: part of the session that the client has received.
-        is_taken: gets whether the session has taken the connection.
+        position: amount of the session that the client has received.
+        is_taken: queue for the answer: whether the session continues on the connection.
     """
 
     client: int
@@ -86,11 +86,11 @@ LinkStep = Away | Back | Resumption
 
 
 class HandedOver(Exception):
-    """Raised in the thread of a new connection that an earlier session of its client has taken."""
+    """Raised in the thread of a new connection, because an earlier session of the client continues on it."""
 
 
 class SessionLink:
-    """The connections of one session, one after another; `renew` runs on the session's thread, `offer` in the loop."""
+    """Connections of one session, one after another. `renew` runs on the session's thread, `offer` in the main loop."""
 
     def __init__(
         self, client: int, incarnation: int, put: Callable[[LinkStep], None], resume_s: float,
@@ -115,17 +115,20 @@ class SessionLink:
         self._lock, self._has_ended = threading.Lock(), False
 
     def over(self, pair: Connection) -> Connection:
-        """Return the session's connection, which begins on ``pair``."""
+        """Return the connection that the session uses: ``pair``, made resumable if its transport supports that."""
         if not self._resume_s or not isinstance(pair, TcpConnection) or not pair.resumes:
             return pair
         self._pair = ResumableConnection(pair, self.renew)
         return self._pair
 
     def hand_over(self, message: Message) -> bool:
-        """Have the client's session take this connection, whose first message is a RESUME; return whether it has.
+        """Let the client's earlier session continue on this new connection; return whether it does.
+
+        Args:
+            message: first message on the connection, a RESUME.
 
         Raises:
-            Refused: the message's numbers are none.
+            Refused: the message has invalid numbers.
         """
         position = Resume.from_meta(message.meta).position
         if self._pair is None:
@@ -138,13 +141,20 @@ class SessionLink:
         return False
 
     def confirm(self) -> None:
-        """Let the client know that its answer has arrived, so that it keeps it no longer."""
+        """Tell the client that its answer has arrived, so that it need not keep it any longer."""
         if self._pair is not None and not self._pair.closed:
             with suppress(PeerLost, PeerTimeout):  # the session will notice
                 self._pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation))
 
     def offer(self, pair: TcpConnection, position: Position) -> bool:
-        """Go on with a connection; return whether the session does. The one that it has may not be known to be dead."""
+        """Offer the client's next connection to the session; return whether the session continues on it.
+
+        The session may not have noticed yet that its present connection is dead.
+
+        Args:
+            pair: new connection of the client.
+            position: amount of the session that the client has received.
+        """
         with self._lock:
             if self._has_ended or self._pair is None or self._pair.closed:
                 return False
@@ -153,14 +163,19 @@ class SessionLink:
             return True
 
     def end(self) -> None:
-        """Take no connection any more."""
+        """Accept no further connection, and close those that wait."""
         with self._lock:
             self._has_ended = True
         while not self._next.empty():
             self._next.get()[0].close()
 
     def renew(self, here: Position, error: Exception) -> tuple[TcpConnection, Position]:
-        """Wait for the client's next connection; raises ``error`` where it does not come, or why it may not."""
+        """Wait for the client's next connection; return it, and the amount of the session that the client has received.
+
+        Args:
+            here: amount of the session that this side has received.
+            error: error that broke the last connection; raised again if the client does not come back or may not.
+        """
         number, since = self._task(), time.monotonic()
         if number is None and self._next.empty():
             raise error

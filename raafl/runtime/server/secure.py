@@ -1,6 +1,6 @@
-"""Sum masked updates on the wall clock: a session's end of each client's exchange, and the desk at which groups meet.
+"""Sum masked updates on the server (secure aggregation): a session for each client, and the place where groups are formed.
 
-A session's thread passes each message of its client to the desk, which works in the server's loop, and waits for the reply. While
+A session's thread passes each message of its client to the aggregator, which works in the server's loop, and waits for the reply. While
 a group is at work the loop tells the coordinator of nothing else, so that its members, their weights and their staleness are the
 same when the group is formed, when its sum is read, and in a replay. Groups follow one another.
 """
@@ -46,12 +46,12 @@ NEXT: dict[Phase, Phase] = {"ready": "shares", "shares": "masked", "masked": "op
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A message that a session sends to its client, with the layout of the client's next message.
+    """Message of a session to its client, with the tensor layout of the message that the client sends next.
 
     Attributes:
         meta: fields of the message.
         tensors: tensors of the message; None = none.
-        expect: layout of the tensors in the client's next message.
+        expect: tensor layout of the client's next message.
     """
 
     meta: dict[str, Any]
@@ -61,16 +61,16 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class SecureStep:
-    """A client's message in the exchange of masked updates, passed from its session to the desk.
+    """Message of a client in secure aggregation, passed from its session to the main loop.
 
     Attributes:
-        assignment: assignment of the client's task.
-        phase: phase of the exchange to which the message belongs.
-        answer: fields of the answer that the server may see; only in the first message.
-        tensors: tensors of the message, on the CPU; the desk may change them.
-        moved: number of bytes of the task so far, down and up.
+        assignment: task of the client.
+        phase: phase of the protocol to which the message belongs.
+        answer: fields of the client's answer that the server may read; only in the first message.
+        tensors: tensors of the message, on the CPU; the receiver may change them.
+        moved: number of bytes sent and received for the task so far.
         replies: queue in which the session waits for a reply; None for the last message.
-        proof: proof of the site whose the client's public keys are; only in the first message.
+        proof: proof that the client's public keys belong to its site; only in the first message.
     """
 
     assignment: Assignment
@@ -83,11 +83,16 @@ class SecureStep:
 
     @property
     def life(self) -> tuple[int, int]:
-        """Client and incarnation of the task."""
+        """Client id and join number of the task."""
         return self.assignment.client, self.assignment.incarnation
 
     def update(self, tensors: FlatTensors, moved: tuple[int, int]) -> Update:
-        """Return the update of the task with these tensors."""
+        """Build the update of the task from these tensors.
+
+        Args:
+            tensors: tensors of the update.
+            moved: number of bytes sent and received for the task.
+        """
         answer, (down, up) = self.answer, moved
         return Update(
             self.assignment.id, *self.life, tensors, answer.num_samples, answer.num_steps, bytes_down=down, bytes_up=up
@@ -101,7 +106,7 @@ def _refused(step: SecureStep) -> Update:
 
 
 class SecureSession:
-    """A session's side of masked updates, which takes one client through the exchange, on the session's thread."""
+    """Session of one client in secure aggregation: it takes the client through the protocol, on the session's thread."""
 
     def __init__(
         self, put: Callable[[SecureStep], None], checked: Callable[[Meta], Answer], talk: Conversation,
@@ -120,13 +125,13 @@ class SecureSession:
         self._keep_alive, self._every_s, self._since = keep_alive, every_s, time.monotonic()
 
     def run(self, assignment: Assignment) -> None:
-        """Exchange all messages of a task with the client; the desk reports the update.
+        """Exchange all messages of a task with its client; the update is reported elsewhere, with those of the group.
 
         Args:
-            assignment: assignment of the task.
+            assignment: task of the client.
 
         Raises:
-            Refused: a message was invalid, or the group's sum cannot be opened.
+            Refused: a message was invalid, or the sum of the group cannot be computed.
             Stopped: the run has ended.
         """
         replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
@@ -199,12 +204,12 @@ class _Running:
     gone: set[int] = field(default_factory=set)
 
     def await_(self, phase: Phase, keys: Iterable[int]) -> None:
-        """Wait for the next messages of those members that are still there."""
+        """Start to wait for the next messages of those members that are still connected."""
         self.phase, self.waiting, self.here = phase, set(keys) - self.gone, {}
 
 
-class SecureDesk:
-    """Desk in the server's loop that forms groups of ready clients, takes them through the exchange, and opens their sums."""
+class SecureAggregator:
+    """Secure aggregation in the server's main loop: it forms groups of clients, and computes the sum of each group's updates."""
 
     def __init__(self, groups: SecureGroups, note: Callable[[str], None]) -> None:
         """Start without clients; ``note`` is told why a sum could not be opened."""
@@ -217,11 +222,11 @@ class SecureDesk:
 
     @property
     def is_running(self) -> bool:
-        """Whether a group is in its exchange; the coordinator then gets no other events."""
+        """Whether a group is in the middle of the protocol; the coordinator then gets no other events."""
         return self._running is not None
 
     def take(self, step: SecureStep) -> None:
-        """Accept a client's message of the exchange."""
+        """Accept a client's message."""
         key, running = step.assignment.id, self._running
         if step.phase == "ready" and key in self._groups.coordinator.roster.active:
             self._ready[key] = step
@@ -234,7 +239,7 @@ class SecureDesk:
             self._late.append(_refused(step))
 
     def lose(self, client: int, incarnation: int) -> None:
-        """Continue without a client whose connection has ended."""
+        """Continue without a client whose connection has ended, given by its id and join number."""
         life = (client, incarnation)
         self._ready = {key: step for key, step in self._ready.items() if step.life != life}
         if self._running is not None:
@@ -243,9 +248,9 @@ class SecureDesk:
             self._running.waiting -= gone
 
     def look(self, now: float) -> list[Update]:
-        """Advance the exchange as far as possible.
+        """Continue the protocol as far as messages and deadlines allow.
 
-        Return the updates of a group that has ended, and those that came too late for theirs.
+        Return the updates of a group that is finished, and updates that came too late for their group.
         """
         if self._running is None:
             active = self._groups.coordinator.roster.active  # a client that has joined anew has left its task

@@ -1,4 +1,4 @@
-"""The server's side of one client: its pair, and the thread that sends it work and receives its answers."""
+"""Serve one client: a connection, and a thread that sends tasks and receives updates."""
 
 from __future__ import annotations
 
@@ -54,11 +54,10 @@ class _Task:
 
 
 class Session(threading.Thread):
-    """The server's session with one client, which sends an assignment and receives its answer, in turn, until it ends.
+    """The server's session with one client: it sends a task and receives the update, in turn, until the session ends.
 
-    Everything that happens goes to the inbox as an event. Received tensors lie in this session's own storage, which the
-    next answer uses again. The next answer cannot come before the coordinator has seen this one, since it makes the
-    next assignment.
+    Each event is put into the inbox. Received tensors are stored in memory of this session, which the next update
+    overwrites; that is safe, since the coordinator processes an update before it sends the client a new task.
     """
 
     def __init__(
@@ -101,19 +100,21 @@ class Session(threading.Thread):
         self._side = ServerSide(self._local, device, torch.get_num_threads())  # as many as where the run was set up
 
     def assign(self, assignment: Assignment, snapshot: FlatTensors, head: str | None = None) -> None:
-        """Queue an assignment to be sent to the client; return at once.
+        """Queue a task to be sent to the client; return at once.
 
         Args:
-            assignment: assignment to send.
-            snapshot: values to send; they stay unchanged until the answer.
-            head: head of the journal after it recorded the assignment; None = there is none.
+            assignment: description of the task.
+            snapshot: values of the submodel; they must not change until the client's answer.
+            head: hash of the journal after the task was recorded; None = there is none.
         """
         self._outbox.put(_Task(assignment, snapshot, head))
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:
-        """Tell the client to stop, even in mid-task or while it builds its model.
+        """Tell the client to stop, even in the middle of a task.
 
-        ``wait_s`` bounds the wait for a client that does not receive.
+        Args:
+            reason: reason that the client gets.
+            wait_s: seconds to wait for a client that does not receive; None = the default.
         """
         self._stopping = reason
         self._outbox.put(reason)
@@ -125,12 +126,12 @@ class Session(threading.Thread):
                 self._sending.release()
 
     def abandon(self) -> None:
-        """Close the connection, although its thread has not ended in time; the client sees a lost server."""
+        """Close the connection of a session whose thread did not end in time; the client sees a lost connection."""
         if self._pair is not None:
             self._pair.close()
 
     def run(self) -> None:
-        """Serve the client until the session ends; the end becomes a `Lost` event, except for a client that was told to stop."""
+        """Serve the client until the session ends; a `Lost` event reports the end, unless the client was told to stop."""
         pair: Connection | None = None
         failure: TaskFailed | None = None
         counts = False
@@ -285,7 +286,7 @@ class Session(threading.Thread):
                 masked.run(assignment)
                 self._moved(0, talk.up_bytes)
                 self.link.confirm()
-                return  # what comes of it the desk reports
+                return  # the aggregator reports the result
             update = self._answered(exchange, task, talk)
             told = update.refusal or ""
         except Stopped:

@@ -1,4 +1,4 @@
-"""Define what the clients of a site may claim; knows nothing of certificates, which runs under torchrun do not import."""
+"""Define limits on what the clients of a site may claim about themselves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from raafl.transport import Refused
 
 @dataclass(frozen=True, slots=True)
 class SiteRules:
-    """Rules for the clients of one site, which limit what they may claim.
+    """Limits for the clients of one site.
 
     Attributes:
         clients: client ids that the site may use.
         max_samples: largest number of training samples that one client may claim; None = any number.
         own_data: whether clients may train on data of their own.
-        profile: smallest and largest value that clients may claim for fields of the profile.
+        profile: smallest and largest allowed value for fields of the device profile.
     """
 
     clients: frozenset[int] = frozenset()
@@ -26,7 +26,7 @@ class SiteRules:
     profile: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def check(self, info: ClientInfo) -> None:
-        """Raise `Refused` for a client that claims more than its site may; the error's detail is sent to the client."""
+        """Raise `Refused` for a client that claims more than its site may; the client gets the reason."""
         if info.own_data and not self.own_data:
             raise Refused("own-data", f"client {info.id} has data of its own, which the server forbids its site")
         if self.max_samples is not None and info.num_samples > self.max_samples:

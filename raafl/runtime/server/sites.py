@@ -1,4 +1,4 @@
-"""Decide which site may be which client, by the server's allow-list, which is watched while the run goes on.
+"""Decide which site may use which client id, from an allow-list that is read again when it changes.
 
 The list is a YAML file, one entry for each site. With the revocation list of `raafl certs` it decides who is let in and who
 stays: what is removed or revoked is cut within a second, and nobody else notices.
@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class Sites:
-    """The allow-list and the list of revoked certificates, read anew when one of the files changes.
+    """The allow-list of sites and the list of revoked certificates, read again when one of the files changes.
 
-    If a file cannot be read or is invalid, the earlier rules stay in force, with a warning in the log: an editing
-    mistake must not end everybody's session. Only the first reading raises.
+    If a changed file is invalid, the earlier rules stay in force and a warning is logged, so that an editing mistake
+    does not end sessions. Only the first reading raises an error.
     """
 
     def __init__(self, path: Path, revoked: Callable[[], frozenset[int]], watched: tuple[Path, ...] = ()) -> None:
@@ -54,7 +54,7 @@ class Sites:
         self._sites, self._revoked = read_sites(path), revoked()
 
     def authorize(self, peer: Peer) -> None:
-        """Raise `Refused` for a peer whose certificate was revoked, or whose site may not use that client id."""
+        """Raise `Refused` for a client whose certificate was revoked, or whose site may not use the client id."""
         if peer.holder is None or peer.holder.site is None:
             return
         site = peer.holder.site
@@ -68,14 +68,14 @@ class Sites:
             raise Refused("unknown-client", f"site '{site}' may not be client {peer.client}: it may be {known}")
 
     def rules(self, client: int) -> SiteRules:
-        """Return the rules of the site that may use the id ``client``."""
+        """Return the rules of the site to which the client id belongs."""
         return next((rules for rules in self._sites.values() if client in rules.clients), ANYTHING)
 
     @contextmanager
     def watch(self, changed: Callable[[], None]) -> Iterator[None]:
-        """Return a context in which the files are watched.
+        """Return a context in which the files are watched for changes.
 
-        ``changed`` is called on a thread of its own after new rules are in force.
+        ``changed`` is called, on a thread of its own, after new rules are in force.
         """
         stop = threading.Event()
         thread = threading.Thread(target=self._watch, args=(stop, changed), name="sites", daemon=True)
@@ -92,7 +92,7 @@ class Sites:
                 changed()
 
     def reread(self) -> bool:
-        """Read the files anew if one has changed; return whether new rules are in force."""
+        """Read the files again if one has changed; return whether there are new rules."""
         stamps = self._look()
         if stamps == self._stamps:
             return False
@@ -113,10 +113,10 @@ class Sites:
 
 
 def read_sites(path: Path) -> dict[str, SiteRules]:
-    """Read an allow-list; return the rules of each site.
+    """Read an allow-list; return the rules of each site, by the site's name.
 
     Raises:
-        BadInput: an entry is invalid, or two sites have the same client.
+        BadInput: an entry is invalid, or two sites have the same client id.
     """
     try:
         tree = load_untrusted_yaml(read(path).decode("utf-8") or "{}") if path.stat().st_size else {}

@@ -1,4 +1,4 @@
-"""Hold the terms of a session: what a client must agree on with the server, and what the server does for it."""
+"""Define the terms between the server and a client: settings that must be equal, and services such as signing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ class Terms:
     """Terms on which a client must agree with the server.
 
     Attributes:
-        config_yaml: config of the run, for a client without one.
-        sections: digest of each section of the config that both must have in common; None = not compared (they share
-            one file).
+        config_yaml: config of the run as text, for a client without a config.
+        sections: digest of each config section that must be equal; None = not compared, since both read the same file.
         own_data: whether the client may train on data of its own.
-        site: rules of the client's site.
-        masked: whether the client masks its updates (docs/secure-aggregation.md).
-        signer: signer of the journal's head that goes with each assignment; None = unsigned.
-        take_logs: called with a client's id and the log lines that it has sent, on any thread.
+        site: limits on what the client may claim.
+        masked: whether the client masks its updates (secure aggregation).
+        signer: holder of the server's key, which signs the journal's hash sent with each task; None = unsigned.
+        take_logs: function called on any thread with a client's id and the log lines that it has sent.
     """
 
     config_yaml: str = ""

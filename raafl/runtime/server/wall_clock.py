@@ -1,4 +1,4 @@
-"""A run on the wall clock: rank 0 coordinates real ranks, one pair of processes to each client.
+"""Run on the wall clock: the server coordinates clients in processes of their own, one connection for each.
 
 One thread per client sends and receives; the loop below takes what they report, in order, and is the only one to touch
 the global state. Evaluation and checkpoints work on snapshots in a thread of their own, so that neither delays a merge.
@@ -38,8 +38,8 @@ from raafl.runtime.protocol import PAUSED
 from raafl.runtime.server.evaluator import SnapshotEvaluator
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.link import Resumption
-from raafl.runtime.server.link_desk import LinkDesk
-from raafl.runtime.server.secure import SecureDesk, SecureStep
+from raafl.runtime.server.link_tracker import LinkTracker
+from raafl.runtime.server.secure import SecureAggregator, SecureStep
 from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
 from raafl.transport import Refused
@@ -54,7 +54,7 @@ _PARTING_S = 0.5  # for a session that was replaced to end by itself
 
 
 class Server(Driver):
-    """Runtime on the wall clock: drives a coordinator with events from real clients."""
+    """Runtime on the wall clock: passes events from real clients to a coordinator."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Server(Driver):
         self._enter_lock, self._is_closed = threading.Lock(), False
         self._leaving: list[tuple[float, Session]] = []  # to be closed at that time if they do not end
         self._timers: list[tuple[float, int]] = []
-        self._links = LinkDesk(coordinator.roster, lambda row: record.link(row, self.now), self._note, self._offer)
-        self._desk = None if self.groups is None else SecureDesk(self.groups, self._note)
+        self._links = LinkTracker(coordinator.roster, lambda row: record.link(row, self.now), self._note, self._offer)
+        self._aggregator = None if self.groups is None else SecureAggregator(self.groups, self._note)
         self._deferred: deque[Event] = deque()  # while a group is at work
         self._start = self._resumed_at = 0.0
         self._interrupt = Interrupt()
@@ -106,11 +106,11 @@ class Server(Driver):
         return time.perf_counter() - self._start
 
     def save(self) -> dict[str, Any]:
-        """Return the run's time and its timers as plain data."""
+        """Return the run's time and timers as plain data, for a checkpoint."""
         return {"now": self.now, "timers": [[at, number] for at, number in self._timers]}
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Restore the state from the result of `save`; clients must connect again."""
+        """Restore time and timers from the result of `save`; clients must connect again."""
         self._resumed_at = data["now"]
         self._timers = [(at, number) for at, number in data["timers"] if number != TIME_UP]
         limit = self.coordinator.limits.max_time_s
@@ -119,13 +119,18 @@ class Server(Driver):
         heapq.heapify(self._timers)
 
     def enter(self, client: int, make: Callable[[int], Session]) -> None:
-        """Admit a client, from any thread; ``make(incarnation)`` returns the client's session.
+        """Admit a client; callable from any thread.
 
-        Once the client has joined, it replaces its earlier session, if there is one: a client that comes back may be
-            the first to know that its old connection is dead.
+        Once the client has joined, the new session replaces its earlier one, since a client may notice first that its
+        old connection is dead.
+
+        Args:
+            client: id of the client.
+            make: function that returns the client's session; its argument is the number of times that the client has
+                joined.
 
         Raises:
-            Refused: too many connections of this client are being admitted already, or the run has ended.
+            Refused: this client opens too many connections at once, or the run has ended.
         """
         if self._patience_s is None:
             self.sessions[client] = make(self.coordinator.roster.joins[client])
@@ -143,7 +148,7 @@ class Server(Driver):
             session.start()  # under the lock: `close`, which takes it, finds a thread to end, or none that will begin
 
     def run(self) -> str:
-        """Run until the coordinator finishes; return the reason. Sessions that take long to end are left to `close`."""
+        """Run until the coordinator finishes; return the reason. Sessions that have not ended then are closed by `close`."""
         self._start = time.perf_counter() - self._resumed_at
         self._alone_since = time.perf_counter()
         roster = self.coordinator.roster
@@ -186,7 +191,7 @@ class Server(Driver):
     def _turn(self) -> None:
         """Wait for one event, or the next timer, and see to it."""
         wait = min(self._timers[0][0] - self.now, 0.5) if self._timers else 0.5
-        event = self._sum(self._links.sift(self.inbox.get(max(wait, 0.0))))
+        event = self._sum(self._links.process(self.inbox.get(max(wait, 0.0))))
         if self._interrupt.asked:  # clients that had the same Ctrl-C are not to be mourned
             self.stop("interrupted")
             return
@@ -214,23 +219,23 @@ class Server(Driver):
     @property
     def _is_busy(self) -> bool:
         """Whether a group is at work, while the coordinator hears of nothing."""
-        return self._desk is not None and self._desk.is_running
+        return self._aggregator is not None and self._aggregator.is_running
 
     def _sum(self, event: Event | SecureStep | None) -> Event | None:
         """See to groups of masked updates; return the event, or None where it is to wait until a group has ended."""
-        if self._desk is None:
+        if self._aggregator is None:
             assert not isinstance(event, SecureStep)
             return event
         if isinstance(event, SecureStep):
-            self._desk.take(event)
+            self._aggregator.take(event)
         elif isinstance(event, Lost):
-            self._desk.lose(event.client, event.incarnation or 0)
+            self._aggregator.lose(event.client, event.incarnation or 0)
         elif isinstance(event, Arrived):  # from a session: of a client that takes no part in its sum, or no longer
-            self._desk.lose(event.update.client, event.update.incarnation)
+            self._aggregator.lose(event.update.client, event.update.incarnation)
         if event is not None and not isinstance(event, SecureStep):
             self._deferred.append(event)
         while not self.reason:
-            self._tell_group(self._desk.look(self.now))
+            self._tell_group(self._aggregator.look(self.now))
             if self._is_busy or not self._deferred:
                 return None
             self._tell(self._deferred.popleft())
@@ -335,7 +340,7 @@ class Server(Driver):
             session.join(timeout=max(deadline - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Close the connections of clients that have not disconnected yet."""
+        """Close the connections of clients that are still connected."""
         with self._enter_lock:
             self._is_closed = True  # whoever calls until the port is closed would be left alone
             everyone = [*self.sessions.values(), *self._entering.values(), *(session for _, session in self._leaving)]

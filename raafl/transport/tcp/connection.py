@@ -21,16 +21,16 @@ MIN_BYTES_PER_S = 1000.0
 
 
 class TcpConnection(Connection):
-    """Messages over a stream socket. CUDA tensors pass through one pinned buffer of 24 MiB per direction in use.
+    """Connection over a TCP or TLS socket. CUDA tensors pass through a pinned buffer of 24 MiB for each direction.
 
-    A send returns when all but the last `stream.UNSENT_BYTES` and the peer's receive window are acknowledged. Besides the timeout
-    for each piece, a peer must keep up ``min_bytes_per_s`` from a message's first byte to its last: a slower message is `Refused`
-    as ``slow``, and a send to a slow reader raises `PeerTimeout`. Both close the connection, as does ``bad-record``: a TLS record
-    that is not the peer's next one.
+    `send` returns once the peer has acknowledged nearly all of the message. A peer must transfer at least
+    ``min_bytes_per_s`` during a message: a slower incoming message is `Refused` as ``slow``, and a send to a slower
+    reader raises `PeerTimeout`. Both close the connection. So does ``bad-record``: a TLS record that is not the peer's
+    next one.
 
     Attributes:
         is_encrypted: whether the socket uses TLS.
-        why_closed: error that whoever uses the connection gets once it is closed here.
+        why_closed: error that a later use of the connection raises, once this side has closed it.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float, *, min_bytes_per_s: float = MIN_BYTES_PER_S) -> None:
@@ -53,17 +53,17 @@ class TcpConnection(Connection):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent so far."""
+        """Number of bytes sent so far."""
         return self._stream.num_written
 
     @property
     def in_step(self) -> bool:
-        """Whether no message has begun to arrive."""
+        """Whether the next byte to read is the first of a message."""
         return self._frames.in_step
 
     @property
     def partial(self) -> Partial | None:
-        """Message that has arrived in part, which the next connection with this peer may continue; None = none."""
+        """Message that was received in part, which the next connection with this peer can continue; None = none."""
         return self._frames.partial
 
     @partial.setter
@@ -75,8 +75,8 @@ class TcpConnection(Connection):
 
         Args:
             message: message to send.
-            timeout_s: seconds in which the peer must accept each piece; None = the connection's own.
-            first_chunk: chunk of its payload from which to send it, where the peer has those before.
+            timeout_s: seconds in which the peer must accept each piece; None = the default of the connection.
+            first_chunk: index of the first chunk of the payload to send; the peer has all earlier chunks.
         """
         head = codec.encode_head(message)
         with self._inside():
@@ -100,7 +100,7 @@ class TcpConnection(Connection):
                 self.received_bytes = self._stream.num_read - before
 
     def check(self) -> None:
-        """Raise `PeerLost` if the peer has ended the connection; see `Connection.check`."""
+        """Raise `PeerLost` if the peer has closed the connection; see `Connection.check`."""
         with self._inside():
             self._socket.check()
 
@@ -119,7 +119,7 @@ class TcpConnection(Connection):
                 shut(self._socket.sock, socket.SHUT_RDWR)
 
     def cut(self, reason: str, detail: str) -> None:
-        """End the session; threads that use it get `PeerLost` with this reason."""
+        """Close the connection for a reason; threads that use it get a `PeerLost` with this reason."""
         self.why_closed = PeerLost(reason, detail)
         self.close()
 

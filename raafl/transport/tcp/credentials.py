@@ -1,4 +1,4 @@
-"""Load what a process proves itself with: a certificate between machines, a token between processes of one command.
+"""Load the credentials of a process: a certificate between machines, a token between processes of one command.
 
 TLS 1.3 alone, with a certificate at both ends; the authority is the federation's own, never the system's.
 """
@@ -26,7 +26,7 @@ _REMEDY = "make one with `raafl certs`, or name it with --tls_ca, --tls_cert and
 
 @dataclass(frozen=True, slots=True)
 class LocalToken:
-    """Random token shared by the processes that one command started on this machine; valid on loopback only.
+    """Random token shared by the processes that one command started on this machine; accepted on the loopback interface only.
 
     Attributes:
         token: the 32 bytes of the token.
@@ -36,10 +36,10 @@ class LocalToken:
 
     @classmethod
     def from_environment(cls) -> LocalToken | None:
-        """Return the token that the parent process passed on in the environment; None if there is none.
+        """Return the token that the parent process passed on in an environment variable; None if there is none.
 
         Raises:
-            BadInput: the environment variable has another form.
+            BadInput: the environment variable has no valid token.
         """
         text = os.environ.get(TOKEN_VARIABLE)
         if not text:
@@ -55,12 +55,12 @@ class LocalToken:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Files of one end of mutual TLS, all in PEM format.
+    """PEM files of one side of mutual TLS.
 
     Attributes:
-        ca: certificates of the authorities that may have issued the other end's certificate.
-        cert: certificate of this end, with those between it and an authority.
-        key: private key of this end, readable by its owner alone.
+        ca: certificates of the authorities that may have issued the other side's certificate.
+        cert: certificate of this side, followed by any intermediate certificates.
+        key: private key of this side, readable by its owner alone.
     """
 
     ca: Path
@@ -69,15 +69,16 @@ class TlsFiles:
 
     @classmethod
     def find(cls, folder: Path, *, server: bool, given: dict[str, str | None]) -> TlsFiles:
-        """Return the files that were named; files that were not named are taken from the folder of `raafl certs`.
+        """Return the certificate files; those that the user has not named are taken from the folder of `raafl certs`.
 
         Args:
-            folder: folder into which `raafl certs` has put its files.
-            server: whether to take ``server.crt``; else the only other certificate that has its key beside it.
-            given: paths that were named, by field; None = not named.
+            folder: folder in which `raafl certs` has stored its files.
+            server: whether to take ``server.crt``; else the only other certificate in the folder that has its key
+                there.
+            given: path that the user has named for each field; None = not named.
 
         Raises:
-            BadInput: a file is missing, or several could be meant.
+            BadInput: a file is missing, or it is not clear which certificate to take.
         """
         ca, cert, key = (None if path is None else Path(path) for path in (given["ca"], given["cert"], given["key"]))
         if (cert is None) != (key is None):
@@ -88,7 +89,7 @@ class TlsFiles:
         return cls(ca or folder / "ca.crt", cert, key)
 
     def check(self) -> Holder:
-        """Return the holder that the certificate names; raise `BadInput` if the certificate or its key cannot be used."""
+        """Return the site or server that the certificate names; raise `BadInput` if the certificate or its key cannot be used."""
         from cryptography import x509
 
         from raafl.certs.authority import uris_of
@@ -114,7 +115,7 @@ class TlsFiles:
         return holder
 
     def context(self, *, server: bool) -> ssl.SSLContext:
-        """Return a TLS 1.3 context that requires the other end's certificate; raise `BadInput` if a file cannot be used."""
+        """Return a TLS 1.3 context that requires a certificate of the other side; raise `BadInput` if a file cannot be used."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
@@ -142,7 +143,7 @@ class TlsFiles:
 
 
 class ReloadedContext:
-    """TLS context of a server, rebuilt when one of its files has changed: a renewed certificate needs no restart."""
+    """TLS context of a server, loaded again when one of its files has changed, so that a renewed certificate needs no restart."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Load the files; raises `BadInput`."""
@@ -150,7 +151,7 @@ class ReloadedContext:
         self._stamp, self._context = self._look(), files.context(server=True)
 
     def get(self) -> ssl.SSLContext:
-        """Return the context of the present files; the earlier context if they do not fit each other at the moment."""
+        """Return the context of the present files; the previous context if the files do not match each other at the moment."""
         with self._lock:
             stamp = self._look()
             if stamp != self._stamp:
@@ -166,7 +167,7 @@ class ReloadedContext:
 
 
 def stamp_of(path: Path) -> tuple[int, int, int]:
-    """Return inode, time and size of a file, which change when it is written or replaced; zeros if there is none."""
+    """Return inode, modification time and size of a file, by which a change is noticed; zeros if there is no file."""
     try:
         found = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""Listen on one port, and admit callers that authenticate.
+"""Listen on a port, and admit clients that authenticate.
 
 Callers that have not authenticated yet occupy a limited number of places. When all are taken, the caller that has waited longest,
 of the host with most places, gives up its place, so that silent callers cannot keep out one that speaks.
@@ -62,10 +62,10 @@ class _Caller:
 
 
 class Listener:
-    """Listening socket that admits authenticated callers; a context manager.
+    """Listening socket that admits clients that authenticate; a context manager.
 
     Attributes:
-        address: ``HOST:PORT`` with the port that is really used.
+        address: ``HOST:PORT`` with the actual port.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Listener:
         self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
 
     def start(self) -> Listener:
-        """Begin to answer callers, which the system has refused until now; return the listener."""
+        """Start to accept connections, and return the listener; earlier connection attempts were refused."""
         try:
             self._listener.listen(_BACKLOG)
         except OSError as error:  # somebody else has bound the port, too, and was faster
@@ -116,9 +116,9 @@ class Listener:
         return self
 
     def close(self) -> None:
-        """Stop listening, refuse callers in mid-handshake, and end all threads; admitted connections stay open.
+        """Stop listening, refuse clients that are still in the handshake, and end all threads; admitted connections stay open.
 
-        Further calls do nothing.
+        The method can be called again.
         """
         self._closed.set()
         with suppress(OSError):
@@ -274,20 +274,22 @@ def connect(
     address: str, client: int, credentials: TlsFiles | LocalToken, *, timeout_s: float, pair_timeout_s: float = 30.0,
     proxy: str | None = None,
 ) -> TcpConnection:  # fmt: skip
-    """Connect to a `Listener`, authenticate this end, and return the connection.
+    """Connect to a server's `Listener`, authenticate this client, and return the connection.
 
     Args:
-        address: ``HOST:PORT``; the server's certificate must be for this host.
+        address: ``HOST:PORT`` of the server; the server's certificate must be valid for this host.
         client: id of the client.
-        credentials: files of mutual TLS, read anew for each connection, or the token of processes of this machine.
-        timeout_s: seconds for connecting and for the handshake.
+        credentials: TLS files, read again for each connection, or the token of processes on this machine.
+        timeout_s: seconds for connecting and authenticating.
         pair_timeout_s: seconds for each piece of a message on the connection; see `TcpConnection`.
-        proxy: URL of an HTTP proxy; "none" = no proxy; None = the environment's, if it names one for this host.
+        proxy: URL of an HTTP proxy; "none" = no proxy; None = the proxy that the environment sets for this host, if
+            any.
 
     Raises:
-        Refused: the server does not admit this client, or is not one that this client trusts. Retrying is of little
-            use.
-        PeerLost: no server listens there, or it closed the connection because it is busy or was stopped.
+        Refused: the server does not admit this client, or this client does not trust the server. Another attempt is
+            unlikely to succeed.
+        PeerLost: no server listens at the address, or the server closed the connection because it is busy or has
+            stopped.
         PeerTimeout: the server did not answer in time.
         BadInput: the address or a file is invalid.
     """

@@ -1,4 +1,4 @@
-"""Open a connection: TLS or a token proves who is there, the client says its id, and the server answers in words.
+"""Authenticate both sides of a new connection: by TLS or a token, the client's id, and the server's answer in words.
 
 ========= ====== =======================================================================================================
 message   from   content; numbers are little-endian
@@ -39,13 +39,13 @@ _FOR_NOW = ("busy", "too-often", "stopped", "failed")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A caller, with the identity that it has proven so far.
+    """A client that wants to connect, with the identity that it has proven so far.
 
     Attributes:
-        client: client id that the caller asks for.
-        holder: holder of the caller's certificate; None = a process of the same command, which has the token.
-        serial: serial number of the caller's certificate; 0 without one.
-        address: ``HOST:PORT`` from which the caller connects.
+        client: id that the client asks for.
+        holder: site that the client's certificate names; None = a process of the same command, which has the token.
+        serial: serial number of the client's certificate; 0 without one.
+        address: ``HOST:PORT`` from which the client connects.
     """
 
     client: int
@@ -55,7 +55,7 @@ class Peer:
 
 
 def opening_stream(sock: socket.socket, timeout_s: float) -> SocketStream:
-    """Return a stream over a socket or a TLS socket that reads no byte ahead, used for the opening only."""
+    """Return a stream over a plain or TLS socket that reads no byte ahead; used only until the client is admitted."""
     budget = TimeBudget(timeout_s)
     return TlsStream(sock, budget, 0) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, budget, 0)
 
@@ -63,18 +63,18 @@ def opening_stream(sock: socket.socket, timeout_s: float) -> SocketStream:
 def server_opening(
     stream: SocketStream, expected: LocalToken | str, address: str, authorize: Callable[[Peer], None]
 ) -> Peer:
-    """Run the server's side of the opening; return the authenticated peer.
+    """Run the server's side of the authentication; return the authenticated client.
 
     Args:
-        stream: stream to the caller.
-        expected: the token, or the federation to which the caller's certificate must belong.
-        address: address of the caller.
-        authorize: function that raises `Refused` for a peer that may not join; the caller is told the reason.
+        stream: stream to the client.
+        expected: token that the client must have, or name of the federation in the client's certificate.
+        address: address of the client.
+        authorize: function that raises `Refused` if the client may not join; the client gets the reason.
 
     Raises:
-        Refused: the caller was refused.
-        PeerLost: the caller closed the connection.
-        PeerTimeout: the caller was too slow.
+        Refused: the client was refused.
+        PeerLost: the client closed the connection.
+        PeerTimeout: the client was too slow.
     """
     holder, serial = _certified(stream) if isinstance(expected, str) else (None, 0)
     hello = bytearray(_HELLO.size)
@@ -103,16 +103,16 @@ def server_opening(
 
 
 def client_opening(stream: SocketStream, client: int, credentials: LocalToken | str) -> None:
-    """Run the client's side of the opening; return if the server admits this client.
+    """Run the client's side of the authentication; return once the server has admitted this client.
 
     Args:
         stream: stream to the server.
         client: client id to ask for.
-        credentials: the token, or the federation to which the server's certificate must belong.
+        credentials: token to send, or name of the federation in the server's certificate.
 
     Raises:
-        Refused: the other end is not a server of this federation, or does not admit this client.
-        PeerLost: the server closed the connection, or has no room at the moment.
+        Refused: the server does not belong to this federation, or does not admit this client.
+        PeerLost: the server closed the connection, or has no room now.
         PeerTimeout: the server was too slow.
     """
     token = bytes(TOKEN_BYTES)

@@ -1,4 +1,4 @@
-"""Reach a server through an HTTP proxy by CONNECT (RFC 9110, section 9.3.6): TLS passes through it unread."""
+"""Connect to a server through an HTTP proxy by CONNECT (RFC 9110, section 9.3.6); the proxy cannot read the TLS inside."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _MAX_HEAD_BYTES = 16 << 10
 
 
 def proxy_for(host: str, given: str | None) -> str | None:
-    """Return the proxy by which to reach a host: the given one, else the environment's for HTTPS (HTTPS_PROXY, NO_PROXY).
+    """Choose the proxy for a host: the given one, else the proxy that the environment sets for HTTPS (HTTPS_PROXY, NO_PROXY).
 
     Args:
-        host: host to reach; for this machine itself, only a given proxy is used.
-        given: URL of the proxy; "none" = no proxy; None = the environment's.
+        host: name of the server; for this machine itself, only a given proxy is used.
+        given: URL of the proxy; "none" = no proxy; None = as the environment says.
 
     Raises:
         BadInput: the value is not the URL of an HTTP proxy.
@@ -41,16 +41,16 @@ def proxy_for(host: str, given: str | None) -> str | None:
 
 
 def tunnel(proxy: str, host: str, port: int, timeout_s: float) -> socket.socket:
-    """Return a socket that is connected to ``host:port`` through a proxy.
+    """Connect to ``host:port`` through a proxy; return the connected socket.
 
     Args:
         proxy: URL of the proxy, from `proxy_for`; a user and password in it are sent by Basic authentication.
         host: name of the host to reach, as the proxy knows it.
         port: port of the host.
-        timeout_s: seconds for the whole connection.
+        timeout_s: seconds for all of this.
 
     Raises:
-        PeerLost: the proxy refuses, or gives another answer.
+        PeerLost: the proxy refuses the connection, or its answer is invalid.
         TimeoutError: the proxy was too slow.
         OSError: the proxy cannot be reached.
     """

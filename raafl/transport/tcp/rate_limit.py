@@ -1,4 +1,4 @@
-"""Limit how often each client may connect: a burst at once, then one connection per interval."""
+"""Limit how often each client may connect: a few times at once, then one connection per interval."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EVERY_S = 2.0
 
 
 class TokenBucket:
-    """Token bucket for each client id, by which its connections are limited; thread-safe."""
+    """Rate limiter with a token bucket for each client id; thread-safe."""
 
     def __init__(
         self, at_once: int = AT_ONCE, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
@@ -22,7 +22,7 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, client: int) -> bool:
-        """Take one token of ``client``; return whether there was one."""
+        """Take one token of ``client``; return False if it has none left, so that its connection should be refused."""
         with self._lock:
             left, now = self._now(client)
             self._left[client] = (left - 1 if left >= 1 else left, now)

@@ -1,4 +1,4 @@
-"""Continue a session whose connection broke on another connection, so that what has arrived is not sent again.
+"""Continue a session on a new connection after the old one broke; chunks that have arrived are not sent again.
 
 Both ends count the messages of tasks that they have sent and received; each keeps the last it has sent until the other is known to
 have it. When a connection breaks, an end waits for the next one or makes it (`Renew`), and the two tell each other how far they
@@ -34,11 +34,11 @@ _LOOK_S = 0.05  # how often a thread that waits for the other looks again
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Part of a session that an end has received.
+    """Amount of a session that one side has received.
 
     Attributes:
-        num_messages: number of complete messages of tasks.
-        num_chunks: number of chunks of the next message, from the first on.
+        num_messages: number of task messages that were received completely.
+        num_chunks: number of chunks of the next message that were received.
     """
 
     num_messages: int = 0
@@ -50,14 +50,15 @@ Renew = Callable[[Position, Exception], tuple[TcpConnection, Position]]
 
 
 class ResumableConnection(Connection):
-    """A session with one peer over one connection after another.
+    """A session with one peer that survives broken connections: it continues on the peer's next connection.
 
-    One thread may send while another receives, as in `Connection`. Either notices that the connection is broken; only one that
-    holds the receiving lock renews it, so that nobody is in the middle of the message that is to be continued.
+    One thread may send while another receives, as in `Connection`. Both may notice that the connection is broken. Only
+    a thread that holds the receiving lock replaces it, so that no thread is in the middle of the message to be
+    continued.
 
     Attributes:
-        pair: the session's present connection.
-        num_sent: number of messages of tasks sent.
+        pair: the present connection of the session.
+        num_sent: number of task messages sent.
     """
 
     resumes = True
@@ -86,13 +87,13 @@ class ResumableConnection(Connection):
 
     @property
     def is_unconfirmed(self) -> bool:
-        """Whether the last message of a task that was sent may not have arrived."""
+        """Whether it is unknown if the last task message arrived at the peer."""
         return self._last is not None
 
     def send(self, message: Message, timeout_s: float | None = None) -> int:
-        """Send a message, on another connection where this one breaks; see `Connection.send`.
+        """Send a message, on a new connection if this one breaks; see `Connection.send`.
 
-        The tensors of a message of a task must stay unchanged until the next message is received.
+        The tensors of a task message must stay unchanged until the next message is received.
         """
         if not self._sending.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise PeerTimeout("another message is being sent")
@@ -122,7 +123,7 @@ class ResumableConnection(Connection):
                 num_bytes += pair.sent_bytes - before
 
     def recv(self, expect: Expect, timeout_s: float, *, finite: bool = False) -> Message:
-        """Receive a message, on another connection where this one breaks; see `Connection.recv`."""
+        """Receive a message, on a new connection if this one breaks; see `Connection.recv`."""
         self.received_bytes = 0
         until = time.monotonic() + timeout_s
         with self._receiving:
@@ -157,7 +158,7 @@ class ResumableConnection(Connection):
         return message
 
     def check(self) -> None:
-        """Look whether the peer is gone; where it comes back, go on with it. See `Connection.check`."""
+        """Check whether the peer is gone; if it has connected again, continue on its new connection. See `Connection.check`."""
         pair = self.pair
         try:
             pair.check()

@@ -1,4 +1,4 @@
-"""Transfer bytes over a connected socket, with deadlines that a slow peer cannot extend and a close that wakes every waiter."""
+"""Transfer bytes over a socket, with deadlines that a slow peer cannot extend; closing wakes all threads that wait."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class TimeBudget:
-    """Time for which a peer may keep this end waiting. Only waiting is charged, so a slow local end is not charged to the peer.
+    """Limit on the time that this side waits for a peer. Only waiting counts, so a slow local side is not charged to the peer.
 
-    The budget starts at ``timeout_s``. Each transferred byte earns 1 / ``min_bytes_per_s`` back, up to the initial value. So a
-    silent peer is cut off after ``timeout_s``, and one that sends less than ``min_bytes_per_s`` soon afterwards.
+    The budget starts at ``timeout_s``. Each transferred byte adds 1 / ``min_bytes_per_s`` seconds, up to the initial
+    value. So a silent peer is cut off after ``timeout_s``, and a peer that sends less than ``min_bytes_per_s`` soon
+    afterwards.
     """
 
     def __init__(self, timeout_s: float, min_bytes_per_s: float = math.inf) -> None:
@@ -36,56 +37,59 @@ class TimeBudget:
         self.timeout_s, self.min_bytes_per_s, self.left_s, self._silent_s = timeout_s, min_bytes_per_s, timeout_s, 0.0
 
     def waited(self, seconds: float) -> None:
-        """Charge the seconds of a wait to the budget."""
+        """Subtract the duration of a wait from the budget."""
         self.left_s -= seconds
         self._silent_s += seconds
 
     def moved(self, num_bytes: int) -> None:
-        """Credit the budget for transferred bytes."""
+        """Add the time that transferred bytes have earned to the budget."""
         self.left_s = min(self.timeout_s, self.left_s + num_bytes / self.min_bytes_per_s)
         self._silent_s = 0.0
 
     def spent(self) -> PeerTimeout | Refused:
-        """Return the error of a spent budget: a timeout for a silent peer, or a refusal named slow."""
+        """Return the error for an exhausted budget: `PeerTimeout` if the peer was silent, `Refused` if it was slow."""
         if self._silent_s >= 0.99 * self.timeout_s or self.min_bytes_per_s == math.inf:
             return PeerTimeout(f"nothing from the peer within {self.timeout_s:g} s")
         return Refused("slow", f"less than {self.min_bytes_per_s:g} bytes/s for {self.timeout_s:g} s")
 
 
 class Stream(Protocol):
-    """Interface of a byte stream that carries messages."""
+    """Interface of a byte stream that transports messages."""
 
     @property
     def num_read(self) -> int:
-        """Number of bytes read from the wire so far."""
+        """Number of bytes received so far."""
         ...
 
     @property
     def num_written(self) -> int:
-        """Number of bytes written to the wire so far."""
+        """Number of bytes sent so far."""
         ...
 
     @property
     def pending(self) -> bool:
-        """Whether bytes that were taken from the layer below wait to be read."""
+        """Whether bytes were already taken from the socket and can be read without waiting."""
         ...
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view``; raise `PeerLost`, `PeerTimeout`, or `Refused` if the rest of the stream cannot be used."""
+        """Read bytes until ``view`` is full.
+
+        Raise `PeerLost`, `PeerTimeout`, or `Refused` if the stream is invalid from here on.
+        """
         ...
 
     def write(self, parts: Sequence[memoryview | bytes]) -> None:
-        """Write all parts; they may be changed afterwards. Raise `PeerLost`, `PeerTimeout` or `Refused`."""
+        """Write all parts; afterwards the caller may change them. Raise `PeerLost`, `PeerTimeout` or `Refused`."""
         ...
 
 
 class SocketStream:
-    """A connected stream socket; one thread may read while another writes.
+    """Byte stream over a connected socket; one thread may read while another writes.
 
     Attributes:
-        reading: time budget of the reads of one message; replaced for each message.
-        writing: time budget of the writes of one message.
-        num_read, num_written: number of bytes read and written so far.
+        reading: time budget for receiving one message; replaced for each message.
+        writing: time budget for sending one message.
+        num_read, num_written: number of bytes received and sent so far.
     """
 
     def __init__(self, sock: socket.socket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
@@ -103,7 +107,7 @@ class SocketStream:
 
     @property
     def pending(self) -> bool:
-        """Whether bytes that were read ahead wait to be read."""
+        """Whether bytes were read ahead and wait in memory."""
         return self._start < self._end
 
     def await_first(self, timeout_s: float) -> None:
@@ -112,7 +116,7 @@ class SocketStream:
             raise PeerTimeout(f"nothing from the peer within {timeout_s:g} s")
 
     def check(self) -> None:
-        """Raise `PeerLost` if the peer closed the connection and all it sent was read; do not wait."""
+        """Raise `PeerLost` if the peer has closed the connection and everything it sent was read; do not wait."""
         try:
             gone = self._readable.poll(0) and not self.sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):
@@ -123,7 +127,7 @@ class SocketStream:
             raise connection_ended()
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view``; see `Stream.read_into`."""
+        """Read bytes until ``view`` is full; see `Stream.read_into`."""
         filled = 0
         while filled < len(view):
             if self._start < self._end:
@@ -182,9 +186,9 @@ class SocketStream:
 
 
 def pages(num_bytes: int) -> memoryview:
-    """Return zeroed memory in pages of its own, which are allocated at first use and returned to the system when freed.
+    """Return zeroed memory that is allocated at first use and goes back to the operating system when freed.
 
-    Buffers of this size from malloc would stay with the process, one per thread.
+    Memory of this size from malloc would stay with the process, once for each thread.
     """
     if not num_bytes:
         return memoryview(b"")
@@ -194,7 +198,7 @@ def pages(num_bytes: int) -> memoryview:
 def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:
     """Close a socket and wake every thread that waits on it.
 
-    With ``abruptly``, reset the connection instead of ending it in order.
+    With ``abruptly``, the connection is reset instead of closed in order.
     """
     try:
         if abruptly:
@@ -207,20 +211,20 @@ def hang_up(sock: socket.socket, *, abruptly: bool = False) -> None:
 
 
 def shut(sock: socket.socket, how: int) -> None:
-    """Shut down a socket; a TLS socket is shut down below TLS.
+    """Shut down a socket; for a TLS socket, only the TCP connection below TLS.
 
-    `ssl.SSLSocket.shutdown` drops the TLS state, after which another thread's read would return ciphertext as if it were data.
+    After `ssl.SSLSocket.shutdown` another thread's read would return encrypted bytes as if they were data.
     """
     socket.socket.shutdown(sock, how)
 
 
 def drain(sock: socket.socket, timeout_s: float, most_bytes: int) -> None:
-    """Read and discard what a peer sends until it hangs up: bytes left unread would reset the connection before the peer has read.
+    """Read and discard what a peer still sends, so that unread bytes do not reset the connection before the peer has read ours.
 
     Args:
         sock: socket that is connected.
-        timeout_s: seconds for the whole call.
-        most_bytes: number of bytes after which the call gives up.
+        timeout_s: seconds for all of this.
+        most_bytes: number of bytes after which to give up.
     """
     until, scratch = time.monotonic() + timeout_s, bytearray(4096)
     readable = select.poll()
@@ -249,11 +253,11 @@ def _milliseconds(seconds: float) -> int:
 
 
 def connection_ended() -> PeerLost:
-    """Return the error of a peer that ended the connection."""
+    """Return the error for a peer that has closed the connection."""
     return PeerLost("connection-closed", "the peer ended the connection")
 
 
 def connection_lost(error: OSError) -> PeerLost:
-    """Return the error for a connection that a system error broke."""
+    """Convert a system error that broke the connection to a `PeerLost`."""
     reasons = {errno.ECONNRESET: "connection-reset", errno.EPIPE: "connection-closed"}
     return PeerLost(reasons.get(error.errno or 0, "connection-broken"), error.strerror or str(error))

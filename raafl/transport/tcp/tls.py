@@ -1,4 +1,4 @@
-"""Transfer bytes over TLS from two threads at a time, and say in words why a handshake failed.
+"""Transfer bytes over TLS from two threads at once, and explain in words why a handshake failed.
 
 OpenSSL forbids SSL_read and SSL_write of one connection in two threads at once (openssl#20446), and a connection here is read
 by one thread while another writes. So the socket does not block, a lock is held within each call, and waiting is outside of it.
@@ -36,7 +36,7 @@ _OLD_TLS = ("UNSUPPORTED_PROTOCOL", "VERSION_TOO_LOW", "NO_PROTOCOLS_AVAILABLE")
 
 
 class TlsStream(SocketStream):
-    """A connected TLS socket; one thread may read while another writes. Bytes are counted as they are before encryption."""
+    """Byte stream over a TLS socket; one thread may read while another writes. Bytes are counted before encryption."""
 
     def __init__(self, sock: ssl.SSLSocket, budget: TimeBudget, ahead_bytes: int = AHEAD_BYTES) -> None:
         """Wrap a TLS socket, whose handshake may be to come; see `SocketStream`."""
@@ -45,23 +45,23 @@ class TlsStream(SocketStream):
         self._has_opened = sock.version() is not None
 
     def handshake(self) -> None:
-        """Do the TLS handshake within the reading budget.
+        """Do the TLS handshake within the time budget for reading.
 
         Raises:
-            Refused: this end does not accept the other, or is not accepted by it.
-            PeerLost: the other end closed the connection.
-            PeerTimeout: the budget is spent.
+            Refused: one side does not accept the certificate of the other.
+            PeerLost: the other side closed the connection.
+            PeerTimeout: the time budget is used up.
         """
         self._attempt(self._tls.do_handshake, self.reading)
         self._has_opened = True
 
     @property
     def pending(self) -> bool:
-        """Whether decrypted bytes wait to be read, which polling the socket does not tell."""
+        """Whether decrypted bytes wait to be read; polling the socket does not show this."""
         return self._start < self._end or self._tls.pending() > 0
 
     def check(self) -> None:
-        """Raise `PeerLost` if the peer closed the connection; what it sent meanwhile is kept. See `SocketStream.check`."""
+        """Raise `PeerLost` if the peer has closed the connection; received bytes are kept. See `SocketStream.check`."""
         if self.pending or not self._readable.poll(0):
             return
         self._start = self._end = 0
@@ -76,7 +76,7 @@ class TlsStream(SocketStream):
             raise connection_ended()
 
     def write(self, parts: Sequence[memoryview | bytes]) -> None:
-        """Write all parts: short ones together, long ones in pieces of `WRITE_BYTES`. See `Stream.write`."""
+        """Write all parts: short parts together, long parts in pieces of `WRITE_BYTES`. See `Stream.write`."""
         if sum(map(len, parts)) <= WRITE_BYTES:
             self._send(memoryview(b"".join(parts)))
             return
@@ -129,11 +129,11 @@ class TlsStream(SocketStream):
 
 
 def problem_of(error: OSError, has_opened: bool) -> Refused | PeerLost:
-    """Convert an error of the TLS library to one of the transport's, with an explanation in words.
+    """Convert an error of the TLS library to `Refused` or `PeerLost`, with an explanation in words.
 
     Args:
-        error: error that a call raised.
-        has_opened: whether the handshake was done before, so that a record must be at fault.
+        error: error that the TLS library raised.
+        has_opened: whether the handshake was complete, so that a later TLS record caused the error.
     """
     if not isinstance(error, ssl.SSLError):
         return connection_lost(error)

@@ -23,7 +23,7 @@ from raafl.transport.transport import Admit, ConnectOptions, Transport
 
 
 class TcpTransport(Transport):
-    """Transport over TLS, or over TCP within one machine; callers must authenticate before they are sent anything."""
+    """Transport over TLS, or over plain TCP within one machine; clients must authenticate before anything is sent to them."""
 
     comes_and_goes = True
 
@@ -51,7 +51,7 @@ class TcpTransport(Transport):
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Admit callers that have authenticated and whose connection exists already; see `Transport.listen`."""
+        """Admit clients that have authenticated; their connection exists already. See `Transport.listen`."""
         self._admit, self._refused = admit, refused
         self._listener.start()
 
@@ -62,9 +62,9 @@ class TcpTransport(Transport):
         self._recheck(connection, peer)  # what was revoked between the opening and this moment
 
     def recheck(self) -> None:
-        """Close every connection whose peer `ConnectOptions.authorize` would refuse now; called when rules have changed.
+        """Close each connection whose client `ConnectOptions.authorize` would refuse now; called after the rules have changed.
 
-        A connection that is broken already gets the reason, too: a session may wait for its peer to come back.
+        A broken connection gets the reason, too, since its session may be waiting for the client to come back.
         """
         with self._lock:
             admitted = list(self._admitted.items())
@@ -92,7 +92,7 @@ class TcpTransport(Transport):
 
 
 def is_loopback(address: str | socket.socket) -> bool:
-    """Check whether an address, ``HOST:PORT`` or a listening socket, can be reached only from this machine.
+    """Check whether an address (``HOST:PORT`` or a listening socket) can be reached only from this machine.
 
     Raises:
         BadInput: the address is malformed.

@@ -14,7 +14,7 @@ from raafl.core.roster import Roster
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
-from raafl.runtime.server.link_desk import LinkDesk
+from raafl.runtime.server.link_tracker import LinkTracker
 from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
 from raafl.transport import Kind, Message, PeerLost, codec, frames
@@ -37,7 +37,7 @@ class Door:
         self.state, self.inbox, self.roster = line_state(value=2.0), Inbox(), Roster()
         self.times = Timeouts(**{"join_s": WAIT_S, "task_s": WAIT_S, "stop_s": 2.0, "resume_s": WAIT_S, **waits})
         self.sessions, self.rows, self.notes, self.moved = [], [], [], []
-        self.desk = LinkDesk(self.roster, self.rows.append, self.notes.append, self.offer)
+        self.tracker = LinkTracker(self.roster, self.rows.append, self.notes.append, self.offer)
 
     def offer(self, asked):
         return asked.wanted == 0 and self.sessions[0].link.offer(asked.pair, asked.position)
@@ -71,7 +71,7 @@ class Door:
     def event(self):
         """Turn the loop until there is an event."""
         while (item := self.inbox.get(WAIT_S)) is not None:
-            if (event := self.desk.sift(item)) is not None:
+            if (event := self.tracker.process(item)) is not None:
                 if isinstance(event, Joined):
                     self.roster.join(event.client)
                 return event
@@ -79,7 +79,7 @@ class Door:
 
     def turn(self):
         """See to the next step of a connection."""
-        assert self.desk.sift(self.inbox.get(WAIT_S)) is None
+        assert self.tracker.process(self.inbox.get(WAIT_S)) is None
 
     def resume(self, received=1, chunks=0, incarnation=0):
         """Come back; return the new connection."""
@@ -212,7 +212,7 @@ def test_who_comes_again_and_again_while_nothing_arrives_has_resume_s_in_all(doo
     event, pairs = None, []
     while event is None:
         before = len(door.rows)
-        event = door.desk.sift(door.inbox.get(WAIT_S))
+        event = door.tracker.process(door.inbox.get(WAIT_S))
         if len(door.rows) > before and door.rows[-1]["event"] == "away":
             time.sleep(0.1)
             pairs.append(door.resume())

@@ -1,4 +1,4 @@
-"""Secure aggregation on real ranks over Gloo: the model of a simulation, a killed client, replays; and the desk by hand."""
+"""Secure aggregation on real ranks over Gloo: the model of a simulation, a killed client, replays; and the aggregator by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raafl.parts.protect.secure.member import Member
 from raafl.runtime.protocol import Answer
 from raafl.runtime.secure_groups import SecureGroups
 from raafl.runtime.secure_protocol import Formed, Members, sizes_for, sizes_from, split, to_bytes, to_tensors
-from raafl.runtime.server.secure import SecureDesk, SecureStep
+from raafl.runtime.server.secure import SecureAggregator, SecureStep
 from tests.helpers.coordinators import coordinator_for, join
 from tests.helpers.real_ranks import Ranks
 from tests.helpers.small_runs import equal_replay, experiment, finish
@@ -72,19 +72,19 @@ def test_a_buffer_forms_its_groups_before_they_are_masked(tmp_path):
     assert equal_replay(replace(one, output=str(tmp_path / "again")), ranks)
 
 
-# ---- the desk, with clients by hand ----
+# ---- the aggregator, with clients by hand ----
 
 
 class Hand:
     """A client whose messages the test sends one by one."""
 
-    def __init__(self, assignment, desk, ring):
-        self.assignment, self.desk, self.ring = assignment, desk, ring
+    def __init__(self, assignment, aggregator, ring):
+        self.assignment, self.aggregator, self.ring = assignment, aggregator, ring
         self.replies, self.member = queue.SimpleQueue(), Member(2, 2 / 3)
         self.say("ready", to_tensors(keys=b"".join(self.member.public)))
 
     def say(self, phase, tensors):
-        self.desk.take(SecureStep(self.assignment, phase, Answer(1, 1), tensors, (0, 0), self.replies))
+        self.aggregator.take(SecureStep(self.assignment, phase, Answer(1, 1), tensors, (0, 0), self.replies))
 
     def heard(self):
         return self.replies.get_nowait()
@@ -112,13 +112,13 @@ class Hand:
 
 
 @pytest.fixture
-def desk():
-    """A desk, and four clients that have trained for a round that starts at version 0."""
+def aggregator():
+    """An aggregator, and four clients that have trained for a round that starts at version 0."""
     algorithm = secured(fed_avg(by_samples=False), ON, Rounds(), Guard(), Privacy(), 4)
     coordinator = coordinator_for(algorithm, min_clients=4, num_clients=4)
     tasks = [action.assignment for action in join(coordinator, [1, 2, 3, 4]) if isinstance(action, Assign)]
     notes: list[str] = []
-    one = SecureDesk(SecureGroups.of(coordinator), notes.append)
+    one = SecureAggregator(SecureGroups.of(coordinator), notes.append)
     ring = Ring(coordinator.state.submodels)
     return coordinator, one, [Hand(task, one, ring) for task in tasks], notes
 
@@ -132,8 +132,8 @@ def merged(coordinator, updates):
 STEPS = 2**25  # of four changes up to 8
 
 
-def test_the_desk_waits_for_all_and_reads_their_sum(desk):
-    coordinator, one, hands, _ = desk
+def test_the_aggregator_waits_for_all_and_reads_their_sum(aggregator):
+    coordinator, one, hands, _ = aggregator
     assert one.look(0.0) == [] and one.is_running
     for step in (Hand.share, lambda hand: hand.mask(STEPS * hand.assignment.client), Hand.reveal):
         for hand in hands:
@@ -144,8 +144,8 @@ def test_the_desk_waits_for_all_and_reads_their_sum(desk):
     assert merged(coordinator, updates).eq(2.5).all()  # (1 + 2 + 3 + 4) / 4
 
 
-def test_a_client_that_is_too_slow_is_left_out_and_told(desk):
-    coordinator, one, hands, _ = desk
+def test_a_client_that_is_too_slow_is_left_out_and_told(aggregator):
+    coordinator, one, hands, _ = aggregator
     one.look(0.0)
     for hand in hands:
         hand.share()
@@ -163,8 +163,8 @@ def test_a_client_that_is_too_slow_is_left_out_and_told(desk):
     assert not coordinator.state.version and merged(coordinator, updates).eq(0).all()  # client 4 is still out
 
 
-def test_two_lost_of_four_are_too_many_and_everyone_is_told(desk):
-    _, one, hands, notes = desk
+def test_two_lost_of_four_are_too_many_and_everyone_is_told(aggregator):
+    _, one, hands, notes = aggregator
     one.look(0.0)
     for hand in hands:
         hand.share()
@@ -178,8 +178,8 @@ def test_two_lost_of_four_are_too_many_and_everyone_is_told(desk):
     assert notes == ["a sum was not opened: too-few: 2 of 4 clients are left, 3 must help"]
 
 
-def test_one_that_opens_nothing_counts_if_enough_others_do(desk):
-    coordinator, one, hands, _ = desk
+def test_one_that_opens_nothing_counts_if_enough_others_do(aggregator):
+    coordinator, one, hands, _ = aggregator
     one.look(0.0)
     for step in (Hand.share, lambda hand: hand.mask(STEPS)):
         for hand in hands:
@@ -192,8 +192,8 @@ def test_one_that_opens_nothing_counts_if_enough_others_do(desk):
     assert len(updates) == 4 and merged(coordinator, updates).eq(1).all()
 
 
-def test_a_wrong_share_ends_the_sum_and_every_update_in_it(desk):
-    _, one, hands, notes = desk
+def test_a_wrong_share_ends_the_sum_and_every_update_in_it(aggregator):
+    _, one, hands, notes = aggregator
     one.look(0.0)
     for step in (Hand.share, lambda hand: hand.mask(STEPS)):
         for hand in hands:
@@ -207,7 +207,7 @@ def test_a_wrong_share_ends_the_sum_and_every_update_in_it(desk):
     assert notes == ["a sum was not opened: bad-share: of a seed of member 1"]
 
 
-def test_a_client_that_left_before_the_group_formed_is_not_in_it(desk):
-    one = desk[1]
+def test_a_client_that_left_before_the_group_formed_is_not_in_it(aggregator):
+    one = aggregator[1]
     one.lose(4, 0)
     assert one.look(0.0) == [] and not one.is_running  # its task is out until the coordinator hears of the loss

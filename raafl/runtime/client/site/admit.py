@@ -1,4 +1,4 @@
-"""Build a client for a run that its site's policy allows."""
+"""Build a client for a run, if the policy of its site allows the run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from raafl.submodel import skeleton
 
 
 def open_gate(file: str | None, say: Callable[[str], None], *, looks: bool = False) -> SiteGate | None:
-    """Return the gate of a site's policy; None if there is no policy, or another process of this client has the gate.
+    """Return the gate that checks tasks against the policy of the site; None if there is no policy.
+
+    If a client has several processes, only the first has the gate, since only it talks to the server.
 
     If a client has several processes, only the first talks to the server, and it forwards nothing that it refuses.
 
     Args:
-        file: path of the policy; None = everything is allowed.
+        file: path of the policy; None = no policy.
         say: function that shows a line to the site's user.
-        looks: whether the client only looks at the run: then it asks nobody for consent, and does not wait for the
-            site's hours.
+        looks: whether the client only looks at the run without joining: then nobody is asked for consent, and the
+            site's hours are ignored.
 
     Raises:
         BadInput: the policy, or the site's stored state, is invalid.
@@ -38,13 +40,13 @@ def open_gate(file: str | None, say: Callable[[str], None], *, looks: bool = Fal
 def admit(
     gate: SiteGate | None, experiment: Experiment, config_yaml: str, build: Callable[[], ClientSetup]
 ) -> ClientSetup:
-    """Return a client's parts with its site's gate, which is asked before anything large is built.
+    """Build a client and attach its site's gate; the gate is asked before anything large is built.
 
     Args:
-        gate: gate of the site; None = everything passes.
+        gate: gate of the site; None = no policy.
         experiment: settings of the run.
-        config_yaml: config of the run, as text.
-        build: function that builds the client's parts.
+        config_yaml: config of the run as text.
+        build: function that builds the client.
 
     Raises:
         PolicyRefusal: the site does not allow the run.

@@ -1,4 +1,4 @@
-"""Keep what a site has used, in a folder that outlives its processes.
+"""Store how many bytes and how much of its privacy budget a site has used, in a folder that later processes read.
 
 `books.json` is replaced as a whole under a lock, so that several clients of one site share one budget, and a crash leaves the old
 or the new one. Whoever deletes it resets the budget: that is the site's own decision.
@@ -27,13 +27,14 @@ _LOCK = "lock"
 
 @dataclass(slots=True)
 class Used:
-    """Counters of a site's use of bytes and privacy.
+    """Counts of the bytes and the privacy budget that a site has used.
 
     Attributes:
-        day: day, in local time, to which ``bytes`` refers; empty = none yet.
-        bytes: number of bytes to and from servers on that day.
-        releases: number of updates that have left with noise, or clipped alone.
-        inverse_squares: sum over these updates of 1 / sigma^2; infinite once an update had no noise.
+        day: day, in local time, to which ``bytes`` belongs; empty = none yet.
+        bytes: number of bytes sent and received on that day.
+        releases: number of updates that were sent after clipping or noise.
+        inverse_squares: sum over these updates of 1 / sigma^2, sigma being the noise level; infinite if one had no
+            noise.
     """
 
     day: str = ""
@@ -42,21 +43,21 @@ class Used:
     inverse_squares: float = 0.0
 
     def bytes_on(self, day: date) -> int:
-        """Return the number of bytes of a day."""
+        """Return the number of bytes that were counted for a day."""
         return self.bytes if self.day == day.isoformat() else 0
 
 
 class BudgetSpent(Exception):
-    """Raised if no further update may leave; the message says what it would spend."""
+    """Raised if sending another update would exceed the privacy budget; the message says by how much."""
 
 
 def after(used: Used, privacy: SitePrivacy) -> float:
-    """Return the value of `Used.inverse_squares` after one more release."""
+    """Return the value that `Used.inverse_squares` would have after one more update."""
     return used.inverse_squares + (privacy.noise_multiplier**-2 if privacy.noise_multiplier else math.inf)
 
 
 class SiteBooks:
-    """The books of one site. Each call reads them anew, since another client of the site may have written them."""
+    """Stored counts of one site. They are read at each call, since another client of the site may have changed them."""
 
     def __init__(self, folder: str) -> None:
         """Open the books in ``folder``, which is made where there is none; only its owner may read it.
@@ -75,7 +76,7 @@ class SiteBooks:
             ) from None
 
     def used(self) -> Used:
-        """Read the counters; raise `BadInput` if they cannot be read."""
+        """Read the counts; raise `BadInput` if they cannot be read."""
         file = self._folder / FILE
         try:
             found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -90,20 +91,20 @@ class SiteBooks:
             ) from None
 
     def add_bytes(self, num: int, day: date) -> None:
-        """Count bytes of a day; the count of an earlier day is dropped."""
+        """Add bytes to the count of a day; the count of an earlier day is dropped."""
         with self._changing() as used:
             used.bytes = used.bytes_on(day) + num
             used.day = day.isoformat()
 
     def release(self, privacy: SitePrivacy, about: Mapping[str, Any]) -> float | None:
-        """Charge an update that is about to leave to the budget; return the epsilon spent with it, None = infinite.
+        """Charge an update to the privacy budget before it is sent; return the epsilon used so far, None = infinite.
 
         Args:
             privacy: privacy options of the site.
-            about: description of the update, for its row in the ledger of releases.
+            about: description of the update, for the ledger of sent updates.
 
         Raises:
-            BudgetSpent: the release would exceed ``max_epsilon``; nothing was charged.
+            BudgetSpent: the update would exceed ``max_epsilon``; nothing was charged.
         """
         with self._changing(lasting=True) as used:
             used.inverse_squares, used.releases = after(used, privacy), used.releases + 1
@@ -122,7 +123,7 @@ class SiteBooks:
         return epsilon
 
     def check_budget(self, privacy: SitePrivacy) -> None:
-        """Raise `BudgetSpent` if no further update may leave."""
+        """Raise `BudgetSpent` if not even one more update may be sent."""
         epsilon = spent(after(self.used(), privacy), privacy.delta)
         if privacy.max_epsilon is not None and (epsilon is None or epsilon > privacy.max_epsilon):
             raise BudgetSpent(f"the budget is spent: policy.privacy.max_epsilon is {privacy.max_epsilon:g}")

@@ -1,4 +1,4 @@
-"""Ask a person at the site for consent: at the terminal, or by a request in a folder that a reviewer answers.
+"""Ask a person at the site for consent: at the terminal, or by a file that a reviewer answers.
 
 In the folder a request is ``ID.json``. The reviewer answers by a file beside it, ``ID.yes`` or ``ID.no``; both are then removed by
 the client, and what was asked and answered goes to ``answers.jsonl``. No answer in time is a no.
@@ -24,7 +24,7 @@ _LOOK_S = 0.2
 
 
 class Consents:
-    """Asks people for the consent that a policy requires."""
+    """Asks people at the site for the consent that its policy requires."""
 
     def __init__(self, consent: Consent | None, ended: Callable[[], bool] = lambda: False) -> None:
         """Prepare; the folder of a spool is made where there is none.
@@ -46,11 +46,11 @@ class Consents:
                 ) from None
 
     def given(self, every: Literal["run", "task", "update"], request: Mapping[str, Any]) -> bool:
-        """Check whether a person consents; True if the policy requires no consent for this occasion.
+        """Ask a person for consent and return the answer; return True at once if the policy does not require it here.
 
         Args:
-            every: occasion of the consent.
-            request: plain data that describes to the person what to consent to.
+            every: occasion on which consent is asked for: the run, a task, or an update.
+            request: plain data that tell the person what to consent to.
         """
         consent = self._consent
         if consent is None or consent.every != every:

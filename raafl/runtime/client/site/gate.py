@@ -1,4 +1,4 @@
-"""Check each task against a site's policy, before it is trained and before its update leaves.
+"""Check each task against the policy of a client's site, before training and before the update is sent.
 
 The server is told that a task is refused, `POLICY`, and nothing else; the site's own log says which field forbids it.
 """
@@ -46,11 +46,11 @@ def _say(text: str) -> None:
 
 
 class PolicyRefusal(RunFailed):
-    """Raised for a run or a task that the site's policy does not allow; the message is for the site alone.
+    """Raised for a run or task that the policy of the site does not allow; the message is shown only at the site.
 
     Attributes:
         then: next action of the client.
-        server_reason: reason that the server is given why the client does not join.
+        server_reason: reason that is sent to the server.
     """
 
     server_reason: ClassVar[str] = POLICY
@@ -61,49 +61,52 @@ class PolicyRefusal(RunFailed):
 
 
 class Gate:
-    """Gate that lets every task pass, for a client without a policy."""
+    """Gate of a client without a policy, which allows everything."""
 
     stopped: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the task at hand is no longer wanted; set by the client."""
 
     def wait(self) -> bool:
-        """Wait until the site is open; return whether it was closed."""
+        """Wait until the site's policy allows work; return whether it was necessary to wait."""
         return False
 
     def connection(self, pair: Connection) -> Connection:
-        """Return a connection that lets the gate count the site's traffic."""
+        """Wrap a connection so that its traffic can be counted."""
         return pair
 
     def before(self, assignment: Assignment) -> None:
-        """Check a task that has been received; raise `PolicyRefusal` if it is not allowed."""
+        """Check a received task; raise `PolicyRefusal` if the policy does not allow it."""
 
     def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
-        """Return the update in the form in which it may leave the site.
+        """Check a trained update, and return it in the form in which it may be sent.
 
         Args:
-            assignment: assignment of the task.
-            update: update, as trained.
-            received: values from which it was trained; unchanged.
+            assignment: task of the update.
+            update: update as trained.
+            received: values from which it was trained; they are not changed.
 
         Raises:
-            PolicyRefusal: the update may not leave.
+            PolicyRefusal: the update may not be sent.
         """
         return update
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics that may leave with an update."""
+        """Return the metrics that may be sent with an update."""
         return dict(metrics)
 
     def hides_tracebacks(self, own_data: bool) -> bool:
-        """Check whether the server gets an error's kind and place alone; without a policy, where the client has data of its own."""
+        """Check whether the server gets only the type and place of an error.
+
+        Without a policy, that is so if the data are private.
+        """
         return own_data
 
     def logs_kept(self) -> AbstractContextManager[None]:
-        """Return a context in which the log lines that may leave are kept."""
+        """Return a context in which the log lines that may be sent are collected."""
         return nullcontext()
 
     def log_lines(self) -> tuple[LogLine, ...]:
-        """Return the log lines that may leave with an answer, and forget them."""
+        """Return the collected log lines, and empty the collection."""
         return ()
 
 
@@ -136,14 +139,14 @@ class SiteGate(Gate):
     # ---- before a client joins ----
 
     def check_config(self, config_yaml: str, digests: Mapping[str, str]) -> None:
-        """Check the parts that a run names, before any of them is built.
+        """Check the model, data and method that a run's config names, before any of them is built.
 
         Args:
             config_yaml: config of the run, as text.
-            digests: digests of the config's sections.
+            digests: digest of each section of the config.
 
         Raises:
-            PolicyRefusal: the run names a model, data or a method that the site does not allow.
+            PolicyRefusal: the site does not allow this model, these data or this method.
         """
         config = yaml.safe_load(config_yaml) or {}
         self._asks = {kind: config.get(kind) for kind in KINDS.values()}
@@ -164,7 +167,7 @@ class SiteGate(Gate):
             raise PolicyRefusal(f"this run: its {KINDS[field]} has digest {digest}, and policy.{field} is {entries}")
 
     def check_size(self, num_parameters: int) -> None:
-        """Raise `PolicyRefusal` for a model with more parameters than the site allows; frozen parameters count, too."""
+        """Raise `PolicyRefusal` if a model has more parameters, frozen ones included, than the site allows."""
         most = self.policy.max_parameters
         if most is not None and num_parameters > most:
             raise PolicyRefusal(
@@ -174,17 +177,17 @@ class SiteGate(Gate):
     def check_parts(
         self, submodels: Submodels, trainer: LocalTrainer, data: ClientData, digests: Mapping[str, str]
     ) -> None:
-        """Check the model and the data that were built for a run; from now on this gate belongs to that run.
+        """Check the model and data that were built for a run; from now on this gate serves that run only.
 
         Args:
             submodels: submodels of the model.
             trainer: trainer of the run's tasks.
             data: data of the client.
-            digests: digests of the config's sections.
+            digests: digest of each section of the config.
 
         Raises:
-            PolicyRefusal: the model is not the one allowed, there are too few samples, what tasks send cannot be made private,
-                the privacy budget is spent, or nobody consents.
+            PolicyRefusal: another model is allowed, there are too few samples, updates of this method cannot be made
+                private, the privacy budget is used up, or consent is not given.
         """
         self._trainer, self._data = trainer, data
         self._asks["model_digest"] = digest = model_digest(submodels, digests)
@@ -203,7 +206,7 @@ class SiteGate(Gate):
     # ---- between connections ----
 
     def wait(self) -> bool:
-        """Wait until it is one of the site's hours and the day's bytes are not used up; see `Gate.wait`."""
+        """Wait until the site's hours begin and its daily number of bytes is not used up; see `Gate.wait`."""
         waited = False
         while (closed := self._closed()) is not None:
             until, why = closed
@@ -214,7 +217,7 @@ class SiteGate(Gate):
         return waited
 
     def connection(self, pair: Connection) -> Connection:
-        """Count the connection's bytes if the policy limits them; see `Gate.connection`."""
+        """Count the bytes of the connection if the policy limits them; see `Gate.connection`."""
         if self.policy.max_bytes is None:
             return pair
         return MeteredConnection(pair, self._moved, self._check_download)
@@ -252,7 +255,7 @@ class SiteGate(Gate):
     # ---- tasks ----
 
     def before(self, assignment: Assignment) -> None:
-        """Refuse a task outside the site's hours or byte limit, or one that trains on too few samples; see `Gate.before`."""
+        """Refuse a task outside the site's hours, beyond its byte limit, or with too few samples; see `Gate.before`."""
         self._check_hours()
         self._check_bytes(assignment)
         epochs, steps = self._trainer.length(assignment)
@@ -262,7 +265,7 @@ class SiteGate(Gate):
         self._ask("task", {**_in_words(assignment), "epochs": epochs, "batches": steps})
 
     def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
-        """Refuse an update outside the site's hours, or one that was trained on too few samples; see `Gate.after`."""
+        """Refuse an update outside the site's hours, or one trained on too few samples; see `Gate.after`."""
         self._check_hours()
         self._check_samples(update.num_steps * self._trainer.options.accumulate_grad_batches)
         leaves = {"samples": update.num_samples, "metrics": self.metrics(update.metrics)}
@@ -278,15 +281,15 @@ class SiteGate(Gate):
         return {name: value for name, value in metrics.items() if any(fnmatchcase(name, one) for one in allowed)}
 
     def hides_tracebacks(self, own_data: bool) -> bool:
-        """Check whether the server gets an error's kind and place alone; `SitePolicy.tracebacks` decides, whatever the data are."""
+        """Check whether the server gets only the type and place of an error, which `SitePolicy.tracebacks` decides."""
         return not self.policy.tracebacks
 
     def logs_kept(self) -> AbstractContextManager[None]:
-        """Return a context in which the lines that `SitePolicy.logs` names are kept."""
+        """Return a context in which log lines of the loggers in `SitePolicy.logs` are collected."""
         return nullcontext() if self._logs is None else self._logs.listening()
 
     def log_lines(self) -> tuple[LogLine, ...]:
-        """Return the lines that `SitePolicy.logs` names."""
+        """Return the collected log lines of the loggers in `SitePolicy.logs`, and empty the collection."""
         return () if self._logs is None else self._logs.take()
 
     def _add_noise(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
@@ -345,11 +348,11 @@ class SiteGate(Gate):
 
 
 def model_digest(submodels: Submodels, digests: Mapping[str, str]) -> str:
-    """Return 16 hex digits that change with the model's class, its arguments, its tensors' shapes, or its frozen parameters.
+    """Return 16 hex digits that identify a model: they change with its class, arguments, tensor shapes or frozen parameters.
 
     Args:
         submodels: submodels of the model.
-        digests: digests of the config's sections.
+        digests: digest of each section of the config.
     """
     base = "" if submodels.base is None else submodels.base.digest
     text = "\n".join((digests["model"], submodels.layout().fingerprint, base))

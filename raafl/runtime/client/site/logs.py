@@ -1,4 +1,4 @@
-"""Keep the log lines that a site's policy lets a server have, until the next answer takes them along."""
+"""Collect the log lines that a site's policy allows to be sent to the server, until the next answer is sent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from raafl.sanitize import sanitize_text
 
 
 class LogBuffer(logging.Handler):
-    """Handler that keeps the last lines of the loggers that a policy names.
+    """Logging handler that collects the last lines of the loggers that a policy names.
 
-    Records with a true attribute `private`, which say what the policy refuses and why, are for the site alone.
+    Records with a true attribute `private` are not collected; they explain at the site what its policy refuses.
     """
 
     def __init__(self, allowed: SiteLogs) -> None:
@@ -28,7 +28,7 @@ class LogBuffer(logging.Handler):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Return a context in which lines are kept."""
+        """Return a context in which log lines are collected."""
         loggers = [logging.getLogger(name) for name in self._names]
         for logger in loggers:
             logger.addHandler(self)
@@ -39,7 +39,7 @@ class LogBuffer(logging.Handler):
                 logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line; print it where no other handler would, as `logging` does without this one."""
+        """Collect a log line; print it if no other handler would, as `logging` does by default."""
         last = logging.lastResort
         if last is not None and record.levelno >= last.level and self._is_alone(record.name):
             last.handle(record)
@@ -51,7 +51,7 @@ class LogBuffer(logging.Handler):
             self._lines.append(line)
 
     def take(self) -> tuple[LogLine, ...]:
-        """Return the lines kept since the last call, after a line on how many were left out, if any."""
+        """Return the lines collected since the last call; a first line tells if some were dropped."""
         with self._changing:
             left_out, self._num_left_out = self._num_left_out, 0
             lines = tuple(self._lines)

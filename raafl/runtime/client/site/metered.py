@@ -11,7 +11,7 @@ from raafl.transport.codec import Expect
 
 
 class MeteredConnection(Connection):
-    """A connection that reports the bytes of each message, sent or received, refused ones included."""
+    """Connection that reports the number of bytes of each message sent or received."""
 
     def __init__(
         self, inner: Connection, moved: Callable[[int], None], check: Callable[[int], None] = lambda num: None
@@ -28,7 +28,7 @@ class MeteredConnection(Connection):
 
     @property
     def received_bytes(self) -> int:  # type: ignore[override]
-        """Size of the last received message in bytes."""
+        """Size in bytes of the last received message."""
         return self._inner.received_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""Clip an update and add noise to it at the site, before it leaves, and account for what that spends.
+"""Clip an update and add noise to it at the site, before it is sent; compute the privacy budget used by that.
 
 The site trusts no server, so its guarantee is a local one: whoever sees all that leaves cannot tell, up to (epsilon, delta), the
 site's data from *any other data* that it might have. Two clipped updates differ by at most 2 C, so that one release is a Gaussian
@@ -30,14 +30,14 @@ NEIGHBOURS = "this site's data replaced by any other data"
 
 
 def spent(inverse_squares: float, delta: float) -> float | None:
-    """Return the epsilon that the releases of this site have spent.
+    """Return the epsilon (privacy budget) that the updates sent by this site have used.
 
     Args:
-        inverse_squares: sum over the releases of 1 / sigma^2; 0 = no release, infinite = one had no noise.
-        delta: probability with which epsilon may fail to hold.
+        inverse_squares: sum over the sent updates of 1 / sigma^2; 0 = no update, infinite = one had no noise.
+        delta: probability with which the privacy guarantee may fail.
 
     Returns:
-        The epsilon, or None if it is infinite.
+        The epsilon; None = infinite.
     """
     if inverse_squares == 0:
         return 0.0
@@ -45,7 +45,7 @@ def spent(inverse_squares: float, delta: float) -> float | None:
 
 
 def problem(trainer: LocalTrainer) -> str | None:
-    """Return the reason why noise on tensors cannot make what this trainer's tasks send private, or None."""
+    """Explain why adding noise to tensors does not make this trainer's updates private; None if it does."""
     local, submodels = trainer.local, trainer.submodels
     if local.exchange(submodels) is not None:
         return "its method sends activations in the middle of a task"
@@ -64,17 +64,17 @@ def problem(trainer: LocalTrainer) -> str | None:
 def privatise(
     privacy: SitePrivacy, trainer: LocalTrainer, spec: Spec, trained: FlatTensors, received: FlatTensors
 ) -> None:
-    """Replace what leaves, in place, by ``d min(1, C / ||d||) + N(0, (sigma C)^2)``, added to the received values again if sent so.
+    """Clip a trained update and add Gaussian noise, in place: ``d min(1, C / ||d||) + N(0, (sigma C)^2)``.
 
-    d is the difference of all tensors, with those of bundles, from the received values; its norm is over all of them
-    together.
+    d is the difference of all trained tensors from the received values, with one norm over all of them. If values are
+    sent, the received values are added again.
 
     Args:
-        privacy: privacy options, with C and sigma.
+        privacy: privacy options, with clipping norm C and noise level sigma.
         trainer: trainer of the task.
         spec: submodel of the task.
-        trained: values that leave.
-        received: values that were received; unchanged.
+        trained: trained values, replaced by those to be sent.
+        received: values that were received; they are not changed.
 
     Raises:
         ValueError: a number is not finite.

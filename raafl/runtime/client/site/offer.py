@@ -1,4 +1,4 @@
-"""Describe what a server would have a client do, for a site that only looks (`raafl join --dry-run`)."""
+"""Describe a run to a site that looks at it without joining (`raafl join --dry-run`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raafl.units import size
 
 
 class DryRun(PolicyRefusal):
-    """Raised for a client that only looks at a run, as the reason for which it does not join."""
+    """Raised in a client that only looks at a run, as its reason not to join."""
 
     server_reason = DRY_RUN
 
@@ -25,10 +25,10 @@ class DryRun(PolicyRefusal):
 
 
 def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str], None]) -> NoReturn:
-    """Show what a run would have a client do, or why its site refuses the run; then raise `DryRun`.
+    """Show what a client would do in a run, or why its site refuses the run; then raise `DryRun`.
 
     Args:
-        make: function that builds the client's parts behind its site's gate.
+        make: function that builds the client, checked by its site's gate.
         config_yaml: config of the run, as text.
         say: function that shows a line to the user.
     """
@@ -43,7 +43,7 @@ def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str],
 
 
 def named_parts(config_yaml: str) -> list[str]:
-    """Return a line for each part that a run's config names, before any part is built.
+    """Describe each part that a run's config names, a line each, before any part is built.
 
     Args:
         config_yaml: config of the run, as text.
@@ -54,10 +54,10 @@ def named_parts(config_yaml: str) -> list[str]:
 
 
 def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
-    """Describe, a line each, what a run's tasks would do at this client, and what would leave it.
+    """Describe, a line each, what the tasks of a run would do at this client, and which data it would send.
 
     Args:
-        setup: parts of the client, as it would join with them.
+        setup: parts of the client, as for joining.
         config_yaml: config of the run, as text.
     """
     trainer, submodels, data, experiment = setup.trainer, setup.submodels, setup.data, setup.experiment

@@ -1,4 +1,4 @@
-"""See in the server's loop to connections that break and to clients that come back, of which the coordinator does not hear."""
+"""Record in the server's main loop which clients have lost their connection and which have come back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from raafl.runtime.server.secure import SecureStep
 from raafl.units import duration
 
 
-class LinkDesk:
-    """Marks in the roster who is away, and writes it to log and journal; in the server's loop."""
+class LinkTracker:
+    """Record of broken connections: it marks their clients as away, and writes to journal and log.
+
+    The coordinator gets no events of these, since the clients' tasks go on.
+    """
 
     def __init__(
         self, roster: Roster, write: Callable[[Mapping[str, Any]], None], note: Callable[[str], None],
@@ -30,8 +33,8 @@ class LinkDesk:
         """
         self._roster, self._write, self._note, self._offer = roster, write, note, offer
 
-    def sift(self, item: Item | None) -> Event | SecureStep | None:
-        """See to a step of a connection; return anything else."""
+    def process(self, item: Item | None) -> Event | SecureStep | None:
+        """Process an item of the inbox if it is about a broken or resumed connection, and return None; return any other item."""
         if isinstance(item, Resumption):
             item.is_taken.put(self._offer(item))
         elif isinstance(item, Away | Back):

@@ -1,8 +1,8 @@
 """Sum masked updates on the server (secure aggregation): a session for each client, and the place where groups are formed.
 
-A session's thread passes each message of its client to the aggregator, which works in the server's loop, and waits for the reply. While
-a group is at work the loop tells the coordinator of nothing else, so that its members, their weights and their staleness are the
-same when the group is formed, when its sum is read, and in a replay. Groups follow one another.
+A session's thread passes each message of its client to the aggregator, which works in the server's main loop, and waits for the
+reply. While a group is in the protocol, the coordinator gets no other events. So the group's members, weights and staleness are the
+same when it is formed, when its sum is computed, and in a replay. There is one group at a time.
 """
 
 from __future__ import annotations

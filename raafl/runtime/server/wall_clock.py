@@ -119,15 +119,9 @@ class Server(Driver):
         heapq.heapify(self._timers)
 
     def enter(self, client: int, make: Callable[[int], Session]) -> None:
-        """Admit a client; callable from any thread.
+        """Admit a client, callable from any thread; ``make`` gets its number of joins and returns its session.
 
-        Once the client has joined, the new session replaces its earlier one, since a client may notice first that its
-        old connection is dead.
-
-        Args:
-            client: id of the client.
-            make: function that returns the client's session; its argument is the number of times that the client has
-                joined.
+        The new session replaces the client's earlier one, whose connection may be dead without the server knowing it.
 
         Raises:
             Refused: this client opens too many connections at once, or the run has ended.

@@ -89,8 +89,7 @@ class Hello:
     Attributes:
         identity: fingerprints of model, config and version, which must be equal on both sides.
         unsent: id of a task whose result could not be sent on an earlier connection; None = none.
-        client: description of a client (`client_to_json`), with digests in place of recorded series; empty under
-            torchrun.
+        client: description of a client (`client_to_json`), with digests of its recorded series; empty under torchrun.
         memory_bytes: number of bytes of memory that a process of a client may use; None = no limit.
     """
 
@@ -101,9 +100,7 @@ class Hello:
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
-        """Build a client's first message.
-
-        A recorded series in its device profile is replaced by a digest, since the server has the series.
+        """Build a client's first message; a recorded series in its profile becomes a digest, as the server has the series.
 
         Args:
             identity: identity of this process: config, model and version.
@@ -123,8 +120,7 @@ class Hello:
         """Read the message from its JSON fields.
 
         Raises:
-            Refused: `unsent` or `memory_bytes` is not a number above 0, or a recorded series is not replaced by its
-                digest.
+            Refused: `unsent` or `memory_bytes` is not a number above 0, or a recorded series is not a digest.
         """
         unsent = None if meta.get("unsent") is None else count_of(meta, "unsent", least=1)
         memory = meta.get("memory_bytes")
@@ -213,8 +209,7 @@ class Answer:
         num_steps: number of optimiser steps made.
         metrics: metrics that the client measured, by name; at most `MAX_METRICS`.
         extra: plain data that the method sends to the merge.
-        base: digest of the frozen parameters in the precision that the task asked for; None = no precision was asked
-            for.
+        base: digest of the frozen parameters in the precision that the task asked for; None = it asked for none.
         refusal: reason for which the update may not be merged; None = it may be merged.
         counted: statistics of how a rank has trained its tasks so far; empty from a client.
         logs: log lines of the client that its site allows to be sent.
@@ -268,11 +263,7 @@ class Answer:
 
     @classmethod
     def from_rank(cls, meta: Meta) -> Self:
-        """Read the message of a rank of the same simulation, whose metrics are exact.
-
-        Raises:
-            Refused: a field is invalid.
-        """
+        """Read the message of a rank of the same simulation, whose metrics are exact; raise `Refused` if a field is invalid."""
         refusal, counted = meta.get("refusal"), meta.get("counted", {})
         try:
             metrics = {str(name): float(text) for name, text in meta["metrics"].items()}

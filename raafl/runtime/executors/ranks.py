@@ -77,12 +77,7 @@ class RankExecutor(Executor):
         self._measures_alone = False  # what is measured cannot be shared
 
     def take_on(self, name: str, connect: Callable[[], Connection]) -> None:
-        """Add a rank, which works from the time it connects until `close`; return at once.
-
-        Args:
-            name: name of the rank, for messages.
-            connect: function that waits for the rank and returns its connection.
-        """
+        """Add the rank that ``connect`` waits for; it works from then on until `close`. Return at once."""
         thread = threading.Thread(target=self._serve, args=(name, connect), name=name, daemon=True)
         self._threads.append(thread)
         self._num_ranks += 1

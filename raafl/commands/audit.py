@@ -1,4 +1,4 @@
-"""Check the books of a run, and replay it (`raafl audit RUN`)."""
+"""Check that the records of a run were not changed, and replay it (`raafl audit RUN`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return a parser for the command's options."""
     found = ArgumentParser(
         prog="raafl audit",
         exit_on_error=False,
@@ -52,10 +52,10 @@ def parser() -> ArgumentParser:
 
 
 def audit(argv: Sequence[str]) -> tuple[str, bool]:
-    """Audit the run that ``argv`` names; return the text to print, and whether no fault was found.
+    """Audit a run; return the text to print, and whether no error was found.
 
     Raises:
-        BadInput: an option is wrong, or the folder is not a run folder.
+        BadInput: an option is wrong, or the folder does not contain a run.
     """
     options, rest = own_options(parser(), argv)
     unknown = [item for item in rest if item.startswith("--") and not (options.site and names_section([item], "data"))]
@@ -105,15 +105,15 @@ class _Site:
         *,
         trusted: bool,
     ) -> None:
-        """Compare the site's receipts with a run, train tasks again, and add the outcome to ``result``.
+        """Compare a site's receipts with a run, repeat some of its training tasks, and add the outcome to ``result``.
 
         Args:
             run: folder of the run.
-            books: books of the run.
-            result: mapping to which findings, notes and an entry of ``sites`` are added.
-            share: share of the tasks to train again; None = none.
-            overrides: options that name the site's data.
-            trusted: whether to import whatever the site's config names.
+            books: result of reading the run's records.
+            result: mapping to which errors, remarks and an entry of ``sites`` are added.
+            share: share of the tasks to repeat; None = none.
+            overrides: options that set the site's data.
+            trusted: whether to import any class that the site's config names.
         """
         from raafl.config.parse import load_run
         from raafl.runtime.client.setup import ClientSetup

@@ -1,4 +1,4 @@
-"""Parse a command line, and choose the method where the config leaves that to raafl (`algorithm: auto`)."""
+"""Parse a command line, and choose the method if the config leaves the choice to raafl (`algorithm: auto`)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
 
 def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = None) -> Parsed:
-    """Parse a command line into an experiment whose method is named; errors are those of `parse`.
+    """Parse a command line into an experiment; with `algorithm: auto`, choose its method.
 
-    The chosen method stands in the text of the config, so that run folder, resume, replay and clients have the same.
-    Every process of a run chooses for itself, from the same config to the same end.
+    The chosen method is written into the config, so that resuming, replays and clients use the same. Each process of a
+    run makes the same choice from the same config.
+
+    Raises the same errors as `parse`.
 
     Args:
         command: name of the command.
-        argv: options of the command line.
-        config_yaml: text of a checked config; see `parse`.
+        argv: arguments of the command.
+        config_yaml: text of a config that was checked; see `parse`.
     """
     parsed = parse(command, argv, config_yaml=config_yaml)
     if parsed.experiment.algorithm.name != "auto":
@@ -36,13 +38,13 @@ def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = No
 
 
 def with_choice(command: str, argv: Sequence[str], choice: Choice, config_yaml: str | None = None) -> Parsed:
-    """Parse a command line with the chosen method in the place of auto.
+    """Parse a command line, with the chosen method in place of `auto`.
 
     Args:
         command: name of the command.
-        argv: options of the command line.
+        argv: arguments of the command.
         choice: method that was chosen.
-        config_yaml: text of a checked config; see `parse`.
+        config_yaml: text of a config that was checked; see `parse`.
     """
     others = [item for item in argv if name_of(item).startswith("--algorithm.")]
     rest = without(argv, "--algorithm", *map(name_of, others))

@@ -1,4 +1,4 @@
-"""Print which dimensions of a model shrink, and what stays whole and why (`raafl axes`)."""
+"""Print which dimensions of a model can shrink, which cannot, and why (`raafl axes`)."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _ALONE = ("--algorithm", "fed_raa", "--clients", "1")
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the command's own options, beside the config's fields."""
+    """Return a parser for the command's own options, without the fields of the config."""
     found = ArgumentParser(prog="raafl axes", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--rate", type=float, nargs="+")
     return found
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
-    """Find the axes of the model in ``argv`` and return the text to print.
+    """Find the axes (dimensions that shrink together) of the model in a config; return the text to print.
 
     Args:
-        argv: the command's arguments.
-        width: columns of the terminal.
-        terminal: whether to wrap lines to ``width``; else each line stays whole.
+        argv: arguments of the command.
+        width: number of columns of the terminal.
+        terminal: whether to wrap lines at ``width``.
 
     Raises:
-        BadInput: an option or the config is invalid, or data and model do not fit each other.
+        BadInput: an option or the config is invalid, or the data do not fit the model.
     """
     if any(option in argv for option in ("--help", "-h")):
         return HELP

@@ -1,4 +1,4 @@
-"""Write the profiles of real clients from a run's tasks, and check the virtual clock against real runs (`raafl calibrate`)."""
+"""Fit device profiles to the tasks of a real run, and compare the virtual clock with real runs (`raafl calibrate`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return a parser for the command's options."""
     found = ArgumentParser(
         prog="raafl calibrate", exit_on_error=False,
         description="Fit a device profile to the first tasks of each client of a real run, say its error on the others, and "
@@ -45,15 +45,15 @@ def parser() -> ArgumentParser:
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
-    """Calibrate from ``argv`` and return the text to print.
+    """Run `raafl calibrate`; return the text to print.
 
     Args:
-        argv: the command's arguments.
-        width: columns of the terminal.
-        terminal: wrap lines to ``width``; else each line is whole.
+        argv: arguments of the command.
+        width: number of columns of the terminal.
+        terminal: whether to wrap lines at ``width``.
 
     Raises:
-        BadInput: an option is wrong, or a folder has no run on the wall clock.
+        BadInput: an option is wrong, or a folder does not contain a run on the wall clock.
     """
     own = options_of(parser(), argv)
     at_least("tasks", own.tasks, 1, optional=True)

@@ -33,10 +33,10 @@ SITES = """\
 
 
 def command(argv: list[str]) -> str:
-    """Run `raafl certs ARGV`; return the text to print.
+    """Run `raafl certs` with these arguments; return the text to print.
 
     Raises:
-        BadInput: an option is wrong, or the folder lacks what the command needs.
+        BadInput: an option is wrong, or the folder lacks a file that the command needs.
     """
     if not argv or "--help" in argv or "-h" in argv:
         return USAGE
@@ -49,7 +49,7 @@ def command(argv: list[str]) -> str:
 
 
 def parser(name: str = "") -> ArgumentParser:
-    """Return the parser of the command `raafl certs NAME`; without ``name``, a parser of all their options, for completion."""
+    """Return a parser for `raafl certs NAME`; without ``name``, a parser for all their options, for shell completion."""
     found = ArgumentParser(prog="raafl certs", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--folder", default="certs", type=Path)
     if name in ("init", ""):

@@ -1,4 +1,4 @@
-"""Dispatch the commands of the command line, from `raafl fit` to `raafl algorithms`."""
+"""Run the command that the command line names, such as `raafl fit`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ Exit codes: 0 done, 1 the run failed, 2 bad input, 3 replaced by another client 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 done, 1 failed, 2 bad input, 3 replaced by the same client, 130 interrupted."""
+    """Run a command; return its exit code.
+
+    Codes: 0 done, 1 failed, 2 bad input, 3 replaced by another client with the same id, 130 interrupted.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     asked = values(argv, "--log")
     given = asked[-1] if asked else os.environ.get(log.VARIABLE, "text")

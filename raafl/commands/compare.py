@@ -1,4 +1,4 @@
-"""Run a comparison, continue one that was cut off, or verify one (`raafl compare FILE.yaml`)."""
+"""Run, continue or verify a comparison of methods (`raafl compare FILE.yaml`)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 def compare(argv: Sequence[str]) -> str:
-    """Run the comparison that ``argv`` names and return its table; with `--verify`, replay a share of its runs instead.
+    """Run the comparison that a file describes and return its table of results; with `--verify`, replay some of its runs.
 
     Raises:
-        BadInput: an option, the file, or a row's options are wrong; raised before anything is run.
-        RunFailed: some runs failed, or a replay is not equal.
-        KeyboardInterrupt: Ctrl-C or SIGTERM ended it; the same command continues.
+        BadInput: an option or the file is wrong; raised before any run starts.
+        RunFailed: some runs failed, or a replay gave another result.
+        KeyboardInterrupt: the user ended it; the same command continues it.
     """
     options = options_in(parser(), argv)
     if is_grid(options.file):
@@ -34,7 +34,10 @@ def compare(argv: Sequence[str]) -> str:
 
 
 def run(comparison: Comparison, options: Namespace) -> str:
-    """Run, plan or verify a comparison and return the text to print; see `compare`."""
+    """Run, plan or verify a comparison; return the text to print.
+
+    Errors are those of `compare`.
+    """
     left_out: list[str] = []
     if options.rows:
         left_out = [label for label in comparison.rows if label not in options.rows]
@@ -77,7 +80,7 @@ def _tell(line: str) -> None:
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return a parser for the command's options."""
     found = ArgumentParser(
         prog="raafl compare", exit_on_error=False,
         description="Run rows of settings over several seeds on the virtual clock, and say what they show. Runs that have "
@@ -102,7 +105,7 @@ def parser() -> ArgumentParser:
 
 
 def with_common(parser: ArgumentParser) -> ArgumentParser:
-    """Add the options that all commands on comparisons share; return the parser."""
+    """Add the options that are common to all commands on comparisons; return the parser."""
     parser.add_argument("--output", type=Path, metavar="DIR", help="its folder; default: comparisons/NAME")
     parser.add_argument("--rows", nargs="+", metavar="LABEL", help="run these rows alone; the result names the others")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, each in a process of its own")

@@ -1,4 +1,4 @@
-"""Run a grid of comparisons, or verify one (`raafl compare GRID.yaml`)."""
+"""Run or verify a grid, which is a set of comparisons (`raafl compare GRID.yaml`)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _log = logging.getLogger(__name__)
 
 
 def run_file(options: Namespace) -> str:
-    """Run the grid that a file describes, or with `--verify` rerun and replay a share of its runs; return the text to print.
+    """Run the grid that a file describes, or with `--verify` check some of its runs; return the text to print.
 
     Args:
         options: parsed options of `raafl compare`.
 
     Raises:
-        BadInput: an option, or one of the grid's files, is wrong; before anything is run.
-        RunFailed: some runs failed, or a run is not what the result says.
+        BadInput: an option or a file of the grid is wrong; raised before any run starts.
+        RunFailed: some runs failed, or a repeated run gave another result.
     """
     from raafl.compare.grid_result import cell_table, grid_result, write_grid
     from raafl.compare.grid_runs import GridRuns, root_of, run_grid

@@ -1,4 +1,4 @@
-"""Generate a shell completion script from the parsers, with shtab (`raafl --print_completion SHELL`)."""
+"""Generate a shell completion script with shtab (`raafl --print_completion SHELL`)."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
     """Return the script that `raafl --print_completion SHELL` prints.
 
     Args:
-        argv: the command's arguments.
+        argv: arguments of the command.
         commands: names of all commands.
-        usage: help text of `raafl`, which has each command's description.
+        usage: help text of `raafl`, which describes each command.
     """
     texts = dict(re.findall(r"^  (\w+) +(\S.*?):?$", usage, re.M))
     shell = (values(argv, "--print_completion") or [""])[0]
@@ -51,11 +51,11 @@ def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
-    """Return the completion script for ``shell``.
+    """Return the completion script for a shell.
 
     Args:
         shell: bash, zsh or tcsh.
-        commands: one line of description of each command, by name.
+        commands: description of each command in one line, by name.
 
     Raises:
         BadInput: the shell is another one.

@@ -1,4 +1,4 @@
-"""Run a server and N clients on this machine with one command, without torchrun (`raafl fit --local N`).
+"""Run a server and N clients on this machine by one command, without torchrun (`raafl fit --local N`).
 
 It starts `raafl serve` on a loopback socket and N times `raafl join`, with a token made for this run, and leaves the rest to
 `raafl.runtime.local.supervisor`. It imports no torch: the server reports errors of the config.
@@ -55,10 +55,10 @@ class LocalOptions:
 
 
 def fit_local(argv: Sequence[str]) -> int:
-    """Run ``raafl fit ARGV`` with `--local N` in it; return its exit code.
+    """Run `raafl fit --local N`; return its exit code.
 
     Raises:
-        BadInput: `--local`, `--max_restarts` or `--clients` is wrong, or this process was started by torchrun.
+        BadInput: `--local`, `--max_restarts` or `--clients` is wrong, or torchrun started this process.
     """
     asked = read(argv)
     with tempfile.TemporaryDirectory(prefix="raafl-") as scratch, _loopback() as listener:
@@ -103,7 +103,7 @@ def _loopback() -> Iterator[socket.socket]:
 
 
 class ServerProcess:
-    """Command line of the server's process, for its first start and its restarts."""
+    """Builder of the command line that starts or restarts the server's process."""
 
     def __init__(self, options: Sequence[str], listener: socket.socket, note: Path) -> None:
         """Serve at ``listener``; the server writes the path of its run folder to ``note``."""
@@ -112,12 +112,12 @@ class ServerProcess:
         self._num_aside = 0
 
     def folder(self) -> Path | None:
-        """Return the run folder; None if the server has not made it yet."""
+        """Return the run folder; None if the server has not created it yet."""
         path = self._note.read_text(encoding="utf-8") if self._note.is_file() else ""
         return Path(path.strip()) if path.strip() else None
 
     def command(self) -> list[str]:
-        """Return the command that starts the server: with a new run, or to resume the run that it had begun."""
+        """Return the command that starts the server, with a new run or resuming the run that it had begun."""
         folder = self.folder()
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
             options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
@@ -151,7 +151,7 @@ def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
 
 
 def child_environment(environment: Mapping[str, str], token: str) -> dict[str, str]:
-    """Return the environment of the ranks: one thread each unless set, as torchrun does, and the run's token."""
+    """Return the environment of the processes: one thread each unless set otherwise, and the token by which they connect."""
     kept = {
         name: value
         for name, value in environment.items()

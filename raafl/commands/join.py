@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 def command(argv: list[str]) -> int:
-    """Run a client until the server dismisses it, then return 0.
+    """Run a client until the server tells it to stop, then return 0.
 
     Raises:
         BadInput: an option, the config, or a certificate is invalid.
         RunFailed: the server refused the client, or could not be reached for too long.
-        KeyboardInterrupt: by Ctrl-C or SIGTERM.
+        KeyboardInterrupt: the user ended it by Ctrl-C or SIGTERM.
     """
     own, rest = split("join", argv)
     check_plain("join", rest, whole=False)

@@ -1,4 +1,4 @@
-"""List the algorithms (`raafl algorithms`): as a table, as paragraphs, or one with all its options."""
+"""List the algorithms (`raafl algorithms`), or describe one with all its options."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
     Args:
         argv: arguments of the command.
-        width: columns of the terminal, at which lines wrap.
-        terminal: whether the output is a terminal; not used.
+        width: number of columns at which lines wrap.
+        terminal: whether the output is a terminal; ignored.
 
     Raises:
-        BadInput: an option is unknown, or no algorithm has the name.
+        BadInput: an option is unknown, or there is no algorithm of that name.
     """
     if any(item in ("--help", "-h") for item in argv):
         return HELP
@@ -59,7 +59,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
 
 def table(rows: list[dict[str, str]], width: int) -> str:
-    """Return the algorithms as a table, ``width`` characters wide."""
+    """Format the list of algorithms as a table of ``width`` columns."""
     from rich.console import Console
     from rich.table import Table
 
@@ -75,7 +75,7 @@ def table(rows: list[dict[str, str]], width: int) -> str:
 
 
 def whole(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
-    """Describe an algorithm's five parts and its factory's arguments, as text.
+    """Describe one algorithm in words: its five parts, and the arguments of its factory.
 
     Args:
         factory: factory of the algorithm.
@@ -101,7 +101,7 @@ def whole(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
 
 
 def paragraphs(rows: list[dict[str, str]], width: int) -> str:
-    """Return the algorithms as paragraphs, for narrow terminals."""
+    """Format the list of algorithms as paragraphs, for narrow terminals."""
     lines = []
     for row in rows:
         lines.append(f"{row['name']}  ({row['paper']})")

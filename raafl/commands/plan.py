@@ -1,4 +1,4 @@
-"""Print a run's predicted times, memory and bytes, or measure this machine (`raafl plan`)."""
+"""Print predicted times, memory and bytes of a run, or measure this machine (`raafl plan`)."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     """Run `raafl plan` and return the text to print.
 
     Args:
-        argv: the command's arguments.
-        width: columns of the terminal.
-        terminal: whether to wrap lines to ``width``; else each line stays whole.
+        argv: arguments of the command.
+        width: number of columns of the terminal.
+        terminal: whether to wrap lines at ``width``.
 
     Raises:
         BadInput: an option or the config is invalid.
@@ -87,7 +87,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the command's own options, beside the config's fields."""
+    """Return a parser for the command's own options, without the fields of the config."""
     found = ArgumentParser(prog="raafl plan", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--algorithms")
     found.add_argument("--updates", type=int)

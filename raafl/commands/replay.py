@@ -1,4 +1,4 @@
-"""Replay a run folder's journal bit for bit."""
+"""Replay a recorded run, and check that the result is equal bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raafl.submodel import FlatTensors
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return a parser for the command's options."""
     found = ArgumentParser(prog="raafl replay", exit_on_error=False, description="Re-execute a recorded run.")
     found.add_argument("run", metavar="RUN", help="the run's folder, or its URL in an object store")
     found.add_argument("--until", type=int, metavar="EVENT", help="stop after so many events and write a checkpoint")
@@ -44,24 +44,22 @@ def replay(
     client_data: Mapping[int, Path] | None = None,
     trust_config: bool = False,
 ) -> dict[str, Any]:
-    """Re-execute a run's journal and compare the resulting model with the recorded one.
+    """Repeat a recorded run from its journal, and compare the resulting model with the recorded one.
 
     Args:
         folder: folder of the run.
-        until: number of events after which to stop and write the state as a checkpoint in ``folder/replay``; None =
-            all.
+        until: number of the event after which to stop and write a checkpoint to ``folder/replay``; None = replay all.
         workers: number of processes that train.
-        client_data: YAML file with the ``data`` section of each client that trained on data of its own, by client.
-        trust_config: whether to import whatever the run's config names; else only raafl's own.
+        client_data: YAML file with the ``data`` section of each client that trained on its own data, by client.
+        trust_config: whether to import any class that the run's config names; else only classes of raafl.
 
     Returns:
-        ``equal``: whether the replayed model has the recorded digest (None = no digest was recorded); ``model_digest``,
-            ``recorded_digest``; ``parted_at``: the first event at which replay and journal differ, or None;
-            ``distance``: distance to the run's last checkpoint, if they differ; ``events``; ``differences``: conditions
-            that differ from the run's.
+        ``equal``: whether the models are equal (None = no digest was recorded); ``model_digest`` and
+            ``recorded_digest``; ``parted_at``: first event that differs, or None; ``distance``: distance of the models,
+            if they differ; ``events``: number of events; ``differences``: versions, hardware and settings that differ.
 
     Raises:
-        BadInput: the folder is not a run's, its config names classes that are not raafl's own, or data are missing.
+        BadInput: the folder does not contain a run, its config names classes of others, or data are missing.
     """
     if until is not None and until < 1:
         raise BadInput(f"until is {until}: give the number of an event, from 1")
@@ -146,7 +144,7 @@ def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
 
 
 def client_file(text: str) -> tuple[int, str]:
-    """Parse `ID=FILE`, a client's number and the file with its data section; raise `BadInput` for anything else."""
+    """Parse `ID=FILE`: the id of a client, and the file with its data section; raise `BadInput` for anything else."""
     number, sign, file = text.partition("=")
     if not sign or not number.isdecimal() or not Path(file).is_file():
         raise BadInput(

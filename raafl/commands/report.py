@@ -1,4 +1,4 @@
-"""Write a report page or a static figure from run folders (`raafl report RUN [RUN ...] --output PAGE.html`)."""
+"""Write a report page or a figure about runs (`raafl report RUN [RUN ...] --output PAGE.html`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MAX_CONFIG = 100_000
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return a parser for the command's options."""
     found = ArgumentParser(
         prog="raafl report", exit_on_error=False, description="Write one HTML page about one run or several."
     )
@@ -58,7 +58,7 @@ def parser() -> ArgumentParser:
 
 
 def report(argv: Sequence[str]) -> str:
-    """Write the page or figure that ``argv`` asks for; return a line with the path of each.
+    """Write a report page or a figure; return a line with the path of each file written.
 
     Raises:
         BadInput: a path is not a run folder, an option is unknown, plotly is missing, or the page cannot be written.
@@ -94,12 +94,12 @@ def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
 
 
 def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = False) -> str:
-    """Return the HTML page that reports on these runs.
+    """Create an HTML page that reports on some runs.
 
     Args:
-        runs: runs, read back from their folders.
-        labels: whether to read the data that their configs name, to show each client's classes.
-        trusted: whether to import any class that the configs name, in order to read the data.
+        runs: runs, read from their folders.
+        labels: whether to load the data of the runs, to show which classes each client has.
+        trusted: whether to import any class that the configs name, in order to load the data.
     """
     groups = grouped(runs)
     names = names_of(groups)

@@ -1,4 +1,4 @@
-"""Run a table or figure of a paper as a comparison, or list those that raafl knows (`raafl reproduce`)."""
+"""Run a table or figure of a paper as a comparison, or list the papers that raafl can reproduce (`raafl reproduce`)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from raafl.compare.papers import Paper, catalogue, paper
 
 
 def reproduce(argv: Sequence[str]) -> str:
-    """Run a table of a paper and return the result; without a table's name, list the papers' tables.
+    """Run a table of a paper and return the result; without a name, list all tables.
 
     Args:
-        argv: the command's arguments.
+        argv: arguments of the command.
 
     Raises:
-        BadInput: a paper, table, scale or option is unknown, or the table cannot be reproduced; the message says why.
-        RunFailed: some runs failed, or a replay is not equal.
-        KeyboardInterrupt: Ctrl-C or SIGTERM ended it; the same command continues.
+        BadInput: a paper, table, scale or option is unknown, or the table cannot be reproduced.
+        RunFailed: some runs failed, or a replay gave another result.
+        KeyboardInterrupt: the user ended it; the same command continues it.
     """
     options = options_in(parser(), argv)
     if options.table is None:
@@ -30,7 +30,7 @@ def reproduce(argv: Sequence[str]) -> str:
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return a parser for the command's options."""
     found = ArgumentParser(
         prog="raafl reproduce", exit_on_error=False,
         description="Run a table or figure of a paper as a comparison: rows, seeds and searches are those of its file in "

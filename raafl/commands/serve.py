@@ -1,4 +1,4 @@
-"""Coordinate clients on other machines, which come and go (`raafl serve`).
+"""Run a server for clients on other machines, which may come and go (`raafl serve`).
 
 The server listens on one TCP port; it tells nobody anything before a certificate is proven (`raafl.transport.tcp.listener`).
 Of two clients with one id the newer takes part and the older is told and ends: after a broken network the older connection
@@ -32,10 +32,10 @@ from raafl.transport.tcp.transport import TcpTransport
 
 
 def listener(address: str | socket.socket) -> str | socket.socket:
-    """Return the address to listen on: ``HOST:PORT``, or for ``fd:N`` the inherited listening socket with descriptor N.
+    """Parse the address to listen on: ``HOST:PORT`` stays as it is; ``fd:N`` gives the inherited socket with file descriptor N.
 
     Raises:
-        BadInput: ``address`` is neither.
+        BadInput: ``address`` has another form.
     """
     if isinstance(address, socket.socket):
         return address
@@ -54,7 +54,7 @@ def listener(address: str | socket.socket) -> str | socket.socket:
 
 
 def allow_list(own: Namespace, credentials: TlsFiles | LocalToken) -> Sites | None:
-    """Return the list of sites that serve's options name; None if credentials are a token, which admits one command's processes.
+    """Read the list of sites and the client ids that each may use; None if a token is used in place of certificates.
 
     Raises:
         BadInput: the list is missing or invalid.
@@ -83,17 +83,17 @@ def serve(
     min_clients: int | None = None,
     inbox: Inbox | None = None,
 ) -> tuple[dict[str, Any], Path]:
-    """Coordinate clients that come and go; return the summary and the run folder.
+    """Run a server for clients that come and go; return the summary and the run folder.
 
     Args:
         experiment: settings of the run.
-        config_yaml: config of the run, which is sent to a client without one.
+        config_yaml: config of the run as text, which is sent to clients without a config.
         address: address to listen on; see `listener`.
-        credentials: the server's certificate and the authority of its clients' certificates; or a token.
-        sites: client ids that each site may have; None = any site may have any.
-        min_clients: number of clients that must have joined before work starts, also after a restart; None = as many as
-            the run to resume needed, or all.
-        inbox: queue through which events pass to the coordinator; None = a new one.
+        credentials: certificate of the server and authority for those of its clients; or a token.
+        sites: list of sites and the client ids that each may use; None = any client id.
+        min_clients: number of clients that must have joined before the run starts or restarts; None = as many as a
+            resumed run had needed, or all.
+        inbox: queue for events of the clients; None = a new one.
 
     Raises:
         BadInput: the config, the address or the credentials are invalid, or the folder cannot be resumed.

@@ -1,4 +1,4 @@
-"""Find the run folder that an option means: a folder, the URL of one in an object store, or for `--resume auto` the last one."""
+"""Find the run folder that the user means: a path, a URL in an object store, or the last run for `--resume auto`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _RESUMES = "--resume"
 
 
 def run_folder(text: str) -> Path:
-    """Return the run folder that an argument names; that of a URL is copied to a temporary folder, for this process.
+    """Return the path of a run folder; a run at a URL is copied to a temporary folder first.
 
     Raises:
-        BadInput: there is none at the URL, or the store does not answer.
+        BadInput: there is no run at the URL, or the store does not answer.
     """
     return _copied(text, tables_only=False) if is_url(text) else Path(text)
 
 
 def run_tables(text: str) -> Path:
-    """Return a run folder as `run_folder`, without its checkpoints and its model where it is copied."""
+    """Return the path of a run folder like `run_folder`, but copy neither checkpoints nor model from a URL."""
     return _copied(text, tables_only=True) if is_url(text) else Path(text)
 
 
@@ -46,13 +46,14 @@ def _copied(url: str, *, tables_only: bool) -> Path:
 
 
 def located(argv: Sequence[str]) -> list[str]:
-    """Return the options of a run with `--resume` as the path of a folder: that of a URL is copied to `runs` and goes on there.
+    """Replace the value of `--resume` by the path of a folder; a run at a URL is copied to `runs` and continues there.
 
-    `--resume auto` goes on with the run in `--output` if that has a checkpoint, and starts it there otherwise; what a run without
-    a checkpoint has left there is set aside, under its name and the time.
+    `--resume auto` resumes the run in `--output` if it has a checkpoint, else it starts the run there. A folder without
+    a checkpoint is renamed before, with the time as a suffix.
 
     Raises:
-        BadInput: there is no run at the URL, the store does not answer, or `--resume auto` lacks `--config` or `--output`.
+        BadInput: there is no run at the URL, the store does not answer, or `--resume auto` is used without `--config`
+            or `--output`.
     """
     named = values(argv, _RESUMES)
     if not named or not (named[-1] == AUTO or is_url(named[-1])):

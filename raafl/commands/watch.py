@@ -29,15 +29,15 @@ SILENT_S = 120.0
 
 
 def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Show a run until it ends; with `--once`, show its current state and return.
+    """Show the progress of a run until it ends; with `--once`, show its present state and return.
 
     Args:
-        argv: options of the command.
+        argv: arguments of the command.
         file: stream to print to; None = standard output.
-        sleep: function that waits, in seconds, between two looks.
+        sleep: function that waits for a number of seconds.
 
     Raises:
-        BadInput: an option is wrong, or the run does not exist and `--once` does not wait for it.
+        BadInput: an option is wrong, or `--once` is used and the run does not exist.
     """
     options = options_of(parser(), argv)
     if options.run is None:
@@ -56,7 +56,7 @@ def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[floa
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the command's options."""
+    """Return a parser for the command's options."""
     found = ArgumentParser(
         prog="raafl watch", exit_on_error=False,
         description="Show a run that goes on, or has ended, from its folder. Nothing is written there.",

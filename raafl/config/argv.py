@@ -1,4 +1,4 @@
-"""Read command-line options without the config's parser, which needs torch: `--option VALUE` or `--option=VALUE`."""
+"""Read command-line options (`--option VALUE` or `--option=VALUE`) without the parser of configs, which needs torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raafl.errors import BadInput, one_of
 
 
 def options_of(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
-    """Parse a command's arguments with its own parser, which must have ``exit_on_error=False``.
+    """Parse the arguments of a command; ``parser`` must have ``exit_on_error=False``.
 
     Raises:
         BadInput: an option is wrong or unknown.
@@ -22,7 +22,7 @@ def options_of(parser: ArgumentParser, argv: Sequence[str]) -> Namespace:
 
 
 def own_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Parse the options that ``parser`` knows; return them and the remaining arguments.
+    """Parse the options that ``parser`` knows; return them, and all other arguments.
 
     Raises:
         BadInput: an option is wrong, or a required one is missing.
@@ -39,12 +39,12 @@ def own_options(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace,
 
 
 def name_of(item: str) -> str:
-    """Return the option in an argument such as `--option` or `--option=VALUE`."""
+    """Return the name of the option in an argument such as `--option` or `--option=VALUE`."""
     return item.partition("=")[0]
 
 
 def values(argv: Sequence[str], option: str) -> list[str]:
-    """Collect all values of an option in ``argv``; an option without a value, at the end, gives ""."""
+    """Return all values that the arguments give for an option; an option at the end, without a value, gives ""."""
     return [
         item.partition("=")[2] if "=" in item else following
         for item, following in zip(argv, [*argv, ""][1:], strict=True)
@@ -53,11 +53,11 @@ def values(argv: Sequence[str], option: str) -> list[str]:
 
 
 def whole_number(option: str, text: str, least: int = 1) -> int:
-    """Parse the value of an option; raise `BadInput` unless it is a whole number of at least ``least``.
+    """Parse the value of an option as a whole number; raise `BadInput` unless it is at least ``least``.
 
     Args:
         option: name of the option, for messages.
-        text: value, as the user gave it.
+        text: value as given by the user.
         least: smallest allowed value.
     """
     if not text.isdecimal() or int(text) < least:
@@ -66,12 +66,12 @@ def whole_number(option: str, text: str, least: int = 1) -> int:
 
 
 def names_section(argv: Sequence[str], section: str) -> bool:
-    """Check whether ``argv`` gives a section of the config, or any field of it: `--data`, `--data.batch_size`."""
+    """Check whether the arguments set a section of the config, or a field in it, such as `--data` or `--data.batch_size`."""
     return any(name_of(item).split(".")[0] == section for item in argv)
 
 
 def without(argv: Sequence[str], *options: str) -> list[str]:
-    """Return ``argv`` without the given options and their values."""
+    """Return the arguments without some options and their values."""
     kept: list[str] = []
     items = iter(argv)
     for item in items:
@@ -83,7 +83,7 @@ def without(argv: Sequence[str], *options: str) -> list[str]:
 
 
 def expand_algorithm(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with `--algorithm NAME` replaced by the class path of that algorithm's factory.
+    """Replace the name in `--algorithm NAME` by the import path of the algorithm's factory; return the new arguments.
 
     Raises:
         BadInput: no algorithm has that name.
@@ -111,7 +111,7 @@ def expand_algorithm(argv: Sequence[str]) -> list[str]:
 
 
 def add_replay_options(parser: ArgumentParser) -> None:
-    """Add the options that every command with a replay has."""
+    """Add the options that are common to all commands that replay runs."""
     parser.add_argument("--workers", type=int, default=1, help="processes that train")
     parser.add_argument(
         "--client_data", action="append", default=[], metavar="ID=FILE",

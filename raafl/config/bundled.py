@@ -1,4 +1,4 @@
-"""Find the configs that come with raafl by name, so that `--config quickstart` works without a checkout."""
+"""Find the configs that are part of the raafl package by name, so that `--config quickstart` works anywhere."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _FOLDERS = (_HERE / "configs", _HERE.parent / "configs")  # in a wheel; in a che
 
 
 def folder() -> Path:
-    """Return the folder of the configs that come with raafl."""
+    """Return the folder of the configs that are part of raafl."""
     return next((path for path in _FOLDERS if (path / "quickstart.yaml").is_file()), _FOLDERS[0])
 
 
 def shipped() -> dict[str, Path]:
-    """Return the paths of the configs that come with raafl, by name."""
+    """Return the paths of the configs that are part of raafl, by name."""
     return {file.stem: file for file in sorted(folder().glob("*.yaml"))}
 
 
 def with_paths(argv: Sequence[str]) -> list[str]:
-    """Replace NAME, or configs/NAME.yaml, after each `--config` by the path of the bundled config.
+    """Replace the name after each `--config` (NAME or configs/NAME.yaml) by the path of raafl's own config of that name.
 
-    A file of the current folder takes precedence over a bundled config.
+    A file in the current folder takes precedence.
 
     Raises:
-        BadInput: a name without an ending is neither a file nor bundled.
+        BadInput: there is neither a file nor a config of raafl with that name.
     """
     found: list[str] = []
     for item, before in zip(argv, ["", *argv], strict=False):

@@ -1,4 +1,4 @@
-"""Check the parsed tree of a config against types: of `Experiment`'s fields, and of the arguments of the classes it names.
+"""Check the values of a config against declared types: of the fields of `Experiment`, and of the arguments of named classes.
 
 Two modules share it: `raafl.config.trust` (is another person's config made of plain values?) and `raafl.config.messages`
 (what is wrong with the user's own?).
@@ -26,7 +26,7 @@ MADE = ("model", "data", "algorithm", "partition")
 
 
 def with_class_path(config: Any) -> Any:
-    """Return a config whose algorithm, if named without a dot, is raafl's own of that name: ``fed_buff`` is ``raafl.fed_buff``."""
+    """Replace a short algorithm name in a config by its import path: ``fed_buff`` becomes ``raafl.fed_buff``."""
     given = config.get("algorithm") if isinstance(config, dict) else None
     name = given.get("class_path") if isinstance(given, dict) else given
     if not isinstance(name, str) or not name.isidentifier():
@@ -36,12 +36,12 @@ def with_class_path(config: Any) -> Any:
 
 
 def kind_of(hint: object) -> str | None:
-    """Return the kind of part (model, data, algorithm, ...) that a type accepts by class_path; None for other types."""
+    """Return the kind of object (model, data, algorithm, ...) that a type hint stands for; None for plain types."""
     return _KINDS.get(f"{getattr(hint, '__module__', '')}.{getattr(hint, '__qualname__', '')}")
 
 
 class Check(ABC):
-    """Type checker of config values; subclasses decide which error to raise."""
+    """Type checker for the values of a config; subclasses decide which error to raise."""
 
     def __init__(self) -> None:
         """Read the types of `Experiment`'s fields."""
@@ -49,17 +49,17 @@ class Check(ABC):
 
     @abstractmethod
     def check_object(self, kind: str, value: object, where: str) -> None:
-        """Check a value that stands for an object: a class_path, alone or with arguments.
+        """Check a value that names a class or function, alone or with arguments.
 
         Args:
-            kind: base class or factory group that the field expects.
+            kind: kind of object that the field expects, such as model.
             value: value, as in the config.
             where: path of the field, for messages.
         """
 
     @abstractmethod
     def scalar(self, value: object, hint: object, rule: str) -> bool:
-        """Check whether a single value fits a simple type.
+        """Check whether a single value has a simple type.
 
         Args:
             value: value, as in the config.
@@ -73,11 +73,11 @@ class Check(ABC):
 
     @abstractmethod
     def key(self, key: object) -> bool:
-        """Check whether a mapping may have the key ``key``."""
+        """Check whether ``key`` is allowed as a key of a mapping."""
 
     @abstractmethod
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
-        """Raise for a value of the wrong type.
+        """Raise an error for a value of the wrong type.
 
         Args:
             where: path of the field in the config.
@@ -87,29 +87,29 @@ class Check(ABC):
 
     @abstractmethod
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
-        """Raise for an argument that ``owner`` does not accept.
+        """Raise an error for an argument that a class or function does not accept.
 
         Args:
             where: path of the section in the config.
             name: name of the argument.
             value: value of the argument.
-            takes: names that ``owner`` accepts.
-            owner: name of the class or factory.
+            takes: names of the arguments that it accepts.
+            owner: name of the class or function.
         """
 
     def takes(self, factory: Any) -> Mapping[str, Any]:
-        """Return the declared type of each argument of ``factory``."""
+        """Return the declared type of each argument of a class or function."""
         hints = get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
         return {name: hints[name] for name in inspect.signature(factory).parameters if name in hints}
 
     def arguments(self, given: object, factory: object, where: str, owner: str) -> None:
-        """Check arguments against the signature of ``factory``.
+        """Check arguments against the signature of a class or function.
 
         Args:
             given: values of the arguments, by name; None = no arguments.
-            factory: function or class whose arguments they are.
+            factory: the class or function.
             where: path of the section, for messages.
-            owner: name of ``factory``, for messages.
+            owner: name of the class or function, for messages.
         """
         if given is None:
             return
@@ -122,7 +122,7 @@ class Check(ABC):
             self.value(value, takes[name], f"{where}.{name}", f"{owner}.{name}")
 
     def value(self, value: object, hint: object, where: str, rule: str) -> None:
-        """Check a value against a type.
+        """Check a value against a type; raise an error if it does not fit.
 
         Args:
             value: value, as in the config.
@@ -134,7 +134,7 @@ class Check(ABC):
             self.refuse(where, value, hint)
 
     def fits(self, value: object, hint: object, where: str, rule: str) -> bool:
-        """Check whether a value fits a type; errors of nested arguments and objects are raised.
+        """Check whether a value fits a type; errors in nested arguments and objects are raised.
 
         Args:
             value: value, as in the config.

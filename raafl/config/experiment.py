@@ -1,4 +1,4 @@
-"""Define the typed configuration of a run, validated once, whether from YAML or the command line."""
+"""Define the configuration of a run as a typed dataclass, which is checked once, whether it comes from YAML or options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(field_name: str, value: float | str | None) -> float | None:
-    """Convert a duration to seconds, from a number or from text such as 90s, 5m, 2h or 1d.
+    """Convert a duration to seconds; it is a number, or a text such as 90s, 5m, 2h or 1d.
 
     Raises:
         BadInput: the value is not a duration above 0.
@@ -59,7 +59,7 @@ def _iid() -> Partition:
 
 @dataclass
 class Experiment:
-    """Complete configuration of one federated run; each field's help text, group and rules stand beside it."""
+    """Configuration of a federated run; the help text of each field is stored beside the field."""
 
     # fmt: off
     model: Callable[[], LightningModule] = field(metadata=about(
@@ -172,20 +172,20 @@ class Experiment:
     # fmt: on
 
     def check(self, *, needs_end: bool = True) -> None:
-        """Raise one `BadInput` with a line for each field out of range.
+        """Check all fields; raise one `BadInput` with a line for each wrong value.
 
         Args:
-            needs_end: whether an end (max_updates, max_time or target) is required; a client gets its end from the
-                server.
+            needs_end: whether the config must say when the run ends (max_updates, max_time or target); a client gets
+                this from the server.
         """
         problems = list(dict.fromkeys([*self.plain_problems(needs_end=needs_end), *self._problems()]))
         if problems:
             raise BadInput("\n".join(problems))
 
     def plain_problems(self, *, needs_end: bool = True) -> Iterator[str]:
-        """Yield the problems of plain values.
+        """Yield a message for each wrong value among the plain fields.
 
-        Model, data, algorithm and partition are not looked at, and torch is not imported.
+        Model, data, algorithm and partition are not checked, so torch is not imported.
         """
         least = {name: one.least for name, one in ABOUT.items() if one.least is not None}
         counts = {name: getattr(self, name) for name in least}
@@ -285,12 +285,12 @@ class Experiment:
             yield f"server_device is '{self.server_device}', but torch sees {count_gpus()} here: give cpu, or one that is there"
 
     def targets(self) -> list[Target]:
-        """Return the targets, parsed."""
+        """Return the targets of metrics at which the run ends, parsed."""
         texts = [self.target] if isinstance(self.target, str) else self.target or []
         return [Target.parse(text) for text in texts]
 
     def profiles(self) -> list[Profile]:
-        """Return the device profile of each client; entry i - 1 is client i's."""
+        """Return the device profiles of all clients; entry i - 1 is that of client i."""
         most = self._memory_bytes()
         if self.devices is None or self.clients < 1:
             return [Profile(memory_bytes=most)] * max(self.clients, 0)
@@ -306,12 +306,12 @@ class Experiment:
 
     @property
     def saves_safetensors(self) -> bool:
-        """Check whether the final model of a plain module is saved as safetensors."""
+        """Whether the final model of a plain module is saved as safetensors."""
         return self.safetensors or self.push_to_hub is not None
 
     @property
     def measures_memory(self) -> bool:
-        """Whether a client's process measures its own memory if its device declares none."""
+        """Whether a client's process measures its available memory if its device profile states none."""
         return self.memory == "measure"
 
     def _memory_bytes(self) -> float:
@@ -364,10 +364,10 @@ def _refused(checks: Iterable[Callable[[], object]]) -> Iterator[str]:
 
 
 def field_types(**parts: object) -> dict[str, Any]:
-    """Return the type of each field of the config.
+    """Return the type of each field of the configuration.
 
     Args:
-        parts: types of the fields that need torch, by name; a field that is left out gets ``object``.
+        parts: types of the fields that need torch, by field name; a field that is left out gets ``object``.
     """
     named = ("LightningModule", "LightningDataModule", "Algorithm", "Partition")
     return get_type_hints(Experiment, localns=dict.fromkeys(named, object) | parts)
@@ -383,5 +383,5 @@ SECTIONS: dict[str, Any] = {
 
 
 def marked(mark: str) -> tuple[str, ...]:
-    """Return the names of the fields whose `About` has the mark ``mark``, such as ``shared``."""
+    """Return the names of the fields with a certain mark in their metadata (`About`), such as ``shared``."""
     return tuple(name for name, one in ABOUT.items() if getattr(one, mark))

@@ -1,4 +1,4 @@
-"""Parse the hours of the week in which a site works, such as ``mon-fri 20:00-06:00``, and find when they begin."""
+"""Parse the hours of the week in which a client's site works, such as ``mon-fri 20:00-06:00``, and find when they begin."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Hours:
 
         Args:
             field: name of the field, for the message.
-            text: text of the window; an end that is not after the start is on the day after.
+            text: hours in this form; if the end is not after the start, it is on the next day.
 
         Raises:
             BadInput: the text is not of that form.
@@ -51,11 +51,11 @@ class Hours:
         return cls(days, start, end - start if end > start else end - start + _MINUTES)
 
     def holds(self, at: datetime) -> bool:
-        """Check whether ``at``, in local time, lies in the window."""
+        """Check whether a local time is within these hours."""
         return any(begin <= at < begin + timedelta(minutes=self.minutes) for begin in self._around(at))
 
     def next_start(self, at: datetime) -> datetime:
-        """Return the next beginning of the window after ``at``, in local time."""
+        """Return the next time after ``at`` at which these hours begin, in local time."""
         return min(begin for begin in self._around(at) if begin > at)
 
     def _around(self, at: datetime) -> list[datetime]:
@@ -66,7 +66,7 @@ class Hours:
 
 
 def opens_at(hours: Sequence[Hours], at: datetime) -> datetime | None:
-    """Return the next beginning of any of ``hours``; None if ``at``, in local time, lies in one of them, or there are none."""
+    """Return the next time at which any of these hours begin; None if ``at`` is within some of them, or there are none."""
     if not hours or any(window.holds(at) for window in hours):
         return None
     return min(window.next_start(at) for window in hours)

@@ -1,4 +1,4 @@
-"""Create the Lightning loggers that a config names: W&B, TensorBoard, CSV, MLflow, or the user's own."""
+"""Create the Lightning loggers that a config names: W&B, TensorBoard, CSV, MLflow, or a class of the user."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class LoggerSpec:
-    """One logger that a config names: its class and arguments."""
+    """A logger that a config names: its class and arguments."""
 
     class_path: str
     init_args: Mapping[str, Any] = field(default_factory=dict)
@@ -52,23 +52,23 @@ class LoggerSpec:
 
 
 def specs(logger: object) -> list[LoggerSpec]:
-    """Parse the field `logger`: a name, a `class_path` with `init_args`, a logger, or a list of these.
+    """Parse the config field `logger`: a name, a `class_path` with `init_args`, a logger object, or a list of these.
 
     Raises:
-        BadInput: an entry is none of these, or a logger cannot be made here; the message has all problems.
+        BadInput: an entry has another form, or its logger cannot be created; the message lists all problems.
     """
     return entries(logger, _check)
 
 
 def entries(logger: object, check: Callable[[LoggerSpec], None] = lambda spec: None) -> list[LoggerSpec]:
-    """Parse the field `logger` as `specs` does, but import nothing.
+    """Parse the config field `logger` without importing anything; see `specs`.
 
     Args:
         logger: value of the field.
-        check: function called with each entry, which raises `BadInput` to refuse it.
+        check: function that gets each entry and raises `BadInput` to refuse it.
 
     Raises:
-        BadInput: an entry is malformed or refused; the message has all problems.
+        BadInput: an entry has another form or is refused; the message lists all problems.
     """
     given = logger if isinstance(logger, list | tuple) else [] if logger is None else [logger]
     found, problems = [], []
@@ -150,16 +150,15 @@ def maker(
     spec: LoggerSpec, folder: Path, warn: Callable[[str], None], note: Callable[[str], None],
     before: Mapping[str, Any] | None = None, version: int = 0,
 ) -> Callable[[], Any]:  # fmt: skip
-    """Return a function that builds the logger, to be called in a thread of its own: imports and connections may take long.
+    """Return a function that creates a logger; it should be called on its own thread, since it may import and connect.
 
     Args:
         spec: class and arguments of the logger.
         folder: folder of the run.
         warn: function called with warnings.
-        note: function called with the place to which the logger writes, if that is not obvious.
-        before: arguments that identify the run in an earlier attempt, which the logger then continues; None = a new
-            run.
-        version: version of the global model after which it continues.
+        note: function called with the folder or URL to which the logger writes, if the user would not know it.
+        before: arguments by which the logger continues an earlier run; None = a new run.
+        version: version of the global model from which the run continues.
     """
 
     def make() -> object:

@@ -1,4 +1,4 @@
-"""Explain errors of the user's config in one line each: field, value, remedy, and place."""
+"""Explain errors in a user's config, one line each, with field, value, remedy, and line of the file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SPEC = ("class_path", "init_args", "dict_kwargs")
 
 
 class Wrong(ValueError):
-    """One problem of a config; ``field`` is the dotted name of the field that it is about."""
+    """One error in a config; ``field`` is the dotted name of the field at fault."""
 
     def __init__(self, field: str, text: str) -> None:
         super().__init__(text)
@@ -54,20 +54,20 @@ class Wrong(ValueError):
 
 
 def explain(refused: str, parser: ArgumentParser, argv: Sequence[str], hidden: str | None = None) -> str:
-    """Explain why jsonargparse refused a command line: one line for each problem.
+    """Explain why jsonargparse refused a command line; return one line for each error.
 
     Args:
-        refused: jsonargparse's own message, for problems that are not recognised here.
+        refused: message of jsonargparse, for errors that are not recognised here.
         parser: parser that refused the command line.
         argv: arguments of the command line.
-        hidden: path of a temporary file that the user has not written; its lines are never quoted.
+        hidden: path of a temporary config file, which the user has not written; no line of it is named.
     """
     lines = Explained(parser).lines(argv, hidden)
     return "\n".join(lines) or " ".join(refused.split())
 
 
 def place_of_field(field: str | None, argv: Sequence[str]) -> str:
-    """Describe where a field stands in the config of a command line; empty if no file has it, or an option sets it."""
+    """Describe which file and line set a field (`` (FILE, line N)``); return "" if no config file sets it, or an option does."""
     if field is None or any(name_of(item).startswith(f"--{field}") for item in argv):
         return ""
     for file in reversed(values(argv, "--config")):
@@ -78,7 +78,7 @@ def place_of_field(field: str | None, argv: Sequence[str]) -> str:
 
 
 def yaml_line(file: str, field: str) -> int | None:
-    """Return the line number of a dotted field in a YAML file, or of the nearest field around it."""
+    """Return the number of the line that sets a dotted field in a YAML file, or the nearest field around it."""
     found = None
     with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
         node: Any = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -105,12 +105,12 @@ def _quoted(file: str, field: str) -> str:
 
 
 def relative(path: str) -> str:
-    """Return ``path`` without the current folder before it."""
+    """Return a path without the current folder at its beginning."""
     return path.removeprefix(str(Path.cwd()) + os.sep)
 
 
 class Explained(Check):
-    """Collector of all problems in the sources of a config (files, options), in order of precedence."""
+    """Collector of all errors in a config, from its files and options in order of precedence."""
 
     def __init__(self, parser: ArgumentParser) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Explained(Check):
         self._given: set[str] = set()
 
     def lines(self, argv: Sequence[str], hidden: str | None = None) -> list[str]:
-        """Check the whole command line; return a line for each problem."""
+        """Check all files and options of a command line; return a line for each error."""
         for file in values(argv, "--config"):
             tree = with_class_path(yaml.safe_load(Path(file).read_text(encoding="utf-8")))
             self.source(tree, partial(_quoted, file) if file != hidden else lambda field: "")
@@ -130,7 +130,7 @@ class Explained(Check):
         return list(dict.fromkeys(self.problems))
 
     def source(self, tree: Mapping[str, Any], place: Callable[[str], str]) -> None:
-        """Check the sections of one file or option; ``place(field)`` describes where a field stands."""
+        """Check the fields that one file or option sets; ``place(field)`` describes the line that sets a field, for messages."""
         for name, value in tree.items():
             try:
                 self._section(name, value)
@@ -151,7 +151,7 @@ class Explained(Check):
             self.value(value, self.hints[name], name, name)
 
     def missing(self) -> None:
-        """Record fields and arguments that have neither a value nor a default, and problems that involve several sources."""
+        """Record an error for each field without a value or default, and errors that involve several files or options."""
         needed = [name for name in ABOUT if name in MADE and name != "partition" and name not in self._given]
         if len(needed) > 1:
             options = ", ".join(f"--{name} VALUE" for name in needed)
@@ -173,7 +173,7 @@ class Explained(Check):
         self.problems += [f"{name} is missing: give it in the config, or as --{name} VALUE" for name in needed]
 
     def options(self, argv: Sequence[str]) -> list[dict[str, Any]]:
-        """Parse options, each as a nested mapping with one value; record unknown options and missing values."""
+        """Parse options, each to a nested mapping with one value; record an error for unknown options and missing values."""
         known = {name: action for action in self._parser._actions for name in action.option_strings}
         found: list[dict[str, Any]] = []
         items = list(argv)
@@ -202,7 +202,7 @@ class Explained(Check):
         return found
 
     def check_object(self, kind: str, value: Any, where: str) -> None:
-        """Check a class_path (by default the field's own) and its arguments; see `Check.check_object`."""
+        """Check a value that names a class or function, and its arguments; see `Check.check_object`."""
         spec = value if isinstance(value, dict) else {"class_path": value}
         before, given = self._made.get(where, (None, {}))
         path = spec.get("class_path", before)
@@ -256,7 +256,7 @@ class Explained(Check):
         return target
 
     def takes(self, factory: object) -> Mapping[str, Any]:
-        """Return the type of each argument as jsonargparse sees it, following ``**kwargs``."""
+        """Return the declared type of each argument, including arguments that are passed on as ``**kwargs``."""
         parser = parser_of(factory)
         found = {action.dest.split(".")[1]: Any for action in parser._actions if action.dest.startswith("of.")}
         hints: dict[str, Any] = {}
@@ -271,7 +271,7 @@ class Explained(Check):
         return super()._tried(spec, hint, where, rule)
 
     def scalar(self, value: object, hint: object, rule: str) -> bool:
-        """Check whether jsonargparse accepts the value for the type; see `Check.scalar`."""
+        """Check whether jsonargparse accepts a value for a type; see `Check.scalar`."""
         from jsonargparse import ArgumentParser
 
         parser = ArgumentParser(exit_on_error=False)
@@ -283,15 +283,15 @@ class Explained(Check):
         return True
 
     def free(self, value: object, rule: str) -> bool:
-        """Accept any value."""
+        """Accept any value for a parameter without a declared type."""
         return True
 
     def key(self, key: object) -> bool:
-        """Accept any text as a key."""
+        """Accept any text as a key of a mapping."""
         return isinstance(key, str)
 
     def arguments(self, given: object, factory: object, where: str, owner: str) -> None:
-        """Check arguments, then let a nested object validate its own values; see `Check.arguments`."""
+        """Check arguments, and let a nested object check its own values; see `Check.arguments`."""
         super().arguments(given, factory, where, owner)
         if where in MADE or where in SECTIONS:
             return  # jsonargparse makes those as the last thing, and lets through what they say
@@ -306,7 +306,7 @@ class Explained(Check):
             raise Wrong(where, str(error)) from None
 
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
-        """Raise an error with the value and, in words, the expected type; see `Check.refuse`."""
+        """Raise an error with the value and a description of the expected type; see `Check.refuse`."""
         if where in SECTIONS and not isinstance(value, dict):
             raise Wrong(where, f"{where} is {value!r:.60}: give its fields, as in --{where}.FIELD VALUE (see --help)")
         shown = f"'{value}'" if isinstance(value, str) else f"{value}"
@@ -314,7 +314,7 @@ class Explained(Check):
         raise Wrong(where, f"{where} is {shown}: give {' or '.join(dict.fromkeys(_words(hint)))}")
 
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
-        """Raise an error with the unknown name and the nearest valid one; see `Check.refuse_name`."""
+        """Raise an error with the unknown argument and the nearest valid name; see `Check.refuse_name`."""
         field = f"{where}.{name}"
         if where in SECTIONS:
             raise Wrong(field, unknown(f"unknown field {field}", field, [f"{where}.{one}" for one in takes]))
@@ -323,7 +323,7 @@ class Explained(Check):
 
 @lru_cache(maxsize=64)  # one message asks for the same few up to ten times, for 10 ms each
 def parser_of(factory: Any) -> ArgumentParser:
-    """Return a parser whose field ``of`` has the type that ``factory``, a class or function, makes."""
+    """Return a parser with one field, ``of``, whose values are objects that ``factory`` (a class or function) creates."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(exit_on_error=False)

@@ -1,4 +1,4 @@
-"""Define the options of a run that `Experiment` and later packages share."""
+"""Define the sections of a run's configuration that other packages need, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUPS: dict[Group, str] = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Help text and rules of a config field, stored beside its name, type and default."""
+    """Help text and rules of a field of the configuration, stored in the field's metadata."""
 
     help: str
     metavar: str | None = None
@@ -41,24 +41,24 @@ class About:
 
 
 def about(text: str, metavar: str | None = None, **more: Any) -> dict[str, About]:
-    """Return metadata for a dataclass field that describes a config field.
+    """Return the metadata of a dataclass field: its help text and rules.
 
     Args:
         text: help text of the field.
-        metavar: placeholder of the value in the help; None = derived from the type.
+        metavar: placeholder of the value in the help text; None = derived from the type.
         more: further attributes of `About`, by name.
     """
     return {"about": About(text, metavar, **more)}
 
 
 def lower_is_better(metric: str) -> bool:
-    """Check whether a metric's name implies that less is better: a loss, a perplexity or an error."""
+    """Check by a metric's name whether lower values are better, as for a loss, a perplexity or an error."""
     return metric.endswith(_LOWER_IS_BETTER)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Value of a metric that ends the run, such as accuracy=0.93; a loss, perplexity or error must fall to it."""
+    """Value of a metric at which the run ends, such as accuracy=0.93."""
 
     metric: str
     value: float
@@ -83,11 +83,11 @@ class Target:
 
     @property
     def at_most(self) -> bool:
-        """Whether a smaller value of the metric is better."""
+        """Whether lower values of the metric are better, so that the target is an upper limit."""
         return lower_is_better(self.metric)
 
     def met(self, metrics: Mapping[str, float]) -> bool:
-        """Check whether ``metrics`` reach the target's value."""
+        """Check whether the metrics of an evaluation reach the target."""
         if self.metric not in metrics:
             return False
         value = metrics[self.metric]

@@ -1,4 +1,4 @@
-"""Remember which configs this user has run from which folder, so that revisiting one's own runs needs no `--trust_config`.
+"""Remember which configs this user has run, so that commands on these runs trust them without `--trust_config`.
 
 A config may name classes of the folder in which a command runs. Whoever has run that exact text there has already run those
 classes; another person's config, or one altered since, has another digest. The notes lie in the user's state folder
@@ -19,11 +19,11 @@ _MOST = 1000
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user runs a config in this working folder; do nothing if the record cannot be written.
+    """Record that this user has run a config in this working folder; do nothing if the record cannot be written.
 
     Args:
         config_yaml: text of the run's `config.yaml`.
-        run_folder: folder of the run, noted for people who read the record.
+        run_folder: folder of the run, for people who read the record.
     """
     with suppress(OSError, RuntimeError):  # read-only, or a user without a home
         note = _note(config_yaml)

@@ -1,4 +1,4 @@
-"""Parse an experiment from a YAML file and the command line with jsonargparse; each problem becomes one clear line."""
+"""Parse an experiment from YAML files and the command line with jsonargparse; each error becomes one clear line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ started again, --max_restarts times in all (100)."""
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Parsed command line: the experiment and the text of its config."""
+    """Result of parsing a command line: the experiment, and its config as text."""
 
     experiment: Experiment
     config_yaml: str
@@ -52,14 +52,14 @@ class Parsed:
 
 @cache  # a quarter of the time that reading a config takes
 def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, plain: bool = False) -> ArgumentParser:
-    """Make the parser of `raafl COMMAND`: `--config FILE`, and every field of an `Experiment` as an option.
+    """Create the parser of a command: `--config FILE`, and an option for every field of `Experiment`.
 
     Args:
         command: name of the command.
-        packages: names of imported packages whose classes model and data may be; both of Lightning's names are
-            possible.
-        plain: whether the parser must work without torch, accepting anything for model, data, algorithm and partition;
-            for help, and for `raafl.config.plain`.
+        packages: names of imported packages that classes of models and data may come from: `lightning`,
+            `pytorch_lightning`.
+        plain: whether the parser must work without importing torch; model, data, algorithm and partition may then have
+            any value. For help texts and `raafl.config.plain`.
     """
     import jsonargparse
 
@@ -172,13 +172,12 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
 
     Args:
         command: name of the command, whose options are parsed.
-        argv: options. A run that is resumed without `--config` takes the config of its folder.
-        config_yaml: config that `raafl.config.trust` has checked; options in ``argv`` override it.
+        argv: arguments of the command. A run that is resumed without `--config` uses the config in its folder.
+        config_yaml: text of a config that was checked by `raafl.config.trust`; options override it.
 
     Raises:
-        BadInput: jsonargparse refuses an option; the message is one line naming field, value and remedy. Or the config
-            of the run to resume names classes that are not raafl's own, without `--trust_config`, and this user has not
-            run it here.
+        BadInput: an option or value is wrong. Or a run to be resumed has a config that names classes of others, without
+            `--trust_config`, and this user has not run it here.
         SystemExit: `--help` or `--print_config` was given.
     """
     from raafl.config.registry import paths
@@ -258,17 +257,17 @@ def _failed(error: Exception, namespace: Namespace) -> str:
 
 
 def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = False) -> Experiment:
-    """Load the experiment of a run folder, which may come from another person.
+    """Load the experiment of a run folder, whose config may come from another person.
 
     Args:
         folder: folder of the run.
-        overrides: options as on the command line, which override the config.
-        trusted: whether to import any class that its config names; else only raafl's own.
-        for_replay: whether to leave out fields that a replay does not use, such as loggers.
+        overrides: options, as on the command line, that override the config.
+        trusted: whether to import any class that the config names; else only classes of raafl.
+        for_replay: whether to leave out fields that a replay does not need, such as loggers.
 
     Raises:
-        BadInput: the config is invalid, as for `parse`; or it names classes that are not raafl's, ``trusted`` is False,
-            and this user has not run it on this machine.
+        BadInput: the config is invalid; or it names classes of others, ``trusted`` is False, and this user has not run
+            it here.
     """
     from raafl.config.trust import is_trusted, of_folder
 
@@ -294,10 +293,14 @@ def _names_own(argv: Sequence[str]) -> bool:
 
 
 def load_experiment(path: str | os.PathLike[str], *overrides: str) -> Experiment:
-    """Load the experiment of a YAML file; ``overrides`` are options as on the command line.
+    """Load the experiment of a YAML file.
+
+    Args:
+        path: path of the file.
+        overrides: options, as on the command line, that override the file.
 
     Raises:
-        BadInput: the file or an option is invalid, as for `parse`.
+        BadInput: the file or an option is invalid.
     """
     return parse("simulate", ["--config", str(path), *overrides]).experiment
 
@@ -310,7 +313,7 @@ def _find_project_modules() -> None:
 
 
 def expand_strict(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with `--strict` without a value replaced by `--strict=true`."""
+    """Replace the option `--strict` without a value by `--strict=true`; return the new arguments."""
     alone = [item == "--strict" and after.startswith("--") for item, after in pairwise([*argv, "--"])]
     return [f"{item}=true" if bare else item for item, bare in zip(argv, alone, strict=True)]
 
@@ -327,10 +330,10 @@ def _resumed(argv: Sequence[str]) -> Path | None:
 
 
 def config_first(argv: Sequence[str]) -> list[str]:
-    """Return ``argv`` with every `--config FILE` moved to the front, so that options override files wherever they stand.
+    """Move each `--config FILE` to the front, so that options override files in any order; return the new arguments.
 
     Raises:
-        BadInput: a file is missing, is a folder, or has no mapping of fields.
+        BadInput: a file is missing, is a folder, or does not contain a mapping.
     """
     files, rest = [], []
     items = iter(argv)

@@ -1,4 +1,4 @@
-"""Check raafl's own fields and plain values of a command line before torch is imported.
+"""Check the plain values of a command line (numbers, texts, names of fields) before torch is imported.
 
 Model, data, algorithm and partition are left to the full parsing in `raafl.config.parse`, whose parser and messages it uses.
 """
@@ -24,15 +24,16 @@ _PRINTS = ("--help", "-h", "--print_config")
 
 
 def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> None:
-    """Refuse invalid YAML, unknown names and plain values out of range; print the help if ``argv`` asks for it.
+    """Raise an error for invalid YAML, unknown names and plain values out of range; print the help if the arguments ask for it.
 
     Args:
         command: name of the command, whose options are checked.
-        argv: options, `--config` among them.
-        whole: whether the options are a run's, with model, data, algorithm and an end; a client's are sent to it.
+        argv: arguments of the command.
+        whole: whether the arguments must form a complete run, with model, data, algorithm and an end; not so for a
+            client.
 
     Raises:
-        BadInput: options are invalid; the message has a line for every problem.
+        BadInput: a value is wrong; the message has a line for every error.
         SystemExit: `--help` was given.
     """
     # rank 0 reports for all; and another attempt under torchrun goes on in the folder of the first
@@ -102,9 +103,9 @@ class _Explained(Explained):
         self._made, self._whole = {}, whole
 
     def check_object(self, kind: str, value: object, where: str) -> None:
-        """Accept any object, since importing the named class would take seconds."""
+        """Accept any class or function, since importing it would take seconds."""
 
     def missing(self) -> None:
-        """Record parts that the config does not name."""
+        """Record an error for each of model, data and algorithm that the config lacks."""
         if self._whole:
             super().missing()

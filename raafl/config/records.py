@@ -1,4 +1,4 @@
-"""Read a record of options from a file of its own, by the checks and messages of a config."""
+"""Read a dataclass of options from a file of its own, with the checks and messages of a config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Record = TypeVar("Record")
 
 
 def make_record(tree: Mapping[str, Any], kind: type[Record], name: str, file: str) -> Record:
-    """Build a record of options from the content of a file.
+    """Build a dataclass of options from the content of a file.
 
     Args:
         tree: content of the file, as a mapping.

@@ -1,4 +1,4 @@
-"""List the names that a config may use without permission to import them: exact names, each of one of raafl's own objects.
+"""List the names that a config from another person may use: each names one of raafl's own objects.
 
 A name that is not in these tables stands for code of somebody's choosing. A prefix would be no protection, since raafl's modules
 have other modules among their attributes (`raafl.runtime.local.supervisor.subprocess`).
@@ -25,7 +25,7 @@ _STAND_INS: Final = {"model": "Module", "data": "Data", "algorithm": "algorithm"
 
 @dataclass(frozen=True)
 class Entry:
-    """Module and name of one of raafl's own objects, which a config may name."""
+    """Module and name of an object of raafl that an untrusted config may name."""
 
     home: str
     name: str
@@ -37,7 +37,7 @@ class Entry:
 
 @cache
 def registry() -> Mapping[str, Mapping[str, Entry]]:
-    """Return the objects that a config may name for model, data, partition, algorithm and select, by path."""
+    """Return the objects that an untrusted config may name for model, data, partition, algorithm and select."""
     methods = {name: factory.__module__ for name, factory in ALGORITHMS.items()}
     zoo = importlib.import_module("model_zoo")
     return {
@@ -51,13 +51,13 @@ def registry() -> Mapping[str, Mapping[str, Entry]]:
 
 @cache
 def stand_ins() -> Mapping[str, Mapping[str, Entry]]:
-    """Return the stand-ins by which the config of a run started in Python names Python objects, by path."""
+    """Return the placeholders for Python objects in the config of a run that was started from Python."""
     home = "raafl.api.python_objects"
     return {kind: {f"{home}.{name}": Entry(home, name)} for kind, name in _STAND_INS.items()}
 
 
 def paths() -> list[str]:
-    """List all paths that a config may name, and those under which jsonargparse finds the types of plain fields."""
+    """List all import paths that an untrusted config may name, and the paths of types that jsonargparse needs."""
     named = {path for tables in (registry(), stand_ins()) for table in tables.values() for path in table}
     return sorted(named | {"raafl.devices.Device", "raafl.devices.profiles.Device", "model_zoo.lora.LoRA"})
 

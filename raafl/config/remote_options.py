@@ -1,4 +1,4 @@
-"""The options that `raafl serve` and `raafl join` take beside the config's fields."""
+"""Define the options that `raafl serve` and `raafl join` have in addition to the fields of the config."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ client trains on data of its own. Processes started by torchrun are one client: 
 
 
 def parser(command: str) -> ArgumentParser:
-    """Return the parser of those options of serve or join that are not fields of a config."""
+    """Return a parser for the options of `serve` or `join` that are not fields of the config."""
     found = ArgumentParser(prog=f"raafl {command}", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--address", default="127.0.0.1:0" if command == "serve" else None)
     found.add_argument("--certs", default="certs")
@@ -60,14 +60,14 @@ def parser(command: str) -> ArgumentParser:
 
 
 def credentials(own: Namespace, *, server: bool) -> TlsFiles | LocalToken:
-    """Return the credentials of serve or join: the parent process's token, or the certificates that are named or found.
+    """Find the credentials of `serve` or `join`: a token from the parent process, or the certificate files.
 
     Args:
-        own: options of the command, from `split`.
-        server: whether they are those of serve.
+        own: parsed options of the command, from `split`.
+        server: whether the command is `serve`.
 
     Raises:
-        BadInput: there is no certificate, or several could be meant.
+        BadInput: there is no certificate, or it is not clear which one to use.
     """
     from raafl.transport.tcp.credentials import LocalToken, TlsFiles
 
@@ -81,14 +81,14 @@ def credentials(own: Namespace, *, server: bool) -> TlsFiles | LocalToken:
 
 
 def tls_key(known: TlsFiles | LocalToken) -> Path | None:
-    """Return the private key of an end's certificate, with which it also signs its books; None for a token."""
+    """Return the path of this process's private key, which also signs its records; None if it has a token instead."""
     from raafl.transport.tcp.credentials import TlsFiles
 
     return known.key if isinstance(known, TlsFiles) else None
 
 
 def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    """Split arguments into the command's own options and the rest, which the config's parser gets.
+    """Parse the command's own options; return them, and all other arguments, which set fields of the config.
 
     Raises:
         BadInput: an option is missing or invalid.
@@ -112,7 +112,7 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
 
 
 def share_of(name: str, text: str) -> float:
-    """Parse a share from 0 to 1; raise `BadInput` for anything else."""
+    """Parse a number from 0 to 1; raise `BadInput` for anything else."""
     try:
         share = float(text)
     except ValueError:

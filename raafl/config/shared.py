@@ -1,4 +1,4 @@
-"""Select the sections of a config that server and clients must share, and those that a client receives.
+"""Select the sections of a config that server and clients must have in common, and those that a client receives.
 
 Fields that are null are left out of both where null is their default: so a field that a later version of raafl adds, null unless
 used, keeps nobody of an earlier version away.
@@ -22,7 +22,10 @@ _SERVERS_OWN = (*CHANGES, "repeat_s", "recorded")
 
 
 def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
-    """Return digests of the config's sections that must be equal on both sides; "own" stands for a client's own data."""
+    """Return a digest of each section of the config that must be equal on server and client.
+
+    The digest is "own" for the data of a client that trains on its own data.
+    """
     import yaml
 
     config = yaml.safe_load(config_yaml) or {}
@@ -33,9 +36,9 @@ def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
 
 
 def for_clients(config_yaml: str) -> str:
-    """Select the sections of the server's config that are sent to clients without a config.
+    """Return the sections of the server's config that are sent to clients without a config.
 
-    Device files are sent as their contents. Recordings of devices are not sent, since the server alone emulates them.
+    Contents of device files are included. Recorded series of devices are not, since only the server needs them.
     """
     import yaml
 

@@ -1,4 +1,4 @@
-"""Define what a site allows a server to ask of it, and read it from a file (`raafl join --policy site.yaml`).
+"""Define what the owner of a client's data (a site) allows a server to do, read from a file (`raafl join --policy site.yaml`).
 
 The file is the site's own and is read by the checks of a config: one line for each problem, with field, value and remedy.
 """
@@ -29,14 +29,14 @@ _UNITS: Final = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 @dataclass(frozen=True, slots=True)
 class SitePrivacy:
-    """Clipping and noise that a site adds to each update before it leaves, with an accountant of its own.
+    """Clipping and noise that a site adds to each update before it is sent, with its own privacy budget.
 
     Attributes:
-        clip_norm: L2 norm to which the tensors that leave after a task are clipped (C).
+        clip_norm: L2 norm (C) to which the tensors of an update are clipped.
         noise_multiplier: standard deviation of the noise on each number, as a multiple of clip_norm (sigma); 0 = only
             clipping.
-        delta: probability with which epsilon may fail to hold.
-        max_epsilon: largest epsilon that the site's data may spend in all runs that share `SitePolicy.state`; null = no limit.
+        delta: probability with which the privacy guarantee may fail.
+        max_epsilon: largest epsilon (privacy budget) for all runs that share `SitePolicy.state`; null = no limit.
     """
 
     clip_norm: float
@@ -62,15 +62,14 @@ class SitePrivacy:
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """Consent that the client asks of a person at the site.
+    """Settings of how a person at the site is asked for consent.
 
     Attributes:
-        how: way of asking: ``ask`` at the terminal, or ``spool``: write a request into a folder, where a reviewer
-            answers it.
-        every: occasion of asking: each ``run`` that the client joins, each ``task`` before it is trained, or each
-            ``update`` before it leaves.
-        folder: folder of the requests, for ``spool``.
-        wait_s: seconds for which the client waits for an answer; no answer counts as a no.
+        how: ``ask`` = at the terminal; ``spool`` = by a request in a folder, which a reviewer answers.
+        every: occasion to ask: ``run`` = before joining a run, ``task`` = before training, ``update`` = before sending
+            an update.
+        folder: folder for the requests if ``how`` is ``spool``.
+        wait_s: seconds to wait for an answer; no answer counts as a refusal.
     """
 
     how: Literal["ask", "spool"]
@@ -89,11 +88,11 @@ class Consent:
 
 @dataclass(frozen=True, slots=True)
 class SiteLogs:
-    """Log lines of the site's client that a server is sent with the next answer.
+    """Settings of which log lines of the client are sent to the server.
 
     Attributes:
-        level: least level of a line.
-        loggers: names of the loggers whose lines leave, with those below them; ``raafl`` has those of raafl's client.
+        level: lowest level of the lines.
+        loggers: names of the loggers, which include their child loggers; ``raafl`` = all of raafl.
     """
 
     level: Literal["error", "warning", "info"] = "warning"
@@ -106,25 +105,24 @@ class SiteLogs:
 
 @dataclass(frozen=True, slots=True)
 class SitePolicy:
-    """Limits that a site sets, and checks itself before and after each task, whatever the server asks.
+    """Policy of a site: limits that the client checks before and after each task, whatever the server asks for.
 
     Attributes:
         models: names of the models that may be trained, such as ``MLP``, or ``NAME@DIGEST``; null = any.
         max_parameters: largest number of parameters of the whole model; null = any number.
         data: names of the data that a task may read, or ``NAME@DIGEST``; null = any.
         algorithms: names of the methods that may be run, or ``NAME@DIGEST``; null = any.
-        min_samples: smallest number of different samples that an update may be trained on; a task with fewer is
+        min_samples: smallest number of different samples on which an update may be trained; a task with fewer is
             refused.
         hours: hours in which the site works, such as ``mon-fri 20:00-06:00``, in its local time; null = always.
-        bytes_per_day: largest number of bytes to and from servers in a day of local time, such as ``2GB``; null = any
+        bytes_per_day: largest number of bytes sent and received per day of local time, such as ``2GB``; null = any
             number.
         privacy: clipping and noise that the site adds to updates; null = none.
-        metrics: names of the metrics that may leave with an update, with ``*`` for any part of a name; null = all.
-        consent: consent that the client asks for; null = none.
-        state: folder for the day's bytes and the privacy spent, so that they survive a restart; null = nothing needs to
-            be stored.
-        tracebacks: whether the server is sent the traceback of a task that raises an error.
-        logs: log lines that the server is sent; null = none.
+        metrics: names of the metrics that may be sent with an update; ``*`` stands for any text. null = all.
+        consent: settings of asking a person for consent; null = nobody is asked.
+        state: folder in which used bytes and privacy budget are stored, so that they survive a restart; null = none.
+        tracebacks: whether the traceback of a task that fails is sent to the server.
+        logs: settings of which log lines are sent to the server; null = none are sent.
     """
 
     models: list[str] | None = None
@@ -168,12 +166,12 @@ class SitePolicy:
             raise BadInput(f"policy.privacy needs an accountant, dp-accounting: {installing('privacy')}")
 
     def windows(self) -> list[Hours]:
-        """Return the hours, parsed; an empty list = always."""
+        """Return the site's hours, parsed; an empty list = it always works."""
         return [Hours.parse(f"policy.hours[{i}]", text) for i, text in enumerate(self.hours or [])]
 
     @property
     def max_bytes(self) -> float | None:
-        """Largest number of bytes in a day; None = any number."""
+        """Largest number of bytes per day; None = no limit."""
         if self.bytes_per_day is None:
             return None
         match = _SIZE.fullmatch(str(self.bytes_per_day))
@@ -198,21 +196,21 @@ def _check_names(field: str, entries: Sequence[str] | None) -> None:
 
 
 def own_names(field: str) -> set[str]:
-    """Return the names of raafl's own parts for one of the `PINNED` fields."""
+    """Return the names of raafl's own classes and functions that a field of the policy may name."""
     from raafl.config.registry import registry
 
     return {entry.name for entry in registry()[KINDS[field]].values()}
 
 
 def same_part(field: str, allowed: str, path: str) -> bool:
-    """Check whether an allowed name and a config's class path name the same part.
+    """Check whether a name in the policy and an import path in a config mean the same class or function.
 
-    A name without dots names a part of raafl's own, never a class of that name in another module.
+    A name without dots means one of raafl's own, never a class with that name in another module.
 
     Args:
-        field: name of the field, one of `PINNED`.
-        allowed: allowed name, without a digest.
-        path: class path, as in the config.
+        field: field of the policy, one of `PINNED`.
+        allowed: name in the policy, without a digest.
+        path: import path in the config.
     """
     from raafl.config.registry import registry
 
@@ -227,8 +225,7 @@ def load_policy(file: str) -> SitePolicy:
     """Read the policy of a site from a YAML file.
 
     Raises:
-        BadInput: the file is missing or has no mapping; or fields are unknown or have wrong values, with a line for
-            each.
+        BadInput: the file is missing or no mapping, or fields are unknown or have wrong values (with a line for each).
     """
     from raafl.config.records import make_record
 

@@ -1,4 +1,4 @@
-"""Options of how the model is cut; importing them costs no torch."""
+"""Define the options of how submodels are cut; importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from raafl.errors import BadInput, positive
 
 @dataclass(frozen=True, slots=True)
 class SubmodelOptions:
-    """Options of cutting submodels and of running statistics; null = as the model declares.
+    """Options of cutting submodels and of batch norm statistics; null = the default of the model.
 
     Attributes:
-        residual_width: whether widths that norms take statistics across may shrink, too.
-        batch_norm: treatment of running statistics: merged = clients send them, and the server pools them exactly;
-            static = nobody sends them, and the server collects them when the model is measured, or saved at the end.
-        static_batches: number of training batches from which static statistics are collected.
-        exits: numbers of blocks after each of which a transformer gets an exit head of its own; see `add_exits`.
+        residual_width: whether the width of the residual stream, over which norm layers compute statistics, may shrink.
+        batch_norm: handling of running statistics: merged = clients send them and the server averages them; static =
+            they are not sent, and the server computes them when the model is evaluated or saved.
+        static_batches: number of training batches for computing static statistics.
+        exits: numbers of blocks after each of which a transformer gets an additional output head; see `add_exits`.
     """
 
     residual_width: bool | None = None

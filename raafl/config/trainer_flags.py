@@ -1,4 +1,4 @@
-"""Point users of Lightning's Trainer arguments to raafl's fields."""
+"""Suggest raafl's fields to users who write arguments of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ _INSTEAD = {
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the message for an unknown name, with raafl's counterpart of a Trainer's flag, or the nearest known name.
+    """Return the error message for an unknown name: it suggests raafl's equivalent of a Trainer argument, or the nearest name.
 
     Args:
         what: beginning of the message, such as ``unknown option --max_epochs``.
-        name: unknown name, dotted if it stands in a group; may begin with two dashes.
+        name: the unknown name, with dots if it is in a section; may begin with two dashes.
         known: names that exist.
     """
     group, _, last = name.removeprefix("--").rpartition(".")

@@ -1,4 +1,4 @@
-"""A config that somebody else wrote is data: names from `raafl.config.registry` and plain values, whatever form they come in.
+"""Check a config from another person: it may contain only names from `raafl.config.registry` and plain values.
 
 What is checked is the parsed tree, every value against the signature of what it is for. What cannot be a value of the
 declared type is refused, so that nothing is left which a later parser could read as a class path, a file or a config of its
@@ -83,11 +83,11 @@ class UntrustedValue(ValueError):
 
 
 def from_server(text: str) -> str:
-    """Check a config received from a server; return, as YAML, the sections that a client uses.
+    """Check a config received from a server; return the sections that a client needs, as YAML.
 
     Raises:
-        RunFailed: the config has more than names and plain values; the user must give such a config to the client
-            itself.
+        RunFailed: the config has more than names and plain values; the user may give such a config to the client
+            directly.
     """
     try:
         tree = _tree(text)
@@ -103,15 +103,15 @@ def from_server(text: str) -> str:
 
 
 def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> str:
-    """Read the config of a run folder and return it as YAML.
+    """Read the config of a run folder, check it unless it is trusted, and return it as YAML.
 
     Args:
         folder: folder of the run.
-        trusted: whether to accept any class that the config names; else only raafl's own.
-        without: names of sections to leave out unread.
+        trusted: whether to accept any class that the config names; else only classes of raafl.
+        without: names of sections to leave out.
 
     Raises:
-        BadInput: the file is not a config; or it names classes that are not raafl's own, and ``trusted`` is False.
+        BadInput: the file is not a config, or it names classes of others and ``trusted`` is False.
     """
     file = folder / "config.yaml"
     try:
@@ -130,7 +130,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
 
 
 def is_trusted(folder: Path, *, asked: bool) -> bool:
-    """Check whether a run folder's config may name any class: because ``asked`` is True, or this user ran that config here."""
+    """Check whether the config of a run folder may name any class: if the user ``asked`` for that, or has run it here."""
     if asked:
         return True
     try:
@@ -140,7 +140,7 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user runs a config here, for `is_trusted`, if it sends something or names classes beside raafl's."""
+    """Record that this user runs a config, for `is_trusted`; only done if the config needs this trust."""
     try:
         tree = _tree(config_yaml)
         _check_names(tree)
@@ -160,7 +160,7 @@ def _check_names(tree: Mapping[str, Any]) -> None:
 
 @contextmanager
 def imports_only(paths: Sequence[str]) -> Iterator[None]:
-    """Return a context in which jsonargparse imports only these paths, as a second safeguard."""
+    """Return a context in which jsonargparse can import only these paths, as a second protection."""
     import jsonargparse
     from jsonargparse import _common  # what its interface tightens it does not loosen again
 
@@ -188,7 +188,7 @@ class _Check(Check):
         self._local = on_this_machine
 
     def section(self, name: object, value: object) -> None:
-        """Check one section of an untrusted config."""
+        """Check one field of an untrusted config."""
         if name == "json":  # an option of the command line, which configs are written with
             return self.value(value, bool, name, name)
         if name not in self.hints:
@@ -203,7 +203,7 @@ class _Check(Check):
         return self.value(value, self.hints[name], name, f"Experiment.{name}")
 
     def check_object(self, kind: str, value: object, where: str) -> None:
-        """Check a value that stands for an object: it must be a name in the registry, alone or with arguments."""
+        """Check a value that names a class or function: it must be in the registry, alone or with arguments."""
         spec = {"class_path": value} if isinstance(value, str) else value
         if not isinstance(spec, dict) or not {"class_path"} <= set(spec) <= {"class_path", "init_args"}:
             _refuse(where, value, "which is no class_path with init_args")
@@ -215,19 +215,19 @@ class _Check(Check):
         self.arguments(spec.get("init_args"), factory, where, known[path].name)
 
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
-        """Raise an error for a value of another type."""
+        """Raise an error for a value of the wrong type."""
         _refuse(where, value, "which is no plain value of the type that belongs there")
 
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
-        """Raise an error for an argument that ``owner`` does not take."""
+        """Raise an error for an argument that the class or function does not accept."""
         _refuse(f"{where}.{sanitize_text(name, 60)}", value, f"which {owner} does not take")
 
     def key(self, key: object) -> bool:
-        """Check that a mapping's key is not one that a parser reads as an object, such as class_path."""
+        """Check that a key of a mapping is not one by which a parser would create an object, such as class_path."""
         return isinstance(key, str) and _is(_WORD, key) and key != "class_path"
 
     def scalar(self, value: object, hint: object, rule: str) -> bool:
-        """Check whether a value has the plain type ``hint``."""
+        """Check whether a value has a plain type."""
         if hint in (None, type(None)):
             return value is None
         if hint is bool:
@@ -242,7 +242,7 @@ class _Check(Check):
         return False
 
     def free(self, value: object, rule: str) -> bool:
-        """Check whether a value without a declared type is plain data, such as a setting of an architecture."""
+        """Check whether a value without a declared type is plain data."""
         if rule.endswith(".architecture"):
             return isinstance(value, dict) and self._architecture(value)
         return self._local and all(_is_plain(one) for one in _leaves(value))
@@ -272,7 +272,7 @@ class _Check(Check):
         return known and _is(_WORD, value) and not value.startswith("timm")
 
     def loggers(self, value: object, where: str) -> None:
-        """Check the loggers of an untrusted config: short names only, and no argument that names a place to write to."""
+        """Check the loggers of an untrusted config: only short names, and no argument that says where to write."""
         for entry in value if isinstance(value, list) else [] if value is None else [value]:
             spec = {"class_path": entry} if isinstance(entry, str) else entry
             known = {*SHORT_NAMES, *SHORT_NAMES.values()}

@@ -1,4 +1,4 @@
-"""The device profiles that raafl ships, by name, each figure with its source; and the kinds that are drawn."""
+"""Look up the device profiles that are part of raafl, and the source of each of their figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FILE = Path(__file__).with_name("shipped.yaml")
 
 @lru_cache(maxsize=1)
 def catalogue() -> Mapping[str, Any]:
-    """Load the bundled data file: ``devices`` and ``generators`` by name, and the source of each figure in ``shares``."""
+    """Load the file of device profiles: ``devices`` and ``generators`` by name, and the sources of all figures."""
     import yaml
 
     data: Mapping[str, Any] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
@@ -23,7 +23,7 @@ def catalogue() -> Mapping[str, Any]:
 
 
 def figures(name: str) -> dict[str, float]:
-    """Return the fields of a bundled profile, or of a generator's median device; empty if the name is unknown."""
+    """Return the fields of a device profile; for a generator, those of its median device. Empty if the name is unknown."""
     found = catalogue()
     if name in found["devices"]:
         return {field: float(found["devices"][name][field]["value"]) for field in FIGURES}
@@ -35,23 +35,23 @@ def figures(name: str) -> dict[str, float]:
 
 
 def watts(name: str) -> float | None:
-    """Return the power of a bundled device at work, in watts; None where its profile has none."""
+    """Return the power in watts that a device uses while it computes; None if it is not known."""
     figure = catalogue()["devices"].get(name, {}).get("watts")
     return None if figure is None else float(figure["value"])
 
 
 def is_drawn(name: str) -> bool:
-    """Check whether ``name`` is a generator, which draws another device for each client."""
+    """Check whether a name is that of a generator, which draws a different random device for each client."""
     return name in catalogue()["generators"]
 
 
 def names() -> list[str]:
-    """Return all device names that a config may use: fixed profiles, then generators."""
+    """Return all device names that a config may use: first profiles, then generators of random devices."""
     return [*catalogue()["devices"], *catalogue()["generators"]]
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return a row for each bundled figure: device, field, value and source."""
+    """Return a row for each figure of the device profiles: device, field, value and source."""
     found = []
     for name, device in catalogue()["devices"].items():
         for field in (*FIGURES, "bandwidth", *(["watts"] if "watts" in device else [])):

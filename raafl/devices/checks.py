@@ -22,7 +22,7 @@ CHANGES = ("speed_changes", "link_changes")
 
 
 def number(field: str, value: Any) -> float:
-    """Convert ``value``, which may be text, to a number; raise a `ValueError` that names the field if it is none."""
+    """Convert a value, which may be text, to a number; raise a `ValueError` that names the field if that fails."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -30,7 +30,7 @@ def number(field: str, value: Any) -> float:
 
 
 def is_number(value: object) -> bool:
-    """Check whether ``value`` is a number that a float can hold; booleans and NaN are not accepted."""
+    """Check whether a value is a number that a float can hold; booleans and NaN are not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -40,14 +40,14 @@ def is_number(value: object) -> bool:
 
 
 def are_pairs(pairs: object) -> bool:
-    """Check whether ``pairs`` is a sequence of two numbers each."""
+    """Check whether a value is a sequence of pairs of numbers."""
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
         return False
     return all(isinstance(w, Sequence) and len(w) == 2 and all(map(is_number, w)) for w in pairs)
 
 
 def rate_problems(profile: Any) -> Iterator[str]:
-    """Yield the faults in a profile's rates, memory, latency and launch time."""
+    """Yield a message for each error in a profile's speeds, memory, latency and launch time."""
     for field in RATES:
         value = getattr(profile, field)
         if not _is_rate(value):
@@ -79,7 +79,7 @@ def _shown(value: object) -> str:
 
 
 def window_problems(profile: Any) -> Iterator[str]:
-    """Yield the faults in the windows of availability of a profile."""
+    """Yield a message for each error in the hours in which a device is available."""
     windows, period = profile.availability, profile.period_s
     if period is not None and (not is_number(period) or not LEAST_PERIOD_S <= period <= MOST_S):
         yield f"period_s is {_shown(period)}; it must be a finite number of seconds, {LEAST_PERIOD_S:g} to {MOST_S:g}"
@@ -105,7 +105,7 @@ def window_problems(profile: Any) -> Iterator[str]:
 
 
 def change_problems(profile: Any) -> Iterator[str]:
-    """Yield the faults in a profile's changes of speed and link, and in the time after which they repeat."""
+    """Yield a message for each error in a profile's recorded changes of speed and link."""
     given = [name for name in CHANGES if getattr(profile, name) is not None]
     problems = [text for name in given if (text := _pairs_problem(name, getattr(profile, name)))]
     yield from problems
@@ -137,7 +137,7 @@ def _pairs_problem(name: str, changes: Any) -> str | None:
 
 
 def spread_problems(profile: Any) -> Iterator[str]:
-    """Yield the faults in a profile's jitter and drift."""
+    """Yield a message for each error in a profile's random variation (jitter and drift)."""
     for field in ("speed_jitter", "link_jitter", "speed_drift", "link_drift"):
         value = getattr(profile, field)
         if not is_number(value) or not 0 <= value <= MOST_SPREAD:
@@ -155,7 +155,7 @@ def spread_problems(profile: Any) -> Iterator[str]:
 
 
 def joined(windows: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Merge windows that touch or overlap."""
+    """Merge time windows that touch or overlap."""
     found: list[tuple[float, float]] = []
     for start, stop in windows:
         if found and found[-1][1] == start:

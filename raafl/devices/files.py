@@ -1,4 +1,4 @@
-"""Read device files (YAML, JSON or CSV) and write profiles as YAML."""
+"""Read device files (YAML, JSON or CSV), and write device profiles as YAML."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PAIRS = ("availability", *CHANGES)
 
 
 def read_rows(path: Path) -> list[Any]:
-    """Return the unparsed entries of a device file.
+    """Read the entries of a device file, without checking them.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file is not YAML, JSON or CSV, or has no list.
+        ValueError: the file is not YAML, JSON or CSV, or does not contain a list.
     """
     if not path.is_file():
         raise FileNotFoundError(no_file(str(path)))
@@ -52,7 +52,7 @@ def _cells(text: str, path: Path) -> list[Any]:
 
 
 def no_file(text: str) -> str:
-    """Explain that a text names no file, and suggest what the user may have meant."""
+    """Return an error message for a text that is not the path of a file, with a suggestion."""
     if text == "auto" or text.isdecimal():
         return (
             f"devices is {text}: it says what the clients can do, by names, fields or a file, as in [{{name: a100}}]; leave it "
@@ -64,15 +64,15 @@ def no_file(text: str) -> str:
 
 
 def is_list(text: str) -> bool:
-    """Check whether ``text`` is a list of devices written out, rather than a path."""
+    """Check whether a text is itself a list of devices in YAML, and not a path."""
     return text.lstrip().startswith(("[", "{")) or "\n" in text
 
 
 def read_list(text: str) -> list[Any]:
-    """Parse a list of devices written out as YAML.
+    """Parse a list of devices given as YAML text.
 
     Raises:
-        ValueError: the text is not YAML, or not a list.
+        ValueError: the text is not YAML, or does not contain a list.
     """
     return _entries(text, f"devices, given as {' '.join(text.split())!r:.100},")
 
@@ -93,10 +93,10 @@ def _entries(text: str, where: str) -> list[Any]:
 
 
 def values(row: object, known: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of one entry; numbers may be text (YAML reads 2e9 so), and pairs are ``start:stop;start:stop``.
+    """Parse the fields of one entry of a device file; numbers and pairs (``start:stop;start:stop``) may be given as text.
 
     Raises:
-        ValueError: the entry is not a mapping, has an unknown field, or text in place of a number.
+        ValueError: the entry is not a mapping, has an unknown field, or has text where a number is needed.
     """
     known = list(known)
     if not isinstance(row, Mapping):
@@ -121,12 +121,12 @@ def values(row: object, known: Iterable[str]) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], comment: str = "") -> None:
-    """Write entries as a YAML device file, leaving out fields that are None.
+    """Write entries as a YAML device file; fields that are None are left out.
 
     Args:
         path: path of the file.
         rows: entries to write.
-        comment: text to write above them.
+        comment: text to write at the top.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Name whole fleets of devices: `devices: fleet:gpus`, `fleet:phones/1000/100`, `flhetbench:2-3:FOLDER`.
+"""Look up whole fleets (the devices of all clients) by name, such as `fleet:gpus` or `fleet:phones/1000/100`.
 
 The bundled fleets lie in `fleets.yaml`. A number behind a name divides the speeds of all devices, a second one those of their
 links: so that a small model takes as long as a large one would, and devices differ as they do with that.
@@ -25,7 +25,7 @@ Rows = list[dict[str, Any]]
 
 @lru_cache(maxsize=1)
 def bundled() -> Mapping[str, Any]:
-    """Load the bundled fleets: what each is, its source and its devices, by name."""
+    """Load the fleets that are part of raafl, by name: description, source and devices."""
     import yaml
 
     data: Mapping[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
@@ -33,18 +33,19 @@ def bundled() -> Mapping[str, Any]:
 
 
 def is_fleet(text: str) -> bool:
-    """Check whether ``text`` names a fleet, rather than a device file or a list of devices."""
+    """Check whether a text names a fleet, and not a device file or a list of devices."""
     return text.startswith((FLEET, FLHETBENCH))
 
 
 def rows(text: str) -> Rows:
-    """Return the entries of the devices of a fleet, as in a device file.
+    """Return the devices of a fleet, as entries of a device file.
 
     Args:
-        text: `fleet:NAME`, `fleet:NAME/SLOWER`, `fleet:NAME/SLOWER/LINKS_SLOWER`, or `flhetbench:DEVICES-STATES:FOLDER`.
+        text: `fleet:NAME`, `fleet:NAME/SLOWER` or `fleet:NAME/SLOWER/LINKS_SLOWER` (SLOWER divides all speeds), or
+            `flhetbench:DEVICES-STATES:FOLDER`.
 
     Raises:
-        ValueError: there is no such fleet, a number is not above 0, or the folder is no copy of FLHetBench.
+        ValueError: there is no such fleet, a number is not above 0, or the folder has no copy of FLHetBench.
     """
     if text.startswith(FLHETBENCH):
         from raafl.devices import flhetbench
@@ -63,7 +64,7 @@ def rows(text: str) -> Rows:
 
 
 def files(text: str) -> list[Path]:
-    """Return the files that a fleet is read from."""
+    """Return the paths of the files that define a fleet."""
     if not text.startswith(FLHETBENCH):
         return [FILE]
     from raafl.devices import flhetbench

@@ -1,4 +1,4 @@
-"""Read FLHetBench's sixteen environments (Zhang et al., CVPR 2024) from a user's copy of github.com/Carkham/FLHetBench.
+"""Read the sixteen environments of FLHetBench (Zhang et al., CVPR 2024) from a copy of github.com/Carkham/FLHetBench.
 
 An environment is one of four lists of phones' links (MobiPerf) with one of four lists of phones' hours (FLASH). The repository
 has no licence, so raafl has digests of its files alone. Its links are measurements in kbit/s, of which the simulation there draws
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 def parse(text: str) -> tuple[Path, str, str]:
-    """Return the folder, the case of the devices and that of the states of `DEVICES-STATES:FOLDER`, such as `2-3:FLHetBench`."""
+    """Parse `DEVICES-STATES:FOLDER`, such as `2-3:FLHetBench`; return the folder, the devices' case and the states' case."""
     match = re.fullmatch(r"([1-4])-([1-4]):(.+)", text)
     if match is None:
         raise ValueError(
@@ -53,27 +53,27 @@ def parse(text: str) -> tuple[Path, str, str]:
 
 
 def files(folder: Path, devices: str, states: str) -> list[Path]:
-    """Return the three files of an environment.
+    """Return the paths of the three files of an environment.
 
     Args:
-        folder: copy of the repository.
-        devices: case of the links.
-        states: case of the hours.
+        folder: folder with a copy of the repository.
+        devices: case of the devices' links, 1 to 4.
+        states: case of the hours of availability, 1 to 4.
     """
     samples = folder / _SAMPLES
     return [samples / "device" / f"case{devices}.json", samples / "state" / f"case{states}.json", folder / _TIMERS]
 
 
 def rows(folder: Path, devices: str, states: str) -> list[dict[str, Any]]:
-    """Return the devices of an environment as entries of a device file, in the order of its lists.
+    """Return the devices of an environment, as entries of a device file.
 
     Args:
-        folder: copy of the repository.
-        devices: case of the links, 1 (alike) to 4.
-        states: case of the hours, 1 to 4.
+        folder: folder with a copy of the repository.
+        devices: case of the devices' links, 1 (all alike) to 4.
+        states: case of the hours of availability, 1 to 4.
 
     Raises:
-        ValueError: a file is missing or not of FLHetBench's form; names it.
+        ValueError: a file is missing or has another form.
     """
     paths = files(folder, devices, states)
     for path in paths:

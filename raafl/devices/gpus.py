@@ -1,4 +1,4 @@
-"""Assign a GPU to each process of a run; used by everything that starts processes (docs/gpu.md shows it as a table).
+"""Assign a GPU to each process of a run (docs/gpu.md shows the result as a table).
 
 Training processes get their machine's GPUs in turn. The coordinator uses no GPU without `server_device`; with one, that GPU
 comes last in the turn, so that a training process shares it only where there are too few.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of a process among the run's processes on its machine, from which its GPU follows."""
+    """Rank of a process among the run's processes on its machine; it determines the process's GPU."""
 
     local_rank: int = 0
     num_ranks: int = 1
@@ -22,12 +22,12 @@ class Place:
 
     @classmethod
     def here(cls, server_device: str | None, chosen: int | None = None) -> Place:
-        """Read this process's position from the environment set by torchrun or `fit --local`.
+        """Read the rank of this process from the environment set by torchrun or `fit --local`.
 
         Args:
-            server_device: device of the global model on rank 0, which then does not train; None = rank 0 trains too, or is on
-                another machine.
-            chosen: GPU index that the user asked for; see `Place`.
+            server_device: device of the global model on rank 0, if rank 0 does not train; None = rank 0 trains too, or
+                is on another machine.
+            chosen: index of the GPU that the user asked for; None = assigned by the rank.
         """
         import torch
 
@@ -39,11 +39,11 @@ class Place:
 
     @property
     def gpu(self) -> int | None:
-        """Index of this process's GPU; None = it uses none."""
+        """Index of the GPU of this process; None = it uses no GPU."""
         return self.gpu_of(self.local_rank)
 
     def gpu_of(self, local_rank: int) -> int | None:
-        """Return the index of the GPU of another process on this machine; None = it uses none."""
+        """Return the index of the GPU of another process on this machine, given by its local rank; None = it uses no GPU."""
         if not self.num_gpus:
             return None
         kind, _, index = (self.server_device or "").partition(":")
@@ -57,7 +57,7 @@ class Place:
         return (first + number) % self.num_gpus if self.chosen is None else self.chosen
 
     def num_sharing(self, gpu: int | None) -> int:
-        """Count the processes that share the memory of ``gpu`` (None: of the machine), the coordinator included."""
+        """Count the processes that share a GPU, or the machine's memory if ``gpu`` is None; the server's process counts, too."""
         if gpu is None:
             return self.num_ranks
         return max(sum(self.gpu_of(rank) == gpu for rank in range(self.num_ranks)), 1)

@@ -1,4 +1,4 @@
-"""Measure the link between two machines: one asks, the other answers. Nothing received is executed or stored."""
+"""Measure the network link between two machines: one sends requests, the other answers. Received data are discarded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Measured link from the client's side: bytes per second each way, and one-way latency in seconds."""
+    """Measured network link of a client: bytes per second in each direction, and one-way latency in seconds."""
 
     down_bytes_per_s: float
     up_bytes_per_s: float
@@ -30,7 +30,7 @@ class Link:
 
 
 class Answerer:
-    """Server side of the link measurement; answers one peer after another."""
+    """Server for measuring links; it answers one peer after another."""
 
     def __init__(self, address: str, deadline_s: float = DEADLINE_S) -> None:
         """Bind the address; port 0 picks a free port. Raises `BadInput` if it cannot be bound."""
@@ -43,7 +43,7 @@ class Answerer:
         self.port: int = self._listener.getsockname()[1]
 
     def serve(self, num_peers: int | None = None) -> None:
-        """Answer ``num_peers`` peers (None: without end); drop a peer that disconnects or breaks the protocol."""
+        """Answer requests of ``num_peers`` peers (None = forever); a peer that disconnects or sends something else is dropped."""
         left = math.inf if num_peers is None else num_peers
         while left > 0:
             try:
@@ -73,25 +73,25 @@ class Answerer:
         return True
 
     def close(self) -> None:
-        """Stop listening, after which `serve` returns."""
+        """Stop listening; `serve` then returns."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
         self._listener.close()
 
 
 def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEADLINE_S) -> Link:
-    """Measure the link to a machine on which `raafl plan --answer` runs.
+    """Measure the network link to a machine on which `raafl plan --answer` runs.
 
-    Latency is half the shortest of ten round trips. In each direction, every transfer sends twice as many bytes as the
-    one before, until a transfer takes its share of the time; the last rate counts.
+    Latency is half of the shortest of ten round trips. For each direction, transfers of growing size are timed, and the
+    last one counts.
 
     Args:
         address: address of the other machine, ``HOST:PORT``.
-        duration_s: approximate duration of the measurement.
-        deadline_s: seconds after which the measurement is given up.
+        duration_s: approximate duration of the whole measurement.
+        deadline_s: seconds after which to give up.
 
     Raises:
-        BadInput: nothing answers at the address, or not raafl.
+        BadInput: no raafl answers at the address.
     """
     host, port = parse_address(address)
     try:

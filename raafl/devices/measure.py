@@ -1,4 +1,4 @@
-"""Measure what this machine can do, in about a second."""
+"""Measure the speed and memory of this machine, in about a second."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 
 def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) -> tuple[float, float, float]:
-    """Measure FLOP/s, bytes/s and seconds per kernel launch such that their times add up to the time of a step.
+    """Measure this machine's FLOP/s, bytes/s of memory traffic and seconds per kernel launch.
 
-    It times a matrix product and a layer of elementwise operations (activation, normalisation, addition), forward and
-    backward, large and tiny. Bytes are counted as in `Cost.moved_bytes_per_sample`. Since training does such
-    operations, a profile with these figures predicts a step of a small submodel, too. The fastest of several rounds
-    counts.
+    The time of a training step can be predicted from these figures. A matrix product and a layer of elementwise
+    operations are timed, forward and backward, with large and tiny tensors. Bytes are counted as in
+    `Cost.moved_bytes_per_sample`. The fastest of several rounds counts.
     """
     from raafl.devices.probes import Probes
 
@@ -35,16 +34,17 @@ def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) 
 def measure_machine(
     name: str = "measured", device: str | torch.device = "cpu", duration_s: float = 2.0, address: str | None = None
 ) -> Profile:
-    """Measure this machine's profile: compute, memory traffic, kernel launches, memory, and the link to a server.
+    """Measure a device profile of this machine: speed, memory traffic, kernel launches, memory, and the link to a server.
 
     Args:
         name: name of the profile.
-        device: device that computes.
+        device: device on which clients will train.
         duration_s: approximate duration of each measurement.
-        address: ``HOST:PORT`` at which `raafl plan --answer` runs; None = the link is not measured, and counts as free.
+        address: ``HOST:PORT`` at which `raafl plan --answer` runs; None = do not measure the link, whose time is then
+            0.
 
     Raises:
-        BadInput: nothing answers at the address.
+        BadInput: no raafl answers at the address.
     """
     from raafl.devices.link import measure_link
 
@@ -58,12 +58,12 @@ def measure_machine(
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory that a process can still allocate, and the limit on it.
+    """Memory that a process can still allocate, and what limits it.
 
     Attributes:
-        num_bytes: bytes until the limit is reached, or until this process has more than its share.
+        num_bytes: number of bytes that can be allocated before the limit is reached.
         limit: name of the limit, in words.
-        reserve_bytes: bytes reserved for libraries, in addition to a tenth for allocators.
+        reserve_bytes: number of bytes reserved for libraries, in addition to a tenth for the allocator.
     """
 
     num_bytes: float
@@ -72,7 +72,7 @@ class Room:
 
     @property
     def for_task_bytes(self) -> float:
-        """Number of bytes that a task's tensors may take."""
+        """Number of bytes available for the tensors of a task."""
         return max((1 - RESERVE_SHARE) * self.num_bytes - self.reserve_bytes, 1.0)
 
 
@@ -82,11 +82,11 @@ GPU_RESERVE_BYTES = 512 * 2**20
 
 
 def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Room:
-    """Measure how much more memory this process can allocate before it reaches the first of several limits.
+    """Measure how much more memory this process can allocate.
 
-    For the CPU the limits are its own (``RLIMIT_AS``, ``RLIMIT_DATA``), those of its control groups (v1 or v2, with all
-    groups above; reclaimable file cache counts as free), and the memory that the kernel reports as available. For CUDA
-    the limit is the device's free memory. The result is infinite if nothing limits it.
+    On a CPU the limits are those of the process (``RLIMIT_AS``, ``RLIMIT_DATA``), of its control groups, and the memory
+    that the kernel reports as available. On a GPU the limit is the free memory of the device. The result is infinite if
+    nothing limits it.
 
     Args:
         device: device on which the client will train.

@@ -1,4 +1,4 @@
-"""Time small pieces of work that belong to no model, from which a machine's speeds are derived."""
+"""Time small workloads from which the speeds of a machine are computed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _TINY_DEPTH, _TINY_CALLS = 10, 20
 class Probes:
     """Three timed workloads: a matrix product, a layer of elementwise operations, and many tiny operations.
 
-    The layer is an activation, a normalisation and an addition, forward and backward, with memory allocated, read and written as
-    in a training step. The tiny workload is products, ReLUs and additions of a single row; its time is that of kernel launches.
+    The layer is an activation, a normalisation and an addition, forward and backward, as in a training step. The tiny
+    operations work on a single row, so that their time is that of kernel launches.
 
     Attributes:
         best_s: shortest time of each workload so far.
-        product: number of FLOPs, bytes and operations of the product; ``layer`` and ``tiny`` likewise.
+        product: number of FLOPs, bytes and operations of the matrix product; ``layer`` and ``tiny`` likewise.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Probes:
         return passes
 
     def take(self) -> None:
-        """Time each workload once, and keep the time if it is the shortest so far."""
+        """Time each workload once, and keep the shortest time so far."""
         for place, (work, num_calls) in enumerate(zip(self._work, self._calls, strict=True)):
             begin_s = self._clock()
             for _ in range(num_calls):
@@ -81,7 +81,7 @@ class Probes:
             self.best_s[place] = min(self.best_s[place], (self._clock() - begin_s) / num_calls)
 
     def speeds(self) -> tuple[float, float, float]:
-        """Return the FLOP/s, bytes/s and seconds per launch that together explain the three times."""
+        """Compute the FLOP/s, bytes/s and seconds per kernel launch that explain the three times."""
         product_s, layer_s, tiny_s = self.best_s
         product, layer, tiny = (one.kernels.total() for one in (self.product, self.layer, self.tiny))
         many, few = self.layer.moved_bytes, self.tiny.moved_bytes

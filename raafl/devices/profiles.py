@@ -1,4 +1,4 @@
-"""Describe devices: how fast a client computes, its links, its memory, and when it is available.
+"""Describe the device of a client: its speed, network links, memory, and hours of availability.
 
 A profile is plain data and knows nothing of models: it turns FLOPs and bytes into seconds. The simulator uses it as its cost
 model, selectors use it to size submodels. Times are seconds, sizes bytes, rates per second.
@@ -25,10 +25,10 @@ _AS_NAMED = math.nan  # what the shipped profile of that name says, or else the 
 
 @dataclass(frozen=True, slots=True)
 class TaskTime:
-    """Duration of one task in seconds: receive the submodel, train it, send it back.
+    """Duration of one task in seconds: download of the submodel, training, upload of the update.
 
     Attributes:
-        latency_s: seconds of ``down_s``, and likewise of ``up_s``, that do not depend on the link's rate.
+        latency_s: seconds of each transfer that do not depend on the link's speed; included in ``down_s`` and ``up_s``.
     """
 
     down_s: float
@@ -38,40 +38,40 @@ class TaskTime:
 
     @property
     def total_s(self) -> float:
-        """Seconds from the assignment to the update's arrival."""
+        """Seconds of the whole task."""
         return self.down_s + self.compute_s + self.up_s
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Speed, memory, links and hours of availability of a client's device.
+    """Speed, memory, network links and hours of availability of a client's device.
 
     Args:
-        name: name of this kind of device.
-        flops_per_s: training FLOPs per second that the device sustains (not the data sheet's peak).
-        down_bytes_per_s: link speed from the coordinator to the client; infinite means free.
-        up_bytes_per_s: link speed from the client to the coordinator; infinite means free.
-        latency_s: seconds added to each transfer: once down and once up, and likewise for each exchange in mid-task.
-        memory_bytes: memory available to training; a submodel whose predicted peak is above it is never assigned.
-        availability: windows `[start, stop)` in seconds during which the client may work; None = always.
-        period_s: number of seconds after which the windows repeat (a day is 86400); None = they do not repeat.
-        bytes_per_s: memory traffic per second that the device sustains; its time is added to that of the FLOPs. Small
-            submodels need relatively more traffic than FLOPs. None = ``flops_per_s`` covers both.
-        launch_s: seconds that each operation takes however small it is: to launch a kernel on a GPU, to dispatch it on
-            a CPU. 0 = not counted.
-        speed_changes: ``[seconds, factor]`` pairs: from that time on the device computes at that factor of its speed,
-            until the next pair; None = always at its speed. Predictions do not include this, nor the fields below:
-            `raafl.devices.variation.real_time` computes the time that a task really takes.
-        link_changes: ``[seconds, factor]`` pairs for both directions of the link.
-        repeat_s: number of seconds after which both series start again; None = never.
-        speed_jitter: standard deviation of the logarithm of a factor of the speed, drawn for each task; 0 = none.
-        link_jitter: standard deviation of the logarithm of a factor of the link, drawn for each transfer; 0 = none.
-        speed_drift: standard deviation of the logarithm of a factor of the speed that changes slowly; 0 = none.
-        link_drift: standard deviation of the logarithm of a factor of the link that changes slowly; 0 = none.
-        drift_s: seconds after which a drifting factor no longer depends on its earlier value; None = no drift.
+        name: name of the kind of device.
+        flops_per_s: FLOPs per second that the device reaches in training (not the peak in its data sheet).
+        down_bytes_per_s: link speed from the server to the client; infinite = transfers take no time.
+        up_bytes_per_s: link speed from the client to the server; infinite = transfers take no time.
+        latency_s: seconds added to each transfer, in either direction.
+        memory_bytes: memory available for training; a submodel that is predicted to need more is never assigned.
+        availability: time windows `[start, stop)` in seconds in which the client may work; None = always.
+        period_s: seconds after which the windows repeat (a day is 86400); None = they do not repeat.
+        bytes_per_s: memory traffic in bytes per second that the device reaches; its time is added to that of the FLOPs.
+            Small submodels need more traffic for each FLOP. None = ``flops_per_s`` covers both.
+        launch_s: seconds that each operation takes whatever its size, such as a kernel launch on a GPU; 0 = not
+            counted.
+        speed_changes: pairs of `[seconds, factor]`: from that time on the speed is multiplied by the factor, until the
+            next pair; None = no changes. Predicted times do not include this nor the following fields;
+            `raafl.devices.variation.real_time` does.
+        link_changes: pairs of `[seconds, factor]` for the link speed in both directions; None = no changes.
+        repeat_s: seconds after which both lists of changes start again; None = never.
+        speed_jitter: random factor of the speed for each task: standard deviation of its logarithm; 0 = none.
+        link_jitter: random factor of the link speed for each transfer: standard deviation of its logarithm; 0 = none.
+        speed_drift: random factor of the speed that changes slowly: standard deviation of its logarithm; 0 = none.
+        link_drift: random factor of the link speed that changes slowly: standard deviation of its logarithm; 0 = none.
+        drift_s: seconds after which a slowly changing factor is independent of its earlier value; None = no drift.
 
     Raises:
-        ValueError: fields are out of range; the message names each, with its value and what to write instead.
+        ValueError: a field is out of range; the message says what to write instead.
     """
 
     name: str = "default"
@@ -108,18 +108,18 @@ class Profile:
         self, flops: float, down_bytes: int, up_bytes: int, moved_bytes: float = 0.0, padding_flops: float = 0.0,
         num_exchanges: int = 0, num_kernels: float = 0.0,
     ) -> TaskTime:  # fmt: skip
-        """Predict the duration of a task in seconds, from its training FLOPs and the bytes each way.
+        """Predict the duration of a task in seconds, from its FLOPs and the bytes sent and received.
 
         Args:
             flops: training FLOPs of the task.
             down_bytes: number of bytes sent to the client.
             up_bytes: number of bytes sent to the server.
-            moved_bytes: number of bytes read and written by the operations; counted if `bytes_per_s` is known.
-            padding_flops: FLOPs on padding; counted if `bytes_per_s` is known.
-            num_exchanges: number of round trips in mid-task; their bytes are included above, and each adds the latency
-                of a transfer each way.
-            num_kernels: number of kernels launched, each of which takes `launch_s`: at most twice too much on a GPU,
-                which works on one kernel while the next is launched.
+            moved_bytes: number of bytes that the operations read and write; counted if `bytes_per_s` is known.
+            padding_flops: FLOPs spent on padding; counted if `bytes_per_s` is known.
+            num_exchanges: number of messages and replies in the middle of the task; each adds the latency of two
+                transfers. Their bytes are part of ``down_bytes`` and ``up_bytes``.
+            num_kernels: number of kernel launches, each of which takes `launch_s`; at most twice too much on a GPU,
+                which launches one kernel while it computes another.
         """
         latency_s = (1 + num_exchanges) * self.latency_s
         more_s = 0.0 if self.bytes_per_s is None else moved_bytes / self.bytes_per_s + padding_flops / self.flops_per_s
@@ -131,15 +131,15 @@ class Profile:
         )
 
     def available(self, at_s: float) -> bool:
-        """Check whether the client may work at the time ``at_s``."""
+        """Check whether the client is available at the time ``at_s``, in seconds."""
         if self.availability is None:
             return True
         return any(start <= at_s < stop for start, stop in self._windows_near(at_s))
 
     def next_change_s(self, at_s: float) -> float:
-        """Return the first time after `at_s` at which `available` changes; infinite if it never does.
+        """Return the first time after ``at_s`` at which the client becomes available or unavailable; infinite if it never does.
 
-        It uses the same arithmetic as `available`, so that the change happens at exactly the time returned.
+        `available` changes at exactly this time, without a rounding error.
         """
         if self.availability is None or self.availability == ((0.0, self.period_s),):
             return _INF
@@ -166,26 +166,24 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Device(Profile):
-    """A profile and the number of clients that have it: one entry of `devices:` in a config or a device file.
+    """One entry of `devices:` in a config or a device file: a device profile, and the number of clients that have it.
 
-    A field that is left out, or NaN, has the value of the bundled profile of that name (`raafl plan --profiles` lists
-    them), or else the default of `Profile`. For a kind that is drawn, such as flash-phones, every client gets another
-    device.
+    A field that is left out has the value of raafl's own profile of that name (`raafl plan --profiles` lists them), or
+    else the default of `Profile`. If the name is that of a generator, such as flash-phones, each client gets a
+    different random device.
 
     Args:
-        count: number of consecutive clients with this profile.
-        presence: always; or diurnal, markov or leaves: hours of availability that are drawn for each client, see
-            `raafl.devices.sampling.presence`.
-        on_s: seconds for which a client is present, if presence is drawn.
-        off_s: seconds for which a client is away, if presence is drawn.
-        seed: seed of everything that is drawn.
-        recorded: a CSV file of times and factors, from which `speed_changes`, `link_changes` and availability are
-            taken, see `raafl.devices.recordings`; None = no file. From a file of several devices, each client takes the
-            next one.
+        count: number of clients with this device.
+        presence: always = the client is always available; diurnal, markov or leaves = its hours are drawn at random,
+            see `raafl.devices.sampling.presence`.
+        on_s: seconds for which a client is available, if its hours are drawn.
+        off_s: seconds for which a client is away, if its hours are drawn.
+        seed: seed of all random draws.
+        recorded: CSV file of a recording, from which changes of speed and link and the availability are taken, see
+            `raafl.devices.recordings`; None = no file. If the file has several devices, each client takes the next one.
 
     Raises:
-        ValueError: a field is out of range, or the speed is unknown: no bundled profile has the name, and no fields are
-            given.
+        ValueError: a field is out of range, or the speed is unknown, since raafl has no profile of that name.
     """
 
     flops_per_s: float = _AS_NAMED
@@ -229,7 +227,7 @@ class Device(Profile):
 
     @property
     def profile(self) -> Profile:
-        """The profile of this device; for a generator, that of its first client."""
+        """Profile of this device; for a generator, that of the first client."""
         return self._drawn(0)
 
     def profiles(self) -> list[Profile]:
@@ -262,14 +260,14 @@ def _not_said(device: Device) -> list[str]:
 
 
 def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
-    """Give each client a profile; entry `i - 1` belongs to client `i`.
+    """Assign a device profile to each client; entry `i - 1` of the result belongs to client `i`.
 
-    The devices, each repeated `count` times, form a pattern. Clients get its profiles in order, and the pattern starts
-    again when it is used up. If it is longer than the number of clients, only the first ones are used.
+    The devices, each repeated `count` times, form a list that is repeated until every client has one. If there are
+    fewer clients than entries, only the first entries are used.
 
     Raises:
-        ValueError: there are no devices or no clients; or counts above 1 add up to more than the number of clients, so
-            that whole kinds of device would be dropped without notice.
+        ValueError: there are no devices or no clients; or some counts are above 1 and there are fewer clients than
+            devices, so that kinds of device would be missing.
     """
     if num_clients < 1:
         raise ValueError(f"clients is {num_clients}; there must be at least 1 client")
@@ -288,17 +286,17 @@ def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
 
 
 def load_devices(path: str | Path) -> list[Device]:
-    """Read a device file: YAML or JSON (a list of mappings, alone or under `devices:`) or CSV (one device per row).
+    """Read a device file: YAML, JSON or CSV, with one device per entry or row.
 
-    A text such as ``[{name: a100}]`` is not taken as a path but as the list itself; ``fleet:gpus`` names a fleet, see
-    `raafl.devices.fleets`.
+    In place of a path, the text may be the list itself, such as ``[{name: a100}]``, or the name of a fleet, such as
+    ``fleet:gpus``.
 
-    Keys and CSV column names are the fields of `Device`; an empty CSV cell leaves the default. In CSV, availability is
-    written `start:stop`, and speed_changes and link_changes are written `seconds:factor`, with `;` between pairs.
+    Keys and CSV column names are the fields of `Device`; an empty CSV cell means the default. In CSV, pairs are written
+    `start:stop` or `seconds:factor`, with `;` between them.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: the file cannot be read as devices; the message names every bad entry.
+        ValueError: the file cannot be read as devices; the message lists every wrong entry.
     """
     known = [f.name for f in fields(Device) if f.init]
     devices, problems = [], []

@@ -1,4 +1,4 @@
-"""Read recorded series: a CSV file of times, and of factors or states of one device or several.
+"""Read a recording: a CSV file with the speed and availability of one or several devices over time.
 
 Columns: ``time_s``, increasing for each device; any of ``speed`` and ``link`` (factors of what the profile states) and
 ``available`` (1 or 0); and ``device``, a label, where the file has several devices. An empty cell changes nothing. Before its
@@ -26,12 +26,12 @@ _NEEDED = "time_s and any of speed, link and available (and device, of several)"
 
 @dataclass(slots=True)
 class Recording:
-    """Recorded factors and states of one device.
+    """Recorded changes of the speed, link and availability of one device.
 
     Attributes:
         last_s: time of the last row, in seconds.
-        series: `[seconds, factor]` pairs by field of a profile.
-        states: `[seconds, is available]` pairs of the device.
+        series: pairs of `[seconds, factor]`, by field of `Profile`.
+        states: pairs of `[seconds, whether the device is available]`.
     """
 
     last_s: float = -1.0
@@ -39,7 +39,7 @@ class Recording:
     states: list[tuple[float, bool]] = field(default_factory=list)
 
     def fields(self, repeat_s: float | None) -> dict[str, Any]:
-        """Return the fields of a profile that this recording sets.
+        """Convert the recording to fields of `Profile`.
 
         Args:
             repeat_s: seconds after which the recording starts again; None = its last values stay.
@@ -75,7 +75,7 @@ class Recording:
 
 
 def problems(device: Any) -> list[str]:
-    """List the faults of a device's field ``recorded``: an unreadable file, or fields that the recording also sets."""
+    """List the errors in a device's field ``recorded``: an unreadable file, or other fields that set the same values."""
     if device.recorded is None:
         return []
     shown = f"recorded is {device.recorded!r}"
@@ -94,10 +94,10 @@ def problems(device: Any) -> list[str]:
 
 
 def load(path: str) -> tuple[Recording, ...]:
-    """Return the recording of each device in a file, in the order of their first rows.
+    """Read the recording of each device in a file, in the order in which the devices appear.
 
     Raises:
-        ValueError: the file is no recording; the message continues "PATH, which", and says what to write instead.
+        ValueError: the file is not a recording; the message can follow "PATH, which", and says what to write instead.
     """
     file = Path(path)
     if not file.is_file():

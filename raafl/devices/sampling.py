@@ -1,4 +1,4 @@
-"""Draw devices and their hours of availability at random from a seed: from fitted distributions, or of a given kind."""
+"""Draw random devices and their hours of availability from a seed."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ def _generator(seed: int, *numbers: int) -> np.random.Generator:
 
 
 def median(law: Mapping[str, Any]) -> dict[str, float]:
-    """Return the fields of a device at the medians of a generator's distributions."""
+    """Return the fields of a generator's median device.
+
+    Args:
+        law: distributions of the generator, from the catalogue.
+    """
     return _device(law, law["score"]["mean_log"], (0.0, 0.0, 0.0))
 
 
 def draw(law: Mapping[str, Any], seed: int, number: int) -> dict[str, float]:
-    """Draw the fields of a random device; the same seed and number give the same device.
+    """Draw the fields of a random device; the same seed and number always give the same device.
 
-    The device's benchmark score is lognormal, truncated to the measured range; speed and memory follow from it. The
-    link's speeds are lognormal and correlated with the score.
+    The benchmark score of the device is drawn from a truncated lognormal distribution; speed and memory follow from it.
+    Link speeds are lognormal and correlated with the score.
 
     Args:
-        law: fields of the distributions, from the catalogue.
-        seed: seed of the run.
+        law: distributions of the generator, from the catalogue.
+        seed: seed of the config.
         number: number of the device.
     """
     rng, score = _generator(seed, number), law["score"]
@@ -64,14 +68,16 @@ def _device(law: Mapping[str, Any], log_score: float, normals: tuple[float, floa
 def presence(
     kind: Presence, on_s: float | None, off_s: float | None, seed: int, number: int
 ) -> tuple[Windows | None, float | None]:
-    """Return the windows in which a device is available and the period after which they repeat; both None = always.
+    """Draw the hours in which a device is available; return time windows and the period after which they repeat.
+
+    Both are None if the device is always available.
 
     Args:
-        kind: diurnal: available ``on_s`` of every ``on_s + off_s`` seconds, from a random time of day. markov: changes
-            its state after exponential times with means ``on_s`` and ``off_s``, starting in the stationary state.
-            leaves: stays for an exponential time with mean ``on_s`` and never comes back.
-        on_s: seconds for which the device is available.
-        off_s: seconds for which it is away; None for diurnal = the rest of a day.
+        kind: diurnal = available for ``on_s`` of every ``on_s + off_s`` seconds, from a random time of day; markov =
+            available and away for exponential times with means ``on_s`` and ``off_s``; leaves = available for an
+            exponential time with mean ``on_s``, then never again.
+        on_s: seconds for which the device is available, or their mean.
+        off_s: seconds for which it is away, or their mean; None for diurnal = the rest of a day.
         seed: seed of the draw.
         number: number of the device, so that each has its own pattern.
     """
@@ -95,13 +101,13 @@ def presence(
 
 
 def presence_problems(kind: str, on_s: float | None, off_s: float | None, has_windows: bool) -> list[str]:
-    """List the faults in the settings of a presence, one line each.
+    """List the errors in the settings of random availability, one line each.
 
     Args:
-        kind: kind of presence.
-        on_s: mean seconds present; None = not given.
-        off_s: mean seconds absent; None = not given.
-        has_windows: whether windows of availability are given, too.
+        kind: kind of availability, such as diurnal.
+        on_s: mean seconds available; None = not given.
+        off_s: mean seconds away; None = not given.
+        has_windows: whether fixed hours are given, too.
     """
     if kind not in PRESENCES:
         return [f"presence is {kind!r}; write {', '.join(PRESENCES[:-1])} or {PRESENCES[-1]}"]

@@ -1,4 +1,4 @@
-"""Refer to a profile's series (availability, changes of speed and link) by digest, on the wire and in the journal."""
+"""Replace long series in device profiles (availability, changes of speed) by digests, in messages and in the journal."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ Known = Mapping[str, Any]
 
 
 def digest(pairs: Iterable[Sequence[float | None]]) -> str:
-    """Return the digest of a series of number pairs; it does not depend on the numbers' types."""
+    """Compute the digest of a series of pairs of numbers; equal numbers of different types give the same digest."""
     text = json.dumps([[None if one is None else float(one) for one in pair] for pair in pairs])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def long_series(profile: Mapping[str, Any], longer_than: int = MOST_PAIRS) -> dict[str, Any]:
-    """Return a profile's series that have more than ``longer_than`` pairs, by digest."""
+    """Return the series of a profile that have more than ``longer_than`` pairs, by digest."""
     found = (profile.get(name) for name in FIELDS)
     return {digest(pairs): pairs for pairs in found if pairs is not None and len(pairs) > longer_than}
 
 
 def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
-    """Replace each long series in a profile's plain data by ``{"digest": HEX}``.
+    """Replace each long series in a profile by its digest, ``{"digest": HEX}``; return the new profile.
 
     Args:
-        profile: plain data of the profile.
-        but: series already written out, by digest; a new one stays written out and is added here. None = replace all.
+        profile: profile as plain data.
+        but: series that were already written in full, by digest; a new one is left in full and added here. None =
+            replace all.
     """
     short = dict(profile)
     for name in FIELDS:
@@ -52,18 +53,18 @@ def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None =
 
 
 def as_sent(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a profile's plain data as a client sends it: scalars, a short availability series, digests of other series."""
+    """Return a profile as a client sends it: plain numbers, short availability, and digests of other series."""
     changes = {name: {"digest": digest(pairs)} for name in CHANGES if (pairs := profile.get(name)) is not None}
     return {**shortened(profile), **changes}
 
 
 def as_known(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the digests in a client's profile by the series of the server's ``own`` profile of that client.
+    """Replace the digests in a client's profile by the series in the server's profile of that client.
 
-    A client that names no changes gets those of the server, which emulates them.
+    If the client's profile has no changes of speed, the server's are used, since the server emulates them.
 
     Raises:
-        ValueError: the profile names a digest that no series of the server has for that client.
+        ValueError: the server's profile has no series with a digest that the client sent.
     """
     whole = restored(profile, long_series(own, longer_than=0))
     if all(whole.get(name) is None for name in CHANGES):
@@ -72,7 +73,7 @@ def as_known(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
 
 def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
-    """Undo `shortened`: replace the digests in a profile by their series.
+    """Replace the digests in a profile by their series; the inverse of `shortened`.
 
     Args:
         profile: plain data of the profile, with digests.
@@ -92,7 +93,7 @@ def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
 
 
 def problem_of_sent(profile: Mapping[str, Any]) -> str | None:
-    """Describe the fault of a series in a client's profile; None = no fault."""
+    """Describe the error in a series of a client's profile; None = no error."""
     for name in FIELDS:
         value = profile.get(name)
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Predict the time of a task on a device from the task's cost."""
+"""Predict the time of a task on a device."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from raafl.submodel.cost import Cost
 
 
 def time_on(profile: Profile, cost: Cost, samples: float, tested: float = 0.0) -> TaskTime:
-    """Predict the time of a task in which a device trains and then evaluates.
+    """Predict the time in which a device trains a task and then evaluates the result.
 
-    A forward pass costs a third of a training step; each of the cost's ``num_exchanges`` adds the link's latency twice.
+    A forward pass costs a third of a training step.
 
     Args:
         profile: profile of the device.
-        cost: cost per sample and per task.
+        cost: cost of the submodel per sample and per task.
         samples: number of samples to train on.
         tested: number of samples to evaluate on.
     """

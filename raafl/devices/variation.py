@@ -1,4 +1,4 @@
-"""Compute how long a task really takes on a device whose speed and links vary: recorded changes, drift, jitter.
+"""Compute the real duration of a task on a device whose speed and links vary over time.
 
 Every factor is a pure function of the profile, the moment and a seed, so that the executor, a resumed run and a replay agree.
 """
@@ -28,16 +28,16 @@ _NORMAL = NormalDist()
 
 
 def real_time(profile: Profile, predicted: TaskTime, start_s: float, task: int, draw: Draw) -> TaskTime:
-    """Return the actual duration of a task: its prediction, changed by the device's variation at that time.
+    """Compute the real duration of a task from the predicted one, with the variation of the device at that time.
 
-    The link's factor, at the time of each transfer, changes the time of the bytes, but not the latency.
+    Variation of the link affects the time for the bytes, but not the latency.
 
     Args:
         profile: profile of the device.
-        predicted: the task's duration at the rates that the profile states.
-        start_s: time of the assignment, in seconds of the run's clock.
-        task: number of the client's task, for the jitter.
-        draw: function that makes seeds; the same for all tasks of a client.
+        predicted: duration of the task at the constant speeds of the profile.
+        start_s: time of the assignment, in seconds on the run's clock.
+        task: number of the client's task, for random variation.
+        draw: function that returns seeds for random variation; the same for all tasks of a client.
     """
     speed, links = _rate(profile, "speed", task, draw), _rate(profile, "link", task, draw)
     if links is not None:
@@ -96,12 +96,12 @@ class _Rate:
     task: int
 
     def seconds(self, phase: str, start_s: float, work_s: float) -> float:
-        """Return the duration, from ``start_s`` on, of work that takes ``work_s`` seconds at a factor of 1.
+        """Return the duration in seconds of some work, with the variation of the rate from ``start_s`` on.
 
         Args:
-            phase: name of the task's phase, which has a jitter of its own.
+            phase: name of the part of the task, which has its own random variation.
             start_s: time at which the work begins, in seconds.
-            work_s: seconds that the work takes at a factor of 1.
+            work_s: duration of the work in seconds at the constant rate of the profile.
         """
         if self.jitter:
             work_s /= math.exp(self.jitter * _normal(self.draw, "jitter", self.task, phase))

@@ -1,4 +1,4 @@
-"""Stand for the method that raafl chooses before a run; see `raafl.plan.choose`, which replaces it."""
+"""Define `algorithm: auto`, a placeholder for the method that raafl chooses before a run (`raafl.plan.choose`)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ NAME = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Unchosen(Full):
-    """Select part of a method that is not chosen yet: refuses every run.
+    """Placeholder for the select part of a method that is not chosen yet.
 
     Attributes:
-        methods: among which to choose; None = all that the table has.
+        methods: names of the methods among which to choose; None = all that raafl has measurements of.
     """
 
     methods: tuple[str, ...] | None = None
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return the problem that nobody has chosen."""
+        """Return an error that no method has been chosen, so that no run starts with the placeholder."""
         return [
             "algorithm is auto, which stands for no method yet: start the run by a command of raafl, or name a method"
         ]
@@ -33,10 +33,10 @@ class Unchosen(Full):
 
 
 def auto(methods: list[str] | None = None) -> Algorithm:
-    """Return the stand-in for a method that is chosen from the fleet, the model and its data, before the run starts.
+    """Choose the method automatically before the run starts, from the clients' devices, the model and the data.
 
     Args:
-        methods: names of methods among which to choose; None = all that the table of choices has.
+        methods: names of the methods among which to choose; None = all that raafl has measurements of.
     """
     select = Unchosen(None if methods is None else tuple(methods))
     return replace(fed_buff(), name=NAME, paper="none", select=select)

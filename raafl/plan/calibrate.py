@@ -39,15 +39,15 @@ Numbers = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class TimedTask:
-    """One finished task of a real run.
+    """One finished task of a real run, with its real and predicted times.
 
     Attributes:
         client: id of the client.
         incarnation: number of times that the client had joined before.
-        assigned_s, arrived_s: time of assignment and arrival, in seconds on the run's clock.
-        compute_s: predicted seconds of its computation on the client's base profile.
-        link_s: predicted seconds of its transfers on that profile.
-        pace_s: smallest duration in seconds that emulation gave the task; 0 = not emulated.
+        assigned_s, arrived_s: times of assignment and of the update's arrival, in seconds on the run's clock.
+        compute_s: predicted seconds of computation, by the client's device profile before calibration.
+        link_s: predicted seconds of its transfers, by the same profile.
+        pace_s: minimum duration in seconds, if the task was slowed down to emulate a device; 0 = it was not.
     """
 
     client: int
@@ -66,18 +66,17 @@ class TimedTask:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Difference between one client's tasks and the prediction with its base profile.
+    """Correction of a device profile for one client, fitted to the durations of its tasks.
 
     Attributes:
         client: id of the client.
-        slowdown: factor of the predicted computation time.
-        overhead_s: number of seconds of each task that do not depend on its size.
+        slowdown: factor by which computation takes longer than predicted.
+        overhead_s: seconds that each task takes in addition, whatever its size.
         jitter: standard deviation of the logarithm of a task's speed.
-        num_fitted: number of tasks that were fitted.
-        num_held_out: number of tasks that were held out of the fit.
-        task_error: median over the held-out tasks of the relative error of a task's seconds; None = no task was held out.
-        sum_error: predicted seconds of the held-out tasks together over the real ones, minus 1; None = no task was held
-            out.
+        num_fitted: number of tasks used for the fit.
+        num_held_out: number of tasks used to check the fit.
+        task_error: median relative error of the predicted duration over the tasks used to check; None = there are none.
+        sum_error: relative error of the predicted total duration of the tasks used to check; None = there are none.
         warm_up_s: seconds by which the first task took longer than the fit predicts; None = unknown.
     """
 
@@ -92,11 +91,11 @@ class Fit:
     warm_up_s: float | None = None
 
     def expected_s(self, task: TimedTask) -> float:
-        """Return the expected seconds of a task, with the mean effect of the jitter."""
+        """Return the predicted duration of a task in seconds, including the average effect of jitter."""
         return self.slowdown * task.compute_s * math.exp(self.jitter**2 / 2) + self.overhead_s + task.link_s
 
     def profile(self, base: Profile) -> Profile:
-        """Return ``base`` with the fitted speeds; changes of speed in ``base`` are left out, as the jitter covers them."""
+        """Return a device profile with the fitted speeds; its recorded changes of speed are dropped, since jitter covers them."""
         slower = self.slowdown
         traffic = None if base.bytes_per_s is None else base.bytes_per_s / slower
         return replace(
@@ -107,7 +106,10 @@ class Fit:
         )  # fmt: skip
 
     def really(self, declared: Profile) -> Profile:
-        """Return ``declared`` with the real speed hidden from predictions, for a run whose methods chose tasks by ``declared``."""
+        """Return a profile that methods see as ``declared``, while its tasks take the time of the fitted speeds.
+
+        This repeats a run in which methods chose tasks by the declared profile.
+        """
         return replace(
             declared, latency_s=declared.latency_s + self.overhead_s / 2, speed_jitter=self.jitter,
             speed_changes=((0.0, 1 / self.slowdown),), link_changes=None, repeat_s=None, speed_drift=0.0, link_drift=0.0,
@@ -117,16 +119,16 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Comparison of the virtual clock, with calibrated profiles, to a real run.
+    """Comparison of a real run with its simulation on the virtual clock, using fitted device profiles.
 
     Attributes:
         run: folder of the run.
-        updates: number of updates merged in the real run.
-        predicted_s, real_s: seconds from the first assignment to the last arrival.
-        predicted_update_s, real_update_s: those seconds for each merged update.
-        error: predicted seconds of the whole run over the real ones, minus 1.
-        task_error: median, over tasks of calibrated clients, of the relative error of a task's seconds.
-        problem: reason why the virtual clock cannot run it; predictions are then missing.
+        updates: number of merged updates of the real run.
+        predicted_s, real_s: seconds from the first assignment to the last update's arrival.
+        predicted_update_s, real_update_s: the same seconds, per merged update.
+        error: relative error of the predicted duration of the run.
+        task_error: median relative error of a task's predicted duration.
+        problem: reason why the run cannot be simulated; predictions are then missing.
     """
 
     run: str
@@ -142,7 +144,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class RealRun:
-    """Timed tasks of one run on the wall clock, and its clients as they joined."""
+    """A run on the wall clock: the times of its tasks, and its clients as they joined."""
 
     folder: Path
     experiment: Experiment
@@ -153,18 +155,17 @@ class RealRun:
 
     @property
     def num_paced(self) -> int:
-        """Number of tasks whose duration was that of an emulated device, not of this machine."""
+        """Number of tasks that were slowed down to emulate a device, so that they say nothing about this machine."""
         return sum(task.pace_s > 0.5 * task.seconds for task in self.tasks)
 
 
 def read_real(folder: Path, experiment: Experiment, base: Profile | None = None) -> RealRun:
-    """Read the tasks of a run folder and predict each on its client's base profile.
+    """Read the tasks of a run folder, and predict the duration of each from its client's device profile.
 
     Args:
         folder: folder of the run.
         experiment: settings of the run, from its config.
-        base: profile whose figures for FLOPs, traffic, launches and link the fit starts from; None = each client's own,
-            as it was when it joined.
+        base: device profile for the predictions; None = that of each client when it joined.
 
     Raises:
         BadInput: the folder has no run on the wall clock, or no task of the run arrived.
@@ -210,16 +211,16 @@ def _timed(task: Assignment, arrived_s: float, client: ClientInfo, fleet: Select
 
 
 def calibrate(run: RealRun, most: int = MOST_FITTED) -> dict[int, Fit]:
-    """Fit each client of a run that finished a task; return the fits by client id.
+    """Fit the device profile of each client to its tasks in a real run; return the fits by client id.
 
-    The first task after a client joined is left out if there are others, and at least half of the rest is held out.
+    A client's first task is left out if there are others. At least half of the others are used to check the fit.
 
     Args:
         run: the real run.
-        most: largest number of tasks of a client to fit.
+        most: largest number of tasks of a client to use for the fit.
 
     Raises:
-        BadInput: a client's tasks have no predicted computation time, since its profile has no limit of speed.
+        BadInput: a client's profile has no speed, so that its computation time cannot be predicted.
     """
     by_client = sorted(run.tasks, key=lambda task: (task.client, task.assigned_s))
     return {client: _fit(client, list(tasks), most) for client, tasks in groupby(by_client, lambda task: task.client)}
@@ -242,17 +243,17 @@ def _fit(client: int, tasks: Sequence[TimedTask], most: int) -> Fit:
 
 
 def fit_tasks(client: int, tasks: Sequence[TimedTask]) -> Fit:
-    """Fit slowdown, overhead and jitter to tasks of one client, by least squares of relative errors.
+    """Fit the slowdown, overhead and jitter of one client to its tasks, by least squares of relative errors.
 
-    An overhead is fitted if the tasks' predicted computations differ enough; otherwise all of it counts as slower
+    An overhead is fitted only if the tasks differ enough in size; otherwise the whole difference counts as slower
     computation.
 
     Args:
         client: id of the client.
-        tasks: tasks of the client, at least one.
+        tasks: tasks of the client; at least one.
 
     Raises:
-        BadInput: a task has no predicted computation.
+        BadInput: a task has no predicted computation time.
     """
     compute = np.array([task.compute_s for task in tasks])
     real = np.array([max(task.seconds - task.link_s, _ROUNDING_S) for task in tasks])
@@ -283,14 +284,14 @@ def _line(compute: Numbers, real: Numbers) -> tuple[float, float]:
 
 
 def check(run: RealRun, fits: Mapping[int, Fit]) -> Check:
-    """Run the config of a real run on the virtual clock, without training, and compare the times.
+    """Simulate a real run on the virtual clock, without training, and compare the times.
 
-    Methods see the profiles that they saw in the real run, so that each client gets the same work; the fits decide how
-    long it takes.
+    Methods see the same device profiles as in the real run, so that each client gets the same tasks; the fits determine
+    how long these take.
 
     Args:
-        run: the real run, read with the same base profile as the fitted one.
-        fits: fit of each client, by id; a client without one takes the time of its profile.
+        run: the real run.
+        fits: fit of each client, by id; a client without a fit takes the time of its profile.
     """
     last, real_s = (
         run.num_merged,
@@ -313,12 +314,12 @@ def check(run: RealRun, fits: Mapping[int, Fit]) -> Check:
 
 
 def devices_of(profiles: Iterable[Profile]) -> list[Device]:
-    """Return a device for each profile, with all its fields given."""
+    """Convert profiles to entries of the config section `devices`, with all fields given."""
     return [Device(**{one.name: getattr(profile, one.name) for one in fields(Profile)}) for profile in profiles]
 
 
 def device_rows(profiles: Iterable[Profile]) -> list[dict[str, Any]]:
-    """Return the entries of a device file, without the fields that are at their default."""
+    """Convert profiles to rows of a device file, without fields that have their default."""
     default = Profile()
     rows = []
     for profile in profiles:

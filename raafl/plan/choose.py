@@ -1,4 +1,4 @@
-"""Choose a method and its settings for a fleet: seconds for an update from a dry run, updates to a target from runs of a grid.
+"""Choose a method and its settings for a set of devices, from measured runs on other sets and predicted times.
 
 The time to a target is the product of the two. The first follows from this fleet alone and is exact on the virtual clock
 (`raafl.plan.dry`). The second is learnt: `choices.json` has, for each fleet and task of the grid, how many updates each method
@@ -38,15 +38,15 @@ _MOMENTS, _TASKS_AHEAD = 64, 50
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """A fleet in numbers, with the whole model's task as the measure.
+    """A fleet (all clients' devices) described by six numbers; tasks are those with the whole model.
 
     Attributes:
-        slowest: base-2 logarithm of the slowest client's seconds for a task over the median client's.
-        fastest: base-2 logarithm of the median client's over the fastest's.
-        link: share of the median client's task that is transfers.
-        fits: share of the clients whose memory the whole model fits.
-        present: mean share of the time in which a client is there.
-        clients: base-10 logarithm of their number.
+        slowest: base-2 logarithm of the slowest client's task time divided by the median.
+        fastest: base-2 logarithm of the median task time divided by the fastest client's.
+        link: share of the median client's task time that is spent on transfers.
+        fits: share of the clients that have enough memory for the whole model.
+        present: mean share of the time in which a client is available.
+        clients: base-10 logarithm of the number of clients.
     """
 
     slowest: float
@@ -57,12 +57,12 @@ class Features:
     clients: float
 
     def distance(self, other: Features) -> float:
-        """Return the Euclidean distance, each number over a scale of its own: a factor of 2, a factor of 10, or 30 %."""
+        """Return the Euclidean distance between two fleets; each number is first divided by its own scale."""
         ours, theirs = asdict(self), asdict(other)
         return math.sqrt(sum(((ours[name] - theirs[name]) / scale) ** 2 for name, scale in _SCALES.items()))
 
     def sentence(self) -> str:
-        """Describe the fleet in words."""
+        """Describe the fleet in one sentence."""
         return (
             f"slowest client {2**self.slowest:.3g} x the median, fastest 1/{2**self.fastest:.3g}; {self.link:.0%} of a task "
             f"is transfers; the model fits {self.fits:.0%}; a client is there {self.present:.0%} of the time"
@@ -71,13 +71,13 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class FleetSummary:
-    """Numbers of an experiment's fleet by which a method is chosen.
+    """Properties of an experiment's fleet (all clients' devices), from which a method is chosen.
 
     Attributes:
-        features: speeds, links, memory and hours of the fleet.
+        features: description of the fleet by numbers.
         num_clients: number of clients (N).
-        median_s: seconds of the median client's task with the whole model.
-        steps: local steps of the median client's task.
+        median_s: seconds of a task with the whole model on the median client.
+        steps: number of local steps of a task on the median client.
     """
 
     features: Features
@@ -87,7 +87,7 @@ class FleetSummary:
 
     @classmethod
     def of(cls, world: World) -> FleetSummary:
-        """Compute the summary of an experiment's fleet from the predicted times of its clients' tasks."""
+        """Compute the properties of an experiment's fleet from the predicted times of tasks."""
         fleet = world.fleet(ALGORITHMS["fed_avg"]())
         times = {client.id: fleet.task_time(client, Work()) for client in world.clients}
         seconds = sorted(max(time.total_s, 1e-9) for time in times.values())
@@ -115,14 +115,14 @@ def _present(client: ClientInfo, task_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A method with settings.
+    """A method with settings that may be chosen.
 
     Attributes:
-        label: name of the grid's row.
+        label: name of the method and its settings in the table of measured runs.
         method: name of the algorithm.
-        settings: arguments of its factory; ``submodel`` as arguments of `raafl.parts.RateSelect`.
-        num_clients: number of clients in the grid.
-        steps: local steps of the grid's task to which counts of steps belong.
+        settings: arguments of the algorithm's factory; ``submodel`` has the arguments of `raafl.parts.RateSelect`.
+        num_clients: number of clients in the measured runs.
+        steps: number of local steps per task in the measured runs.
     """
 
     label: str
@@ -132,12 +132,11 @@ class Candidate:
     steps: int = 1
 
     def for_fleet(self, fleet: FleetSummary) -> Candidate:
-        """Return the candidate with its settings carried over to another fleet.
+        """Adapt the settings to another fleet; return the adapted candidate.
 
-        Where clients start again at each arrival and C work at once, an update is merged C - 1 updates after its start, on
-        average, whatever the speeds (the discrete Little's law of Alahyane et al. 2025, arXiv 2502.08206), so about
-        (C - 1) / K merges after it with a buffer of K. This staleness is kept as it was in the grid: by the buffer, or where
-        there is none by the concurrency.
+        The aim is to keep the staleness of the measured runs. With C clients at work and a buffer of K updates, an
+        update is on average about (C - 1) / K merges old (Alahyane et al. 2025, arXiv 2502.08206). So the buffer size
+        is scaled with the number of clients; without a buffer, the number of clients at work is limited.
         """
         found: dict[str, Any] = {
             name: max(1, round(value * fleet.steps / self.steps)) if name.endswith("_steps") else value
@@ -160,14 +159,14 @@ class Candidate:
         return replace(self, settings=found)
 
     def algorithm(self) -> Algorithm:
-        """Build the algorithm. Raises `BadInput` as its factory does."""
+        """Build the algorithm with its settings; raises the same errors as its factory."""
         made = dict(self.settings)
         if "submodel" in made:
             made["submodel"] = RateSelect(**made["submodel"])
         return ALGORITHMS[self.method](**made)
 
     def options(self) -> list[str]:
-        """Return the options of the command line that ask for it."""
+        """Return the command-line options that select this method and its settings."""
         shown = {
             name: {"class_path": "raafl.parts.RateSelect", "init_args": value} if name == "submodel" else value
             for name, value in self.settings.items()
@@ -192,12 +191,13 @@ def _submodels(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Updates that the methods took on one fleet of the grid, for one task.
+    """Measured runs on one fleet and one learning task.
 
     Attributes:
-        fleet, task: names of the grid's files.
-        features: numbers of the fleet.
-        updates: updates to the target by label, median over seeds; see `NOT_REACHED`.
+        fleet, task: names of the fleet's and the task's files.
+        features: description of the fleet by numbers.
+        updates: number of updates until the target was reached, median over seeds, by the candidate's label; see
+            `NOT_REACHED`.
     """
 
     fleet: str
@@ -208,7 +208,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Knowledge of methods: candidates, cells of the grid, and how its choices did on fleets left out."""
+    """Table of measured runs: the candidates, and for each fleet the updates that they needed."""
 
     candidates: Sequence[Candidate]
     cells: Sequence[Cell]
@@ -216,10 +216,10 @@ class Table:
 
     @classmethod
     def load(cls, path: Path = TABLE) -> Table:
-        """Read the table.
+        """Read the table from its file.
 
         Raises:
-            BadInput: there is none.
+            BadInput: the file does not exist.
         """
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -229,14 +229,13 @@ class Table:
         return cls([Candidate(**one) for one in data["candidates"]], cells, data["held_out"])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the table as plain data."""
+        """Convert the table to plain data."""
         return asdict(self)
 
     def updates(self, features: Features) -> dict[str, float]:
-        """Return the updates that each candidate needs on a fleet, over those of the best, by label.
+        """Estimate how many updates each candidate needs on a fleet, divided by the smallest number; by the candidate's label.
 
-        It is the geometric mean over the cells, each weighted by ``exp(-d^2)`` of its distance d; of a far fleet the cells
-        count about alike.
+        The result is a geometric mean over the measured fleets; a fleet at distance d has weight ``exp(-d^2)``.
         """
         squares = [cell.features.distance(features) ** 2 for cell in self.cells]
         weights = [math.exp(min(squares) - square) for square in squares]
@@ -253,7 +252,7 @@ class Table:
         return found
 
     def text(self) -> str:
-        """Describe how `auto` chooses, among what, and how it did on fleets left out."""
+        """Describe how `auto` chooses a method, the candidates, and how well its choices did on fleets not in the table."""
         fleets, tasks = (dict.fromkeys(getattr(cell, name) for cell in self.cells) for name in ("fleet", "task"))
         held = self.held_out
         error = "not known"
@@ -270,7 +269,7 @@ class Table:
         return "\n".join(lines)
 
     def nearest(self, features: Features) -> list[str]:
-        """Return the names of the grid's fleets, the nearest first."""
+        """Return the names of the measured fleets, the most similar first."""
         return list(
             dict.fromkeys(cell.fleet for cell in sorted(self.cells, key=lambda c: c.features.distance(features)))
         )
@@ -278,14 +277,15 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen method, and why.
+    """The chosen method, and the reasons for the choice.
 
     Attributes:
-        candidate: chosen method with settings for this fleet.
-        scores: expected time to a target of each candidate, over that of the chosen one; best first.
-        problems: reasons why others cannot be run, by label.
-        reasons: two lines for the user.
-        features: numbers of the fleet.
+        candidate: the chosen method, with settings for this fleet.
+        scores: expected time of each candidate until a target is reached, divided by that of the chosen one; best
+            first.
+        problems: reason why other candidates cannot be run, by label.
+        reasons: two lines of explanation for the user.
+        features: description of the fleet by numbers.
     """
 
     candidate: Candidate
@@ -295,7 +295,7 @@ class Choice:
     features: Features
 
     def to_json(self) -> dict[str, Any]:
-        """Return the choice as plain data, for the journal."""
+        """Convert the choice to plain data, for the journal."""
         own = self.candidate
         return {
             "method": own.method, "settings": dict(own.settings), "reasons": list(self.reasons),
@@ -305,14 +305,14 @@ class Choice:
 
 
 def choose(experiment: Experiment, table: Table | None = None) -> Choice:
-    """Choose the method of an experiment whose algorithm is `raafl.plan.auto.auto`; the same each time.
+    """Choose a method for an experiment with `algorithm: auto`; the same experiment always gets the same method.
 
     Args:
-        experiment: configuration of the run.
-        table: knowledge of methods; None = raafl's own.
+        experiment: settings of the run.
+        table: table of measured runs; None = that of raafl.
 
     Raises:
-        BadInput: no method of the table can be run, or one that was asked for is not in it.
+        BadInput: no candidate can be run, or the user asked for a method that is not in the table.
     """
     table, world = table or Table.load(), World(experiment)
     fleet = FleetSummary.of(world)
@@ -339,12 +339,12 @@ def choose(experiment: Experiment, table: Table | None = None) -> Choice:
 
 
 def chosen(experiment: Experiment, choice: Choice) -> Experiment:
-    """Return the experiment with the chosen method, which carries the reasons into the run's journal."""
+    """Return the experiment with the chosen method; the reasons for the choice will be recorded in the run's journal."""
     return replace(experiment, algorithm=replace(choice.candidate.algorithm(), chosen=choice.to_json()))
 
 
 def is_open(algorithm: Algorithm) -> bool:
-    """Check whether the method is still to be chosen."""
+    """Check whether an algorithm is the placeholder `auto`, for which a method must still be chosen."""
     return algorithm.name == NAME and isinstance(algorithm.select, Unchosen)
 
 

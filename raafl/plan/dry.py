@@ -1,4 +1,4 @@
-"""Run a federation over virtual time without training: coordinator, parts and devices are the real ones."""
+"""Simulate a run without training it (a dry run): coordinator, algorithm and devices are the real ones."""
 
 from __future__ import annotations
 
@@ -34,24 +34,23 @@ MOST_UPDATES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicted figures of a run with one algorithm; figures are None if no update would be merged.
+    """Predicted figures of a run with one algorithm; None where no update would be merged.
 
     Attributes:
         name: name of the algorithm.
         updates: number of updates merged in the dry run.
-        time_s: virtual seconds of the dry run.
-        version_s: seconds per version.
-        update_s: seconds per merged update, all clients together.
+        time_s: duration of the dry run in virtual seconds.
+        version_s: seconds per version of the global model.
+        update_s: seconds per merged update, counting all clients together.
         utilisation: share of the clients' time spent on tasks.
         staleness: mean staleness of the merged updates.
-        bytes_per_update: bytes of an update, down and up.
-        run_s: virtual seconds until the config's ``max_updates`` are merged.
-        least, most: number of merged updates of the client with the fewest, and of the one with the most.
+        bytes_per_update: bytes sent and received for one update.
+        run_s: virtual seconds until the run has merged as many updates as the config asks for (``max_updates``).
+        least, most: smallest and largest number of merged updates of any client.
         problem: reason why the algorithm cannot be run; the figures are then None or 0.
-        note: reason why it will not learn at this staleness.
-        bases: precision of the frozen base that each client had in its last task, by client id, if there are several.
-        here_s: seconds in which one process of the given machine trains the tasks of these updates; None = no machine
-            was given.
+        note: reason why the algorithm will not learn with this staleness.
+        bases: precision of the frozen parameters of each client in its last task, by client id, if there are several.
+        here_s: seconds in which one process of a given machine would train these tasks; None = no machine was given.
     """
 
     name: str
@@ -73,7 +72,7 @@ class Prediction:
 
 
 class World:
-    """Data, clients and costs shared by all predictions for one experiment."""
+    """Data, clients and costs of an experiment, shared by the predictions for several algorithms."""
 
     def __init__(self, experiment: Experiment) -> None:
         """Load and partition the data. Raises `BadInput` as `raafl.runtime.setup` does."""
@@ -85,7 +84,7 @@ class World:
         self._submodels: dict[str, Submodels] = {}
 
     def submodels(self, algorithm: Algorithm) -> Submodels:
-        """Return the submodels of the model as this algorithm trains it, without values."""
+        """Return the submodels of the model as an algorithm trains it, without parameter values."""
         prepared = type(algorithm.local).prepare
         key = "plain" if prepared.__qualname__ == "Local.prepare" else repr(algorithm.local)
         key += " whole" if type(algorithm.select) is Full else ""
@@ -98,25 +97,25 @@ class World:
         return self._submodels[key]
 
     def cut_submodels(self) -> Submodels:
-        """Return the submodels of the config's algorithm with proven axes; also for an algorithm of whole models."""
+        """Return the submodels that the model can be cut to, even if the config's algorithm only trains whole models."""
         own = self.experiment.algorithm
         return self.submodels(replace(own, select=RateSelect()) if type(own.select) is Full else own)
 
     def fleet(self, algorithm: Algorithm) -> SelectContext:
-        """Return a select part's context with all clients, even if the algorithm does not suit them."""
+        """Return the context for selecting submodels, with all clients, even if the algorithm does not suit them."""
         fleet = self._coordinator(algorithm, None, real=False).fleet
         return fleet.of(self.clients)
 
     def coordinator(self, algorithm: Algorithm, max_updates: int | None, *, real: bool = False) -> Coordinator:
-        """Return the coordinator of a run with this world's model and clients.
+        """Build the coordinator of a run with these clients and this model.
 
         Args:
             algorithm: algorithm of the run.
-            max_updates: number of merged updates after which it ends; None = never.
-            real: whether the model has values; else it is on the meta device.
+            max_updates: number of merged updates after which the run ends; None = no limit.
+            real: whether the model has parameter values; else it is on the meta device.
 
         Raises:
-            BadInput: the clients and the submodels do not fit each other.
+            BadInput: a client has too little memory for every submodel.
         """
         coordinator = self._coordinator(algorithm, max_updates, real=real)
         problems = algorithm.merge.check(coordinator.state)
@@ -144,7 +143,7 @@ class World:
 
 
 class Unmerged(Merge):
-    """Merge that discards updates: the model stays unchanged, but versions are counted."""
+    """Merge of a dry run: it discards updates, but counts versions."""
 
     def __init__(self, inner: Merge) -> None:
         """Stand in for the merge ``inner``."""
@@ -158,7 +157,7 @@ class Unmerged(Merge):
 
 
 class Untrained(Executor):
-    """Executor for dry runs: answers every task at once with uninitialised tensors."""
+    """Executor of a dry run: it trains nothing, and returns uninitialised tensors at once."""
 
     def __init__(self, payload: Payload, sizes: Mapping[int, int], seconds_of: Callable[[Assignment], float]) -> None:
         """Answer for clients with ``sizes`` samples, by id; ``here_s`` adds up ``seconds_of`` each task."""
@@ -174,7 +173,7 @@ class Untrained(Executor):
             self.bases[assignment.client] = assignment.spec.base
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
-        """Return an update with the expected layout and uninitialised values."""
+        """Return an update with the right tensor shapes and uninitialised values."""
         task, device = self._tasks.pop(assignment_id)
         self.here_s += self._seconds_of(task)
         tensors = FlatTensors.zeros(self._payload.layout(task.spec, "trained"), device)
@@ -186,10 +185,10 @@ class Untrained(Executor):
 
 
 class DryRun(Simulation):
-    """Simulation for dry runs, which writes no checkpoints."""
+    """Simulation that trains nothing and writes no checkpoints."""
 
     def save(self) -> dict[str, Any]:
-        """Return an empty state, since dry runs are not saved."""
+        """Return an empty state, since dry runs are not resumed."""
         return {}
 
     def _take_raised(self, error: Exception, client: int | None) -> None:
@@ -199,14 +198,15 @@ class DryRun(Simulation):
 def predict(
     world: World, algorithm: Algorithm, name: str = "", max_updates: int | None = None, machine: Profile | None = None
 ) -> Prediction:
-    """Run one algorithm without training and return its figures; `Prediction.problem` says why it cannot run.
+    """Simulate a run with one algorithm without training, and return its predicted figures.
 
     Args:
         world: shared data, clients and costs.
-        algorithm: algorithm to predict.
+        algorithm: algorithm of the run.
         name: name of the algorithm, for the result.
-        max_updates: number of updates that ends the run; None = the config's, at most `MOST_UPDATES` or 20 per client.
-        machine: machine for which `Prediction.here_s` tells how long training takes; None = none.
+        max_updates: number of merged updates after which the run ends; None = as in the config, at most `MOST_UPDATES`
+            or 20 per client.
+        machine: profile of the machine for `Prediction.here_s`; None = leave this out.
     """
     name, wanted = name or algorithm.name, world.experiment.max_updates
     if max_updates is None:

@@ -1,4 +1,4 @@
-"""Plan an experiment: times, memory, bytes and choices."""
+"""Predict times, memory and bytes of an experiment before it runs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Plan:
 
     Attributes:
         algorithms: predictions for each algorithm, the config's own first.
-        axes: axes of the model, from `raafl.parts.select.axis_report.facts`.
-        by_the_loop: reason why clients cannot be trained as one batch; None = no known reason.
-        guessed: part of the whole model's cost that is guessed, with the reason (`raafl.submodel.Cost`); "" = none.
-        chosen: plain data on why raafl has chosen the config's own algorithm (`raafl.plan.choose`); None = the user has.
+        axes: findings about the axes (dimensions that shrink together) of the model.
+        by_the_loop: reason why clients cannot be trained together as one batch; None = they can, as far as is known.
+        guessed: part of the model's cost that could only be guessed, with the reason; "" = none.
+        chosen: explanation of why raafl has chosen the algorithm; None = the user has chosen it.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Plan:
     chosen: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain data; infinite values become None."""
+        """Convert the plan to plain data; infinite values become None."""
         data = asdict(replace(self, submodels=[], devices=[]))
         data["submodels"] = [{**_without_spec(row), "spec": str(row.spec)} for row in self.submodels]
         names = [row.name for row in self.submodels]
@@ -66,17 +66,17 @@ def make_plan(
     max_updates: int | None = None,
     more: Sequence[Profile] = (),
 ) -> Plan:
-    """Plan an experiment: predict time, memory and bytes without training; its data is loaded and partitioned.
+    """Predict times, memory and bytes of an experiment, without training; its data are loaded and divided among clients.
 
     Args:
-        experiment: settings of the run, which are checked.
-        algorithms: names of further algorithms to predict; ["all"] = all. None = all, or none for a model of more
-            than `MOST_VALUES` parameters.
-        max_updates: number of updates of each dry run; see `raafl.plan.dry.predict`.
-        more: further devices to show in the table, such as this machine.
+        experiment: settings of the run, which are checked here.
+        algorithms: names of further algorithms to predict; ["all"] = all. None = all, unless the model has more than
+            `MOST_VALUES` parameters.
+        max_updates: number of merged updates of each dry run; None = see `raafl.plan.dry.predict`.
+        more: further device profiles to show in the table, such as this machine's.
 
     Raises:
-        BadInput: the experiment is not valid, or an algorithm is unknown.
+        BadInput: the experiment is invalid, or an algorithm is unknown.
     """
     experiment.check()
     every = tuple(algorithms or ()) == ("all",)

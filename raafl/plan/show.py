@@ -1,4 +1,4 @@
-"""Print a plan: rich tables on a terminal, aligned columns in files and pipes."""
+"""Format a plan as text: tables drawn with rich on a terminal, aligned columns in files and pipes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Table = tuple[str, list[str], list[list[str]]]
 
 
 def text(plan: Plan, width: int, *, terminal: bool) -> str:
-    """Return the plan as text to print.
+    """Format a plan as text.
 
     Args:
         plan: plan to show.
-        width: columns of the terminal.
-        terminal: whether to wrap lines to ``width``; else each line stays whole.
+        width: number of columns of the terminal.
+        terminal: whether to wrap lines at ``width``.
     """
     shown = [table(*one, width, terminal=terminal) for one in (_submodels(plan), _devices(plan), _algorithms(plan))]
     shown.insert(2, "\n".join(_advice(plan)))
@@ -48,13 +48,13 @@ def text(plan: Plan, width: int, *, terminal: bool) -> str:
 
 
 def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int | None = None) -> str:
-    """Format the findings of `raafl.parts.select.axis_report.facts` as text.
+    """Format the findings about a model's axes (dimensions that shrink together) as text.
 
     Args:
-        facts: findings on the axes.
-        width: columns of the terminal.
-        terminal: whether to wrap lines to ``width``; else each line stays whole.
-        most: number of rows of a long table to show; None = all.
+        facts: findings from `raafl.parts.select.axis_report.facts`.
+        width: number of columns of the terminal.
+        terminal: whether to wrap lines at ``width``.
+        most: largest number of rows of a table; None = all rows.
     """
     axes = [[one["name"], str(one["size"]), ", ".join(one["parameters"])] for one in facts["axes"]]
     rates = [[rate, share(one["parameters"]), share(one["flops"])] for rate, one in facts["rates"].items()]
@@ -84,15 +84,15 @@ def _first(names: Sequence[str], most: int | None) -> list[str]:
 def table(
     title: str, names: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, terminal: bool, widest: int = _NO_END
 ) -> str:  # fmt: skip
-    """Return a table as text, with its title, and with numbers aligned to the right.
+    """Format a table as text, with a title and numbers aligned to the right.
 
     Args:
         title: text above the table.
         names: names of the columns.
         rows: cells of each row, as text.
-        width: columns of the terminal; tables for files and pipes are as wide as needed.
+        width: number of columns of the terminal; ignored for files and pipes.
         terminal: whether to draw the table with rich.
-        widest: largest width in any case, in columns.
+        widest: largest number of columns in any case.
     """
     from rich.console import Console
     from rich.table import Table as RichTable

@@ -1,4 +1,4 @@
-"""Compute tasks by device and submodel, stragglers, and the settings that follow."""
+"""Compute the time of a task for each kind of device and submodel, find stragglers, and derive settings from these."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STRAGGLER = 2.0
 
 @dataclass(frozen=True, slots=True)
 class SubmodelRow:
-    """Cost of a task with one submodel: compressed bytes, FLOPs per sample.
+    """Cost of a task with one submodel: bytes sent (after compression), FLOPs per sample, memory.
 
-    ``peaks`` has the memory peak for each precision of the frozen base, with ``peak_bytes`` first; it is empty for one
-    precision.
+    ``peaks`` has the memory peak for each precision of the frozen parameters, with ``peak_bytes`` first; empty if there
+    is only one precision.
     """
 
     name: str
@@ -40,18 +40,19 @@ class SubmodelRow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """Clients with one kind of device, and the task times of their median client.
+    """Clients with one kind of device, and the times of their tasks.
 
     Attributes:
-        name: name of the kind of device.
+        name: name of the device profile.
         clients: ids of the clients with such a device.
-        num_samples: number of samples of the median client.
+        num_samples: number of training samples of the median client.
         flops_per_s, memory_bytes: speed and memory of the median client.
-        seconds: seconds of a task with each submodel, in their order; None = it does not fit the memory.
-        seconds_range: smallest and largest seconds over the clients for the whole model, whether it fits or not.
-        stragglers: ids of those clients that are stragglers.
-        varies: description of how the median client's rates vary, which predicted times do not include; empty if they
-            do not vary.
+        seconds: seconds of a task with each submodel on the median client; None = the submodel does not fit into its
+            memory.
+        seconds_range: smallest and largest seconds over the clients for the whole model, even if it does not fit.
+        stragglers: ids of the clients that are much slower than the median; see `Advice`.
+        varies: description of how the speed of the device varies, which predicted times do not include; empty if it is
+            constant.
     """
 
     name: str
@@ -67,19 +68,21 @@ class DeviceRow:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Settings that follow from the devices; every figure can be checked by hand against the table.
+    """Settings recommended for a fleet of devices; each can be derived by hand from the table of task times.
 
     Attributes:
-        stragglers: ids of clients that take the whole model more than `STRAGGLER` times the median, or cannot hold it.
-        median_s: median over the clients of the seconds of a task with the whole model.
-        slowest_s: seconds of that task on the slowest client.
-        fragments: smallest M of Fed-RAA's Table 4 for which the smallest fragment fits every client, and takes the
-            slowest client no longer than the whole model takes the median client; else the M with the shortest time.
-        fragment_s: seconds that the slowest client takes for its fragment with this M.
-        buffer_size: number K of clients that are not stragglers; so many updates arrive without waiting for a
+        stragglers: ids of clients for which the whole model is too large, or takes more than `STRAGGLER` times the
+            median.
+        median_s: median seconds over the clients of a task with the whole model.
+        slowest_s: seconds of such a task on the slowest client.
+        fragments: recommended number M of fragments (disjoint pieces of the model) in Fed-RAA: the smallest for which
+            the smallest fragment fits every client and takes the slowest client no longer than the whole model takes
+            the median client.
+        fragment_s: seconds of a task with such a fragment on the slowest client.
+        buffer_size: number K of clients that are not stragglers, as a buffer size: a merge then never waits for a
             straggler.
-        deadline_s: seconds that the slowest client takes that is not a straggler.
-        participation: number K as a share of the clients, for TimelyFL.
+        deadline_s: seconds of a task on the slowest client that is not a straggler.
+        participation: share of the clients that are not stragglers, for TimelyFL.
     """
 
     stragglers: list[int]
@@ -93,7 +96,7 @@ class Advice:
 
 
 def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelRow]:
-    """Return a row for the model at each rate (the first units of each axis) and for the pieces that ``select`` chooses from."""
+    """Compute the costs of the model at each rate (share of its width), and of each submodel that ``select`` can choose."""
     axes = axes_of(fleet.state.submodels)
     named: dict[Spec, str] = {FULL: "1"}
     for rate in RATES[1:] if axes else ():
@@ -118,12 +121,12 @@ def submodel_rows(fleet: SelectContext, select: object = None) -> list[SubmodelR
 def device_rows(
     fleet: SelectContext, clients: Iterable[ClientInfo], submodels: Sequence[SubmodelRow]
 ) -> list[DeviceRow]:
-    """Return a row for each kind of device, by profile name, in the order of the clients.
+    """Compute the task times of each kind of device, in the order of the clients.
 
     Args:
-        fleet: context in which costs are predicted.
+        fleet: context for predicting costs.
         clients: clients, in the order of the rows.
-        submodels: rows of the submodels.
+        submodels: costs of the submodels.
     """
     kinds: dict[str, list[ClientInfo]] = {}
     everyone = list(clients)
@@ -153,13 +156,13 @@ def device_rows(
 
 
 def stragglers(fleet: SelectContext, clients: Sequence[ClientInfo]) -> list[int]:
-    """Return the ids of the stragglers; see `STRAGGLER`."""
+    """Return the ids of the clients that are much slower than the median; see `STRAGGLER`."""
     limit_s = STRAGGLER * median_low(_cost_s(fleet, client) for client in clients)
     return [c.id for c in clients if _cost_s(fleet, c) > limit_s * (1 + 1e-9) or not fleet.fits(c, FULL)]
 
 
 def advise(fleet: SelectContext, clients: Sequence[ClientInfo]) -> Advice:
-    """Return the settings that follow from the task times."""
+    """Recommend settings for a fleet of devices, from the times of tasks."""
     slow = set(stragglers(fleet, clients))
     whole_s = {client.id: _cost_s(fleet, client) for client in clients}
     quick_s = [seconds for client, seconds in whole_s.items() if client not in slow] or [max(whole_s.values())]

@@ -1,4 +1,4 @@
-"""Call the user's callbacks from a run, in order."""
+"""Call the user's callbacks during a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CallbackHooks(RunHooks):
-    """Adapter from run hooks to the user's callbacks, called in the order given; an exception from one ends the run."""
+    """Observer of a run that calls the user's callbacks in the given order; an exception in a callback ends the run."""
 
     def __init__(self, callbacks: Sequence[Callback], unwrap: Callable[[nn.Module], nn.Module]) -> None:
         """Store the callbacks; ``unwrap`` returns the user's module from raafl's wrapper, for `RunView.module`."""
@@ -35,7 +35,7 @@ class CallbackHooks(RunHooks):
         self._there: dict[int, int] = {}  # client -> incarnation that callbacks have been told of
 
     def stop(self, reason: str) -> None:
-        """Request the end of the run; the first ``reason`` counts. Callable from any thread."""
+        """Request the end of the run; only the first ``reason`` is used. Callable from any thread."""
         self._stop = self._stop or f"stopped: {' '.join(reason.split()) or 'asked to'}"
         if self._view is not None:
             self._view.should_stop = True
@@ -43,7 +43,7 @@ class CallbackHooks(RunHooks):
     # ---- what a run tells ----
 
     def begin(self, run: Run, saved: Any = None) -> None:
-        """Start the callbacks; those of a resumed run first get their state from its checkpoint."""
+        """Start the callbacks; if the run is resumed, they first get their state from the checkpoint ``saved``."""
         self.run = run
         view = self._view = RunView(run, self.unwrap, self.stop)
         if saved is not None:
@@ -60,7 +60,7 @@ class CallbackHooks(RunHooks):
         self._raise()
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the metrics that callbacks return; see `RunHooks.on_measured`."""
+        """Return the metrics with those that callbacks add; see `RunHooks.on_measured`."""
         view = self._seen()
         self._announce(version, now)
         earlier, view.version, view.time_s = (view.version, view.time_s), version, now
@@ -80,7 +80,7 @@ class CallbackHooks(RunHooks):
         return metrics
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Call the callbacks for each merged update."""
+        """Call the callbacks for each update that was merged; see `RunHooks.on_settled`."""
         update, assignment = settled.update, settled.assignment
         if settled.outcome != "merged" or update is None or assignment is None or not self._callbacks:
             return
@@ -92,7 +92,7 @@ class CallbackHooks(RunHooks):
         self._tell("on_update_merged", merged)
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Call the callbacks for clients that joined or left, and for new versions; see `RunHooks.on_event`."""
+        """Call the callbacks for clients that joined or left and for new versions of the model; see `RunHooks.on_event`."""
         self._seen().time_s = now
         if isinstance(event, Joined):
             client = event.client.id
@@ -109,11 +109,11 @@ class CallbackHooks(RunHooks):
         self._announce(coordinator.state.version, now)
 
     def stop_asked(self) -> str | None:
-        """Return the reason for which a callback or the federation's owner wants the run to end; None = no reason."""
+        """Return the reason for which a callback or the user wants the run to end; None = no reason."""
         return self.failure or self._stop
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Add the callbacks' state to the checkpoint; see `RunHooks.on_checkpoint`."""
+        """Add the state of the callbacks to the checkpoint; see `RunHooks.on_checkpoint`."""
         # copied: it is written while callbacks go on
         states = [copy.deepcopy(self._call(callback, "state_dict", even_so=True)) for callback in self._callbacks]
         clock["callbacks"] = {"states": states, "clients": {str(c): life for c, life in self._there.items()}}

@@ -1,4 +1,4 @@
-"""Observe, extend or end a run with callbacks in Lightning's manner; they are called on the server only."""
+"""Observe, extend or end a run with callbacks, as in Lightning; they are called on the server only."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Base class of callbacks, whose methods do nothing; override those that you need.
+    """Base class of callbacks. Its methods do nothing; override those that you need.
 
-    Methods are called on the coordinating thread, which waits meanwhile: in a wall-clock run keep them short. An
-    exception ends the run as failed, with its summary written.
+    The run waits while a method works, so keep methods short in a run on the wall clock. An exception in a method ends
+    the run as failed, with its summary written.
     """
 
     def on_start(self, run: RunView) -> None:
-        """Called before the first evaluation, when everything is built and the folder does not exist yet.
+        """Called at the start, before the first evaluation: everything is built, but the run folder does not exist yet.
 
-        Also when a run is resumed.
+        It is also called when a run is resumed.
         """
 
     def on_client_joined(self, run: RunView, client: int) -> None:
-        """Called when client 1..N connects, for the first time or again."""
+        """Called when a client connects, for the first time or again; ``client`` is its id, 1 to N."""
 
     def on_client_lost(self, run: RunView, client: int, reason: str) -> None:
         """Called when a client has left the run.
@@ -42,31 +42,33 @@ class Callback:
         """
 
     def on_update_merged(self, run: RunView, update: MergedUpdate) -> None:
-        """Called when an update has become part of the global model."""
+        """Called when an update was merged into the global model."""
 
     def on_version(self, run: RunView, version: int) -> None:
-        """Called when the global model has a new version, after `on_update_merged` for each of its updates."""
+        """Called when a merge has made a new version of the global model, after `on_update_merged` for each update in it."""
 
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> Mapping[str, float] | None:
         """Called when the global model was evaluated, first at version 0.
 
-        Entries set in ``metrics``, or returned, are recorded with them: in metrics.csv, by loggers, for targets.
+        Metrics that the method returns, or adds to ``metrics``, are recorded: they appear in metrics.csv and in
+        loggers, and targets may name them.
+
         """
         return None
 
     def on_end(self, run: RunView, summary: Mapping[str, Any]) -> None:
-        """Called when the run has ended, for the reason in ``summary["finished"]``; not if there is no summary."""
+        """Called when the run has ended; ``summary["finished"]`` is the reason. Not called if there is no summary."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callback's state for checkpoints: numbers, text, tensors, and lists and dicts of them."""
+        """Return the state of the callback for checkpoints: numbers, text, tensors, and lists and dicts of these."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the result of `state_dict`; called before `on_start` of a resumed run."""
+        """Restore the state from the result of `state_dict`; called before `on_start` when a run is resumed."""
 
 
 def callbacks_of(given: Any) -> list[Callback]:
-    """Return the given callbacks as a list: one, several, or None.
+    """Convert one callback, several, or None to a list of callbacks.
 
     Raises:
         BadInput: an item is not a callback.
@@ -92,7 +94,7 @@ OCCASIONS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 class LambdaCallback(Callback):
-    """Callback made of functions: ``LambdaCallback(on_version=lambda run, version: ...)``."""
+    """Callback made from functions: ``LambdaCallback(on_version=lambda run, version: ...)``."""
 
     def __init__(self, **functions: _Callable[..., Any]) -> None:
         """Store functions by the name of the method each implements.
@@ -113,11 +115,11 @@ class LambdaCallback(Callback):
 
 
 class EarlyStopping(Callback):
-    """Callback that ends a run when a metric has not improved for several evaluations in a row.
+    """Callback that ends a run when a metric has not improved over several evaluations.
 
     Attributes:
         best: best value of the metric so far; None = none yet.
-        num_bad: number of evaluations since the best value.
+        num_bad: number of evaluations since the best one.
     """
 
     def __init__(
@@ -149,12 +151,12 @@ class EarlyStopping(Callback):
         self.num_bad = 0
 
     def on_start(self, run: RunView) -> None:
-        """Reset the best value, for an instance used in an earlier run."""
+        """Forget the best value, in case the callback was used in an earlier run."""
         if not run.resumed:
             self.best, self.num_bad = None, 0
 
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> None:
-        """Compare the metric with its best value, and end the run when patience is exhausted."""
+        """Compare the metric with its best value; end the run if it has not improved for too long."""
         if self.metric not in metrics:
             raise BadInput(f"EarlyStopping: there is no metric '{self.metric}': {nearest(self.metric, metrics)}")
         value = metrics[self.metric]
@@ -190,7 +192,10 @@ class EarlyStopping(Callback):
 
 
 class Printing(Callback):
-    """Callback that prints a line for each evaluation and for the end, for use with `progress="quiet"` in a notebook or a log."""
+    """Callback that prints a line for each evaluation and for the end of the run, for notebooks and logs.
+
+    Use it with `progress="quiet"`.
+    """
 
     def __init__(self, file: TextIO | None = None) -> None:
         """Print to ``file``; None = standard output at the time."""
@@ -202,7 +207,7 @@ class Printing(Callback):
         self._line(f"{run.time_s:9.1f} s  version {run.version}  {run.num_updates} updates  {shown}")
 
     def on_end(self, run: RunView, summary: Mapping[str, Any]) -> None:
-        """Print the reason for which the run ended."""
+        """Print the reason why the run ended."""
         self._line(f"finished: {summary['finished']}, {summary['updates_merged']} updates, {run.folder}")
 
     def _line(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Convert the user's data (a data module, plain data sets, loaders or a name) to a LightningDataModule."""
+"""Convert the user's data (a data module, data sets, loaders or a name) to a LightningDataModule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TEXTS = ("text", "sentence", "content", "review")
 
 
 class Datasets(LightningDataModule):
-    """Data module of two map-style data sets, for training and test."""
+    """Data module made of a training set and a test set, which are map-style data sets."""
 
     def __init__(
         self, train: Any, test: Any, batch_size: int = 32, collate_fn: Callable[[list[Any]], Any] | None = None
@@ -64,7 +64,7 @@ class Datasets(LightningDataModule):
 
 
 class Loaders(LightningDataModule):
-    """Data module of two data loaders that the user made, for training and test."""
+    """Data module made of the user's own data loaders, for training and test."""
 
     def __init__(self, train: DataLoader[Any], test: DataLoader[Any] | None) -> None:
         """Store the loaders; ``test`` None = nothing to evaluate on."""
@@ -86,16 +86,17 @@ class Loaders(LightningDataModule):
 
 
 def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
-    """Return ``data`` as a data module.
+    """Convert the user's data to a LightningDataModule.
 
     Args:
-        data: a LightningDataModule; a pair (train, test) of map-style data sets or of DataLoaders, of which the second may be
-            None; a name of texts, sst2, ag_news or fpb, on the Hugging Face hub, or of a local folder that `datasets` reads.
-        module: model to train; if it is the name of a transformers model, texts go through its tokenizer.
+        data: a LightningDataModule; a pair (train, test) of map-style data sets or of DataLoaders, where test may be
+            None; a name: sst2, ag_news, fpb, a data set on the Hugging Face hub, or a local folder that `datasets`
+            reads.
+        module: model to train; if it is the name of a transformers model, its tokenizer is used for texts.
         more: further arguments: batch_size and collate_fn for plain data sets; batch_size and max_length for texts.
 
     Raises:
-        BadInput: ``data`` is none of these.
+        BadInput: ``data`` has another form.
     """
     given = {name: value for name, value in more.items() if value is not None}
     if isinstance(data, (str, Path)):
@@ -128,13 +129,13 @@ def _only(given: dict[str, Any], whom: str, *names: str) -> dict[str, Any]:
 
 
 def named(path: str, model_name: str | None, **given: object) -> LightningDataModule:
-    """Load a data set from the hub or a folder, tokenised for a transformers model.
+    """Load a data set from the Hugging Face hub or a folder, tokenised for a transformers model.
 
-    Columns and splits are recognised by their usual names; use `raafl.data.HuggingFaceText` for others.
+    Columns and splits must have usual names; use `raafl.data.HuggingFaceText` for others.
 
     Args:
         path: name of the data set on the hub, or a folder.
-        model_name: name of the transformers model whose tokeniser is used; None = the data set has no text.
+        model_name: name of the transformers model whose tokenizer is used; None = the data set has no text.
         given: further arguments of `raafl.data.HuggingFaceText`.
 
     Raises:
@@ -163,11 +164,11 @@ def named(path: str, model_name: str | None, **given: object) -> LightningDataMo
 
 
 def num_classes(data: LightningDataModule) -> int:
-    """Return the number of classes among the training labels of a data module, after its `setup`."""
+    """Count the classes among the training labels of a data module, after its `setup`."""
     return int(labels_of(train_loader(data).dataset).max()) + 1
 
 
 def train_loader(data: LightningDataModule) -> DataLoader[Any]:
-    """Return the training loader of a data module, after its `setup`; it may be in a list of one."""
+    """Return the training loader of a data module, after its `setup`; a list with a single loader is accepted."""
     loader: Any = data.train_dataloader()
     return loader[0] if isinstance(loader, (list, tuple)) else loader  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Run a federation from Python (`raafl.Federation`): a model, data and unequal clients, on real ranks or a virtual clock."""
+"""Run federated learning from Python (`raafl.Federation`), on real ranks or a virtual clock."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ OnInterrupt = Literal["raise", "return"]
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a finished run.
+    """Result of a run.
 
     Attributes:
         summary: content of summary.json.
         folder: folder of the run.
-        module: copy of the given module, in eval mode, with the final values.
+        module: copy of the given module with the final values, in eval mode.
     """
 
     summary: dict[str, Any]
@@ -71,17 +71,17 @@ class Result:
 
     @property
     def final(self) -> dict[str, float]:
-        """The metrics of the final model."""
+        """Metrics of the final model, by name."""
         return dict(self.summary["final"])
 
     @property
     def metrics(self) -> list[dict[str, float | None]]:
-        """The evaluations as rows of metrics.csv: version, time_s, wall_s, metrics; None = not measured."""
+        """Evaluations, one row of metrics.csv each: version, time_s, wall_s, metrics; None = not measured."""
         return [{name: float(value) if value else None for name, value in row.items()} for row in self._rows("metrics")]
 
     @property
     def clients(self) -> list[dict[str, str]]:
-        """The rows of clients.csv, one for each task of a client."""
+        """Rows of clients.csv, one for each finished task of a client."""
         return self._rows("clients")
 
     def _rows(self, table: str) -> list[dict[str, str]]:
@@ -90,7 +90,7 @@ class Result:
 
 
 class Federation:
-    """Federation of unequal clients that train one model; its settings may be used for several runs."""
+    """Settings of a federation of unequal clients that train one model; they can be used for several runs."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Federation:
         return f"Federation({', '.join(parts)})"
 
     def stop(self, reason: str = "asked to") -> None:
-        """End the current run; its summary says ``stopped: REASON``. Callable from any thread.
+        """End the current run; its summary has ``stopped: REASON``. Callable from any thread.
 
         Raises:
             BadInput: no run is in progress.
@@ -165,25 +165,26 @@ class Federation:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         resume: str | Path | None = None,
     ) -> Result:
-        """Run on a virtual clock in this process: devices determine how long tasks take, but clients really train.
+        """Simulate a run on a virtual clock: device profiles determine how long tasks take; the training itself is real.
 
         Args:
-            module: a LightningModule; an nn.Module, with ``loss``; a function that makes one of them; or the name of a
-                transformers model. It stays as it is.
+            module: a LightningModule; an nn.Module, with ``loss``; a function that returns one of them; or the name of
+                a transformers model. It is not changed.
             data: a LightningDataModule; a pair (train, test) of map-style data sets; or the name of a Hugging Face data set.
-            devices: devices of this run; None = those of the federation.
-            loss: function of (output, target), for an nn.Module.
-            optimizer: function that makes an optimizer of a list of parameters; None = the LightningModule's own, SGD with
-                learning rate 0.05 for an nn.Module, AdamW with 5e-5 for a transformers model by name.
-            metrics: functions of (output, target) by name, for an nn.Module, beside loss and accuracy.
-            batch_size: batch size for data sets; a data module has its own.
-            collate_fn: function that joins samples to a batch, for data sets.
-            resume: folder of an interrupted run to continue, with the module and data that it had.
+            devices: devices of the clients in this run; None = those given to the federation.
+            loss: function of (output, target); only for an nn.Module.
+            optimizer: function that gets a list of parameters and returns an optimizer; None = the LightningModule's
+                own, SGD with learning rate 0.05 for an nn.Module, AdamW with 5e-5 for the name of a transformers model.
+            metrics: functions of (output, target) by name, in addition to loss and accuracy; only for an nn.Module.
+            batch_size: batch size for data sets; a data module has its own batch size.
+            collate_fn: function that makes a batch from a list of samples; only for data sets.
+            resume: folder of an interrupted run to continue; module and data must be the same as then.
 
         Raises:
-            BadInput: an argument is wrong; the message names every problem, before training starts.
-            RunFailed: the run has failed, or a callback, whose error is the cause; its folder is complete.
-            KeyboardInterrupt: Ctrl-C was pressed; the summary is written before. See ``on_interrupt``.
+            BadInput: an argument is wrong; raised before training, with a line for every problem.
+            RunFailed: the run failed, or a callback raised an exception, which is the cause; the run folder is
+                complete.
+            KeyboardInterrupt: Ctrl-C was pressed; the summary was written before. See ``on_interrupt``.
         """
         from raafl.runtime.run import simulate
 
@@ -206,29 +207,30 @@ class Federation:
         resume: str | Path | None = None,
         local: int | None = None,
     ) -> Result | None:
-        """Run on real ranks: rank 0 coordinates, the others train. Ranks come from torchrun, or from ``local`` on this machine.
+        """Run on real ranks: rank 0 is the server, the others are clients. Torchrun starts them, or ``local`` on this machine.
 
-        Every rank must build an equal module and load equal data; each trains on its share.
+        Each rank must build the same module and load the same data; a client trains on its share.
 
         Args:
-            module: the model, as for `simulate`.
-            data: the data, as for `simulate`.
+            module: model, as for `simulate`.
+            data: training and test data, as for `simulate`.
             loss: function of (output, target), as for `simulate`.
-            optimizer: function that makes an optimizer, as for `simulate`.
+            optimizer: function that returns an optimizer, as for `simulate`.
             metrics: functions of (output, target) by name, as for `simulate`.
             batch_size: batch size for data sets, as for `simulate`.
-            collate_fn: function that joins samples to a batch, as for `simulate`.
+            collate_fn: function that makes a batch from a list of samples, as for `simulate`.
             resume: folder of an interrupted run to continue, as for `simulate`.
-            local: number of clients; this script is started again for each, and they end where `fit` returns on
-                rank 0. Allowed once in a script; None = torchrun has started the ranks.
+            local: number of clients to start on this machine; each runs this script again, up to the end of `fit`.
+                Allowed once in a script. None = torchrun has started the ranks.
 
         Returns:
             The result on rank 0, None on the others.
 
         Raises:
-            BadInput: an argument is wrong, or there are no ranks.
-            RunFailed: the run has failed, or a callback, whose error is the cause; its folder is complete.
-            KeyboardInterrupt: Ctrl-C was pressed; the summary is written before. See ``on_interrupt``.
+            BadInput: an argument is wrong, or the ranks were not started.
+            RunFailed: the run failed, or a callback raised an exception, which is the cause; the run folder is
+                complete.
+            KeyboardInterrupt: Ctrl-C was pressed; the summary was written before. See ``on_interrupt``.
         """
         spec = ModuleSpec(module, loss, optimizer, metrics)
         source = as_datamodule(data, module, batch_size=batch_size, collate_fn=collate_fn)
@@ -253,22 +255,21 @@ class Federation:
         trust_config: bool = False,
         **how: Any,
     ) -> dict[str, Any]:
-        """Re-execute the journal of a run that was started in Python; see docs/replay-and-resume.md.
+        """Repeat a run that was started in Python, and check that the result is equal bit for bit.
 
-        Settings come from the run's folder; this federation provides the algorithm and the partition only if the run
-        had Python objects for them.
+        Settings come from the run folder. The algorithm and partition of this federation are used only if the run had
+        Python objects for them. See docs/replay-and-resume.md.
 
         Args:
             folder: folder of the run.
-            module: module that the run was given, with the weights that it began with.
-            data: data that the run was given.
-            until: number of events after which to stop; None = all.
-            trust_config: whether to import further classes that the folder's config names, even if they are not raafl's
-                own.
-            how: arguments loss, optimizer, metrics, batch_size and collate_fn, as they were given to the run.
+            module: module given to the run, with the same initial weights.
+            data: data given to the run.
+            until: number of the event after which to stop; None = replay all.
+            trust_config: whether to import classes of others that the folder's config names.
+            how: arguments loss, optimizer, metrics, batch_size and collate_fn, as given to the run.
 
         Returns:
-            The result of the replay, with ``equal`` and ``parted_at``; see `raafl.commands.replay.replay`.
+            Result of the replay, with ``equal`` and ``parted_at``; see `raafl.commands.replay.replay`.
         """
         from raafl.commands.replay import replay
 
@@ -344,7 +345,7 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
 
 
 def in_notebook() -> bool:
-    """Check whether this process runs a notebook."""
+    """Check whether this process runs a Jupyter notebook."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and hasattr(shell, "kernel")
 

@@ -1,4 +1,4 @@
-"""Start ranks on this machine for `Federation.fit(..., local=N)` by running the script again for each client."""
+"""Start clients on this machine for `Federation.fit(..., local=N)`, by running the user's script again for each."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _started: list[int] = []
 
 @contextmanager
 def local_ranks(num_clients: int | None) -> Iterator[None]:
-    """Return a context in which there are ranks: torchrun's, or ``num_clients`` copies of this script.
+    """Return a context in which server and clients run: those of torchrun, or ``num_clients`` copies of this script.
 
-    The process of a client ends with the context, by `SystemExit`.
+    The process of a client ends at the end of the context, by `SystemExit`.
 
     Raises:
-        BadInput: there is no script to start again, torchrun has started this one, or it is the second time: clients run the
-            script from its top and would train what the first `fit` is given.
+        BadInput: there is no script to run again, torchrun has started this process, or the context is used a second
+            time, since the clients run the script from its beginning.
     """
     if num_clients is None:
         yield

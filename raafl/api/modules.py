@@ -1,4 +1,4 @@
-"""Convert the user's model (a LightningModule, a plain module with a loss, or a name) to a LightningModule."""
+"""Convert the user's model (a LightningModule, an nn.Module with a loss, or a name) to a LightningModule."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ LR = 0.05
 
 
 class Plain(LightningModule):
-    """LightningModule that wraps a plain module, whose parameters are called ``net.NAME``.
+    """LightningModule that wraps an nn.Module; its parameters get names of the form ``net.NAME``.
 
-    A batch is ``(input, ..., target)``, or a mapping with the target under labels, label, target, targets or y, and the module's
-    inputs by name.
+    A batch is ``(input, ..., target)``, or a mapping with the module's inputs by name, and the target under the key
+    labels, label, target, targets or y.
     """
 
     def __init__(self, net: nn.Module, loss: Loss, optimizer: MakeOptimizer | None, metrics: Metrics | None) -> None:
@@ -41,7 +41,7 @@ class Plain(LightningModule):
         self._parts = (loss, optimizer, metrics)  # in a tuple, since a loss that is a module is no part of the model
 
     def forward(self, *inputs: object, **named: object) -> Any:
-        """Return the module's output, or its logits if the output is a structure that has them."""
+        """Return the module's output; if it is a structure with the entry ``logits``, return these."""
         output = self.net(*inputs, **named)
         return (
             output["logits"] if isinstance(output, Mapping) and "logits" in output else output
@@ -53,7 +53,7 @@ class Plain(LightningModule):
         return self._loss(output, target)
 
     def validation_step(self, batch: object, batch_idx: int) -> dict[str, Any]:
-        """Return loss and metrics of a batch, with accuracy if outputs are logits and targets are classes."""
+        """Return the loss and metrics of a batch; accuracy is among them if outputs are logits and targets are classes."""
         output, target = self._both(batch)
         found: dict[str, Any] = {"loss": self._loss(output, target)}
         if _are_logits(output, target):
@@ -112,16 +112,16 @@ def _are_logits(output: object, target: object) -> bool:
 
 @dataclass(frozen=True)
 class ModuleSpec:
-    """The user's model and how it is trained, as they were given.
+    """The user's model, and how to train it, as passed to `Federation`.
 
     Attributes:
-        given: a LightningModule; an nn.Module; a function or class that makes one of them; or the name of a
-            transformers model that classifies texts: on the hub, a folder, or ``package:NAME/FOLDER``.
-        loss: function of (output, target), for a plain module.
-        optimizer: function that makes, from a list of parameters, an optimizer or whatever else `configure_optimizers`
-            may return. None = the LightningModule's own, SGD with learning rate 0.05 for a plain module, AdamW with
-            5e-5 for a model given by name.
-        metrics: further functions of (output, target) by name, averaged over samples, for a plain module.
+        given: a LightningModule; an nn.Module; a function or class that returns one of them; or the name of a
+            transformers model for text classification: on the hub, a folder, or ``package:NAME/FOLDER``.
+        loss: function of (output, target); only for an nn.Module.
+        optimizer: function that gets a list of parameters and returns an optimizer or anything else that
+            `configure_optimizers` may return. None = the LightningModule's own, SGD with learning rate 0.05 for an
+            nn.Module, AdamW with 5e-5 for the name of a transformers model.
+        metrics: further functions of (output, target) by name, averaged over samples; only for an nn.Module.
     """
 
     given: Any
@@ -155,11 +155,11 @@ class ModuleSpec:
 
     @property
     def is_made(self) -> bool:
-        """Whether an existing module was given, with its own weights."""
+        """Whether a module object was given, whose weights are the initial ones."""
         return isinstance(self.given, nn.Module)
 
     def make(self, data: LightningDataModule) -> LightningModule:
-        """Build a new LightningModule; ``data`` must be set up, and gives the number of inputs or classes."""
+        """Build a new LightningModule; the data module, after its `setup`, provides the number of inputs or classes."""
         if isinstance(self.given, str):
             from model_zoo import HFSequenceClassifier
 
@@ -191,17 +191,17 @@ class ModuleSpec:
         return Plain(net, self.loss, self.optimizer, self.metrics)  # type: ignore[arg-type]
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """Return the user's module that `make` wrapped in ``module``."""
+        """Return the user's own module from a LightningModule that `make` returned."""
         return module.net if isinstance(module, Plain) else module
 
     def given_back(self, module: nn.Module) -> nn.Module:
-        """Return the user's module from a trained copy, with its original class, so that it can be saved whole."""
+        """Return a trained copy of the user's module, with its original class, so that it can be saved."""
         module = self.unwrap(module)
         module.__class__ = given_class(module)
         return module
 
     def settings(self) -> dict[str, Any]:
-        """Describe loss, optimizer and metrics in words, for config.yaml."""
+        """Describe loss, optimizer and metrics as texts, for config.yaml."""
         named = {"loss": self.loss, "optimizer": self.optimizer}
         found = {name: called(value) for name, value in named.items() if value is not None}
         if self.metrics:
@@ -219,7 +219,7 @@ def _check_function(name: str, value: object, which: str) -> None:
 
 
 def called(thing: object) -> str:
-    """Return the qualified name of a function, a class or an object's class."""
+    """Return the qualified name of a function or class; for another object, that of its class."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     name = f"{named.__module__}.{named.__qualname__}"
     return name.removeprefix("builtins.")

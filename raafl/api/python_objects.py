@@ -1,4 +1,4 @@
-"""Refer to Python objects in config.yaml by name, and find them when the run is read again."""
+"""Represent Python objects in config.yaml by placeholders, and replace these when the run is read again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _here: dict[str, Any] = {}
 
 @contextmanager
 def objects(**given: object) -> Iterator[None]:
-    """Return a context in which the stand-ins of a config resolve to these Python objects.
+    """Return a context in which the placeholders in a config stand for these Python objects.
 
     Args:
-        given: the objects: ``module`` and ``data`` are factories, ``unwrap`` undoes the wrapper of the first,
-            ``algorithm`` and ``partition`` are what they are called.
+        given: the objects by name: ``module`` and ``data`` are functions that return them, ``unwrap`` returns the
+            user's module from a wrapped one, ``algorithm`` and ``partition`` are objects.
     """
     before = dict(_here)
     _here.update(given)
@@ -50,7 +50,7 @@ def _missing(what: str, given: str) -> NoReturn:
 
 
 class Module(LightningModule):
-    """Stand-in for the user's model in a config."""
+    """Placeholder for the user's model in a config."""
 
     def __new__(
         cls, given: str, settings: dict[str, Any] | None = None, weights: str | None = None, shown: str = ""
@@ -82,7 +82,7 @@ class Module(LightningModule):
 
 
 class Data(LightningDataModule):
-    """Stand-in for the user's data in a config."""
+    """Placeholder for the user's data in a config."""
 
     def __new__(cls, given: str, settings: dict[str, Any] | None = None, shown: str = "") -> Any:
         """Return the given data module; raises `BadInput` if there is none."""
@@ -93,25 +93,25 @@ class Data(LightningDataModule):
 
 
 def algorithm(given: str, parts: dict[str, str] | None = None, shown: str = "") -> Algorithm:
-    """Return the algorithm that was registered as a Python object; raise `BadInput` if there is none.
+    """Return the algorithm that the user passed as a Python object; raise `BadInput` if there is none.
 
     Args:
-        given: key under which the object was registered.
-        parts: class of each of the five parts, as the config shows them; not used.
-        shown: name of the algorithm, as the config shows it; not used.
+        given: name under which the object was registered by `objects`.
+        parts: class of each of the algorithm's five parts, for readers of the config; ignored.
+        shown: name of the algorithm, for readers of the config; ignored.
     """
     found: Algorithm = _take("algorithm", given)
     return found
 
 
 def partition(given: str, shown: str = "") -> Partition:
-    """Return the partition that was registered as a Python object; raise `BadInput` if there is none."""
+    """Return the partition that the user passed as a Python object; raise `BadInput` if there is none."""
     found: Partition = _take("partition", given)
     return found
 
 
 def digest(module: nn.Module) -> str:
-    """Return a digest of 16 hexadecimal digits of a module's parameters and persistent buffers."""
+    """Return a digest of a module's parameters and persistent buffers, 16 hex digits long."""
     sha = hashlib.sha256()
     # as if not compiled
     state = {name.replace("_orig_mod.", ""): tensor for name, tensor in module.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Present a run to callbacks, read only."""
+"""Give callbacks read access to a run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MergedUpdate:
-    """A merged update, as callbacks see it.
+    """An update that was merged, as described to callbacks.
 
     Attributes:
         client: id of the client, 1 to N.
-        version: version of the global model that contains the update.
-        staleness: number of versions made while the client trained.
-        spec: submodel of the update, in words.
-        num_samples: number of samples that the client trains on.
-        num_steps: number of optimizer steps that the task took.
-        train_s: seconds from assignment to arrival.
+        version: version of the global model that was made with the update.
+        staleness: number of versions made between the task's start and its merge.
+        spec: description of the submodel that was trained.
+        num_samples: number of training samples of the client.
+        num_steps: number of optimizer steps of the task.
+        train_s: seconds from the task's assignment to the update's arrival.
         bytes_down: number of bytes sent to the client.
-        bytes_up: number of bytes sent back.
-        metrics: metrics from the client: loss, what training_step logs, and test/... from its own test part.
+        bytes_up: number of bytes received from the client.
+        metrics: metrics from the client: loss, values logged by training_step, and test/... measured on its own test
+            data.
     """
 
     client: int
@@ -46,16 +47,15 @@ class MergedUpdate:
 
 
 class RunView:
-    """A run, as callbacks see it.
+    """A run, as presented to callbacks.
 
     Attributes:
         experiment: settings of the run; do not change them.
-        version: version of the global model; in `on_evaluate` the evaluated one, which may be earlier in a wall-clock
-            run.
-        time_s: seconds since the run began, virtual or real; in `on_evaluate` those of the evaluated version.
-        metrics: metrics of the last evaluation, callbacks' own included.
+        version: version of the global model; in `on_evaluate` that of the evaluated model, which may be an earlier one.
+        time_s: seconds since the run began, virtual or real; in `on_evaluate` the time of the evaluated version.
+        metrics: metrics of the last evaluation, with those that callbacks added.
         resumed: whether the run continues an earlier one.
-        should_stop: whether the run's end has been requested.
+        should_stop: whether somebody has requested the end of the run.
     """
 
     def __init__(self, run: Run, unwrap: Callable[[nn.Module], nn.Module], ask: Callable[[str], None]) -> None:
@@ -68,12 +68,12 @@ class RunView:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run; None before the first evaluation is recorded."""
+        """Folder of the run; None until the first evaluation is recorded."""
         return self._run.folder
 
     @property
     def num_updates(self) -> int:
-        """Number of merged updates."""
+        """Number of updates merged so far."""
         return self._run.parts.coordinator.merged
 
     @property
@@ -82,15 +82,15 @@ class RunView:
         return len(self._run.parts.coordinator.roster.clients)
 
     def module(self) -> nn.Module:
-        """Return a copy of the model, in eval mode, with the present values of the global model."""
+        """Return a copy of the model with the present global values, in eval mode."""
         return self._unwrap(current(self._run, anew=True)).eval()
 
     def stop(self, reason: str = "asked to") -> None:
-        """End the run after the present event; its summary says ``stopped: REASON``."""
+        """End the run after the present event; its summary has ``stopped: REASON``."""
         self._ask(reason)
 
     def note(self, text: str) -> None:
-        """Print a line in the run's progress view."""
+        """Print a line of text in the display of the run's progress."""
         self._run.progress.note(text)
 
 
@@ -99,7 +99,7 @@ def current(run: Run, *, anew: bool) -> nn.Module:
 
     Args:
         run: run whose model is copied.
-        anew: whether to collect static batch-norm statistics afresh, if the model has any.
+        anew: whether to compute static batch-norm statistics again, if the model has any.
     """
     parts = run.parts
     module = copy_structure(parts.module, {})

@@ -1,4 +1,4 @@
-"""Convert a federation's keyword arguments to the fields of an `Experiment`, and write these to config.yaml."""
+"""Convert the keyword arguments of `Federation` to fields of `Experiment`, and write these to config.yaml."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HERE = "raafl.api.python_objects"
 
 
 class Settings(TypedDict, total=False):
-    """Keyword arguments of `Federation`: the fields of `raafl.config.experiment.Experiment`, `Training` and `FabricOptions`."""
+    """Keyword arguments of `Federation`: the fields of `Experiment`, `Training` and `FabricOptions`."""
 
     partition: Any
     name: str
@@ -91,10 +91,10 @@ class Settings(TypedDict, total=False):
 
 
 def fields_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a federation's ``settings`` to the fields of an `Experiment`.
+    """Convert the keyword arguments of `Federation` to fields of `Experiment`.
 
     Raises:
-        BadInput: a setting is unknown, or a group of settings is invalid.
+        BadInput: a setting is unknown, or a section of settings is invalid.
     """
     known = marked("keyword")
     given: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def _made(group: str, cls: Any, value: Mapping[str, Any]) -> Any:
 
 
 def algorithm_of(algorithm: Any) -> Algorithm:
-    """Return the given algorithm; a name gives that algorithm with all defaults.
+    """Return an algorithm, which may be given by name; it then has its default settings.
 
     Raises:
         BadInput: ``algorithm`` is neither an algorithm nor the name of one.
@@ -148,7 +148,7 @@ def algorithm_of(algorithm: Any) -> Algorithm:
 
 
 def devices_of(devices: object) -> object:
-    """Convert devices to the form that an `Experiment` takes: a file, or a list of entries (fields or bundled names)."""
+    """Convert devices to the form that `Experiment` needs: a file, or a list of entries (fields or names of profiles)."""
     if devices is None or isinstance(devices, str):
         return devices
     if isinstance(devices, Path):
@@ -177,7 +177,12 @@ def count_of(devices: Any) -> int | None:
 
 
 def same_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise `BadInput` where settings recorded in a run (``theirs``) differ from those it is resumed with (``ours``)."""
+    """Raise `BadInput` if settings differ from those of the run to be resumed.
+
+    Args:
+        theirs: settings recorded in the run.
+        ours: settings given now.
+    """
     other = [name for name in ours if name not in marked("may_change") and theirs.get(name) != ours[name]]
     if other:
         seeded = " (of the model the values that it began with, too: torch.manual_seed before it is made)"
@@ -188,7 +193,7 @@ def same_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
 
 
 def config_of(experiment: Experiment, module: ModuleSpec, data: object) -> dict[str, Any]:
-    """Return the whole config of a run for config.yaml, with descriptions of objects that a config cannot name.
+    """Return the complete config of a run for config.yaml; Python objects in it are described in words.
 
     Args:
         experiment: settings of the run.
@@ -254,7 +259,7 @@ def _plain(value: object) -> object:
 
 
 def without_addresses(text: str) -> str:
-    """Return ``text``, the `repr` of an object, without memory addresses."""
+    """Return a text, the `repr` of an object, without memory addresses."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
@@ -264,7 +269,7 @@ def _shown(thing: object) -> str:
 
 
 def to_yaml(config: Mapping[str, Any], notes: list[str]) -> str:
-    """Return a config as YAML, with ``notes`` as comments above it."""
+    """Convert a config to YAML, with ``notes`` as comments at the top."""
 
     class Dumper(yaml.SafeDumper):
         pass

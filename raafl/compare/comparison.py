@@ -1,4 +1,4 @@
-"""Read a comparison file: a base config, rows of options, seeds, and the search that each row gets."""
+"""Read a comparison file: a base config, rows with options, seeds, and an optional search for each row's settings."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ _HOLDOUT = 0.1
 
 @dataclass(frozen=True)
 class Halving:
-    """Successive halving: trials run with a part of the budget, and the better ones again with twice as much.
+    """Settings of successive halving: trials run with a part of the budget, and the better ones again with twice as much.
 
     Attributes:
-        rungs: number of times that trials are compared, the last time included; each rung has twice the budget of the
-            one before.
-        keep: share of the trials that goes on to the next rung, above 0 and below 1; at least one goes on.
+        rungs: number of stages after which trials are compared; each stage has twice the budget of the one before.
+        keep: share of the trials that continue in the next stage, above 0 and below 1; at least one continues.
     """
 
     rungs: int = 3
@@ -41,18 +40,20 @@ class Halving:
 
 @dataclass(frozen=True)
 class Search:
-    """Search for each row's best settings, with equally many trials for each, on other seeds and data than those reported.
+    """Search for the best settings of each row of a comparison.
+
+    Each row gets equally many trials, on other seeds and other data than those that are reported.
 
     Attributes:
-        grid: values to try of each option, by option; a row may have a grid of its own in `rows`.
-        seeds: seeds of the trials; none of them is a seed of the comparison.
-        rows: grids of single rows, by label, which replace `grid`.
-        trials: number of settings of its grid that a row tries, drawn without repetition; None = all, and then all
-            grids have the same size.
-        options: further options of the trials only, such as a smaller budget.
+        grid: values to try, by option; a single row may have another grid in `rows`.
+        seeds: seeds of the trials; they must not be seeds of the comparison.
+        rows: grids of single rows in place of `grid`, by label of the row.
+        trials: number of settings from its grid that each row tries, drawn at random; None = all, and then all grids
+            must have the same size.
+        options: further options of the trials, such as a smaller budget.
         validation_share: share of the training set on which trials are scored; no client trains on it. The test set is
             not used.
-        halving: early end of trials with low scores; None = each trial runs to its end.
+        halving: settings by which trials with low scores end early; None = each trial is run completely.
     """
 
     grid: Mapping[str, Sequence[Any]]
@@ -64,7 +65,7 @@ class Search:
     halving: Halving | None = None
 
     def settings(self, label: str) -> list[Options]:
-        """Return the settings to try for the row ``label``, as options, in the order of its grid."""
+        """Return the settings that the row ``label`` tries, as command-line options."""
         grid = self.rows.get(label, self.grid)
         settings = [
             tuple(word for option, value in zip(grid, values, strict=True) for word in (option, str(value)))
@@ -76,7 +77,7 @@ class Search:
         return [settings[i] for i in sorted(chosen)]
 
     def check(self, labels: Sequence[str], seeds: Sequence[int]) -> None:
-        """Raise `BadInput` if rows would get unequal searches, or trials would use reported seeds."""
+        """Raise `BadInput` if the search would be unequal for the rows, or would use seeds that are reported."""
         for label in self.rows:
             if label not in labels:
                 raise BadInput(f"search.rows has '{label}', which is no row: {nearest(label, labels)}")
@@ -117,23 +118,22 @@ def _size(label: str, grid: Mapping[str, Sequence[Any]]) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A checked comparison file: rows of options that are run over several seeds.
+    """A comparison: rows of options, each run with several seeds; read from a file and checked.
 
     Attributes:
         name: name of the comparison's folder; by default the file's name.
-        config: base config: a path, or the name of one that comes with raafl.
-        rows: options of each row, by label, in the order of the table.
-        seeds: seeds of the runs that are reported.
-        options: options of all runs.
+        config: base config: a path, or the name of one of raafl's own configs.
+        rows: options of each row, by label, in the order of the result table.
+        seeds: seeds of the reported runs.
+        options: options that all runs have.
         search: search for each row's settings; None = no search.
-        metric: metric that rows are ranked by.
+        metric: metric by which rows are compared.
         maximize: whether a larger value of the metric is better.
-        targets: values of the metric; the time to reach each of them is measured.
-        smooth: number of evaluations in a row that are averaged into a point of the curve on which targets are
-            measured.
-        baseline: label of the row with which the others are compared, seed by seed; None = the first.
-        about: text for the reader, with which the page begins.
-        published: values from a paper, by label, shown beside the measured ones.
+        targets: values of the metric; the time to reach each is measured.
+        smooth: number of consecutive evaluations to average before the time to a target is measured.
+        baseline: label of the row with which the others are compared; None = the first row.
+        about: introduction for readers of the result page.
+        published: values from a paper, by label, shown beside the measured values.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Comparison:
             self.search.check(list(self.rows), self.seeds)
 
     def only(self, labels: Sequence[str]) -> Comparison:
-        """Return the comparison with only the rows in ``labels``; raise `BadInput` for a label without a row."""
+        """Return the comparison with only some of its rows; raise `BadInput` for a label without a row."""
         for label in labels:
             if label not in self.rows:
                 raise BadInput(f"rows has '{label}', which is no row of the comparison: {nearest(label, self.rows)}")
@@ -189,10 +189,11 @@ def read(path: Path, variant: str | None = None) -> Comparison:
 
     Args:
         path: path of the file.
-        variant: name of one of the file's `variants`, whose fields replace those of the file; None = the file as it is.
+        variant: name of an entry of `variants` in the file, whose fields replace those of the file; None = no
+            replacement.
 
     Raises:
-        BadInput: the file is missing or not YAML, or a field is unknown, missing or out of range; the message names it.
+        BadInput: the file is missing or not YAML, or a field is unknown, missing or out of range.
     """
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -238,7 +239,12 @@ def _variant(raw: dict[str, Any], variant: str | None) -> dict[str, Any]:
 
 
 def words(name: str, text: object) -> Options:
-    """Split options as a shell would; raise `BadInput` if the field ``name`` is not text, or a quote is not closed."""
+    """Split a text into command-line options, as a shell does; raise `BadInput` if it is not text, or a quote is not closed.
+
+    Args:
+        name: name of the field, for messages.
+        text: value of the field.
+    """
     if text is None:
         return ()
     if isinstance(text, list) and all(isinstance(word, str | int | float) for word in text):
@@ -271,12 +277,12 @@ def _search(raw: object) -> Search:
 
 
 def known(given: Mapping[str, Any], kind: type, prefix: str) -> None:
-    """Raise `BadInput` for a key that is no field.
+    """Raise `BadInput` if a mapping has a key that is not a field of a dataclass.
 
     Args:
-        given: a mapping of a file.
-        kind: dataclass with the fields.
-        prefix: goes before the key in the message.
+        given: mapping read from a file.
+        kind: dataclass whose fields are allowed.
+        prefix: text before the key in messages.
     """
     names = [one.name for one in fields(kind)]
     for name in given:
@@ -285,21 +291,21 @@ def known(given: Mapping[str, Any], kind: type, prefix: str) -> None:
 
 
 def mapping(name: str, value: object) -> Mapping[str, Any]:
-    """Return ``value``; raises `BadInput` that names the field ``name`` unless it is a mapping."""
+    """Check that the value of a field is a mapping, and return it; else raise a `BadInput` that names the field."""
     if not isinstance(value, dict):
         raise BadInput(f"{name} is {value!s:.80}: give a mapping")
     return value
 
 
 def seeds_of(name: str, value: object) -> tuple[int, ...]:
-    """Return ``value`` as seeds; raises `BadInput` that names the field ``name`` unless it is a list of them."""
+    """Check that the value of a field is a list of seeds, and return them; else raise a `BadInput` that names the field."""
     if not isinstance(value, list) or not all(type(seed) is int and seed >= 0 for seed in value):
         raise BadInput(f"{name} is {value!s:.80}: give a list of whole numbers from 0")
     return tuple(value)
 
 
 def numbers(name: str, value: object) -> Iterator[float]:
-    """Yield the numbers of ``value``; raises `BadInput` that names the field ``name`` unless it is a list of them."""
+    """Check that the value of a field is a list of numbers, and yield them; else raise a `BadInput` that names the field."""
     if not isinstance(value, list) or not all(type(number) in (int, float) for number in value):
         raise BadInput(f"{name} is {value!s:.80}: give a list of numbers")
     return map(float, value)

@@ -1,4 +1,4 @@
-"""Estimate the energy of a run: the power of each client's device, where its bundled profile has one, times its seconds at work."""
+"""Estimate the energy that the clients of a run used: the power of each device times the seconds that it worked."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from raafl.runfolder.schema import CLIENTS, CONFIG
 
 
 def energy_kj(folder: Path) -> float | None:
-    """Return the kilojoules that a run's clients spent on tasks that ended, transfers included.
+    """Estimate the energy in kilojoules that the clients used for finished tasks, including transfers.
 
     Args:
         folder: folder of the run.
 
     Returns:
-        None if the power of a client's device is unknown.
+        The energy; None if the power of a client's device is unknown.
     """
     config = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
     devices = config.get("devices")

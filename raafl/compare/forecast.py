@@ -1,4 +1,4 @@
-"""Predict what a comparison takes on this machine before it is run: each row goes through its tasks without training."""
+"""Predict how long a comparison will take on this machine, by running each row without training."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from raafl.units import duration, size
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted cost of one row.
+    """Predicted cost of one row of a comparison.
 
     Attributes:
         row: label of the row.
-        runs: number of runs that are reported, one for each seed.
-        trials: number of full runs that its search amounts to; trials that end early count by their part of the budget.
-        updates: number of merged updates of one run.
-        time_s: virtual seconds that one run lasts.
-        num_bytes: bytes sent and received by all clients of one run.
-        here_s: seconds in which one process of this machine makes one run: training and evaluations.
+        runs: number of reported runs of the row, one for each seed.
+        trials: number of runs for the search; a trial that ends early counts as a part of a run.
+        updates: number of merged updates of a run.
+        time_s: virtual seconds of a run.
+        num_bytes: number of bytes sent and received by all clients in a run.
+        here_s: seconds that one process on this machine needs for a run, including evaluations.
         problem: reason why the row cannot be predicted; all figures are then 0.
     """
 
@@ -45,12 +45,14 @@ class Forecast:
 
     @property
     def total_s(self) -> float:
-        """Seconds that one process needs for all runs of the row."""
+        """Seconds that one process on this machine needs for all runs of the row."""
         return self.here_s * (self.runs + self.trials)
 
 
 def forecast(comparison: Comparison) -> list[Forecast]:
-    """Predict the cost of each row of a comparison without training; trials count as long as reported runs.
+    """Predict the cost of each row of a comparison without training.
+
+    A run for the search is assumed to take as long as a reported run.
 
     Raises:
         BadInput: an option of a row is wrong; the message names the row.
@@ -60,7 +62,7 @@ def forecast(comparison: Comparison) -> list[Forecast]:
 
 
 def shown(rows: Sequence[Forecast]) -> Cells:
-    """Return the forecasts as rows of text: a header, one row each, and the sum."""
+    """Format the predictions as a table of texts: a header, a row for each row of the comparison, and the sum."""
     table = [["row", "runs", "trials", "updates", "virtual time", "sent", "a run here", "all here"]]
     for row in rows:
         counts = [row.row, str(row.runs), f"{row.trials:g}"]
@@ -75,7 +77,7 @@ def shown(rows: Sequence[Forecast]) -> Cells:
 
 
 def as_json(rows: Sequence[Forecast]) -> list[dict[str, Any]]:
-    """Return the forecasts as plain data."""
+    """Convert the predictions to plain data."""
     return [asdict(row) | {"total_s": row.total_s} for row in rows]
 
 

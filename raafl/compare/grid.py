@@ -1,4 +1,4 @@
-"""Read a grid: tasks by fleets by methods, each a file of its own, from which the comparisons of its cells are made."""
+"""Read a grid: comparisons of methods on every combination of task and fleet, each described by a file of its own."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ TASK_S = "{task_s}"
 
 @dataclass(frozen=True)
 class GridTask:
-    """A model with its data: one config.
+    """A learning task of a grid: a model with its data.
 
     Attributes:
         name: name of the task's file.
-        config: config of all runs: a file, relative to the task's own, or the name of one that comes with raafl.
-        options: options of all runs.
-        search: values of each option that a method tries, unless it has values of its own for this task.
-        metric, maximize, targets, smooth: see `Comparison`; ranks are by the first target.
-        about: a sentence for readers.
+        config: base config of all runs: a file, relative to the task's file, or the name of one of raafl's own configs.
+        options: options that all runs on this task have.
+        search: values to try for each option, unless the method has values of its own for this task.
+        metric, maximize, targets, smooth: see `Comparison`; methods are ranked by the time to the first target.
+        about: description for readers, in one sentence.
     """
 
     name: str
@@ -47,14 +47,15 @@ class GridTask:
 
 @dataclass(frozen=True)
 class GridFleet:
-    """Devices, with the virtual time that each task gets on them.
+    """A fleet of a grid: the devices of all clients, and the virtual time of a run on them for each task.
 
     Attributes:
         name: name of the fleet's file.
-        devices: value of `devices` in a config: `fleet:NAME`, a device file, or a list of devices; by task where they differ.
-        max_time: virtual time of a run, by task: seconds, or 90s, 5m, 2h.
-        task_s: seconds that a task of a submodel should take, by task; for methods whose options have `{task_s}`.
-        about: a sentence for readers.
+        devices: value of `devices` in a config: `fleet:NAME`, a device file, or a list of devices; or one of these for
+            each task.
+        max_time: virtual duration of a run, by task: a number of seconds, or 90s, 5m, 2h.
+        task_s: seconds that a client's task should take, by task; for methods whose options contain `{task_s}`.
+        about: description for readers, in one sentence.
     """
 
     name: str
@@ -66,14 +67,14 @@ class GridFleet:
 
 @dataclass(frozen=True)
 class GridMethod:
-    """A row of each cell.
+    """A method of a grid, which becomes a row of each comparison.
 
     Attributes:
         name: label of its rows.
-        options: options of its runs.
-        tasks: further options by task.
-        search: values of options that are tried, by task; else those of the task, and equally many.
-        about: a sentence for readers.
+        options: options of all of its runs.
+        tasks: further options for single tasks, by task.
+        search: values to try for options, by task; None = those of the task. All methods get equally many trials.
+        about: description for readers, in one sentence.
     """
 
     name: str
@@ -85,12 +86,12 @@ class GridMethod:
 
 @dataclass(frozen=True)
 class GridSearch:
-    """Search of a grid: each method gets the same number of trials for each task, on one fleet.
+    """Search for the settings of each method of a grid, with equally many trials for each, on one fleet.
 
     Attributes:
-        fleet: the fleet of the trials; what is best there is taken on all fleets.
-        seeds: seeds of the trials; none of them is a seed of the grid.
-        options: options of trials alone.
+        fleet: name of the fleet for the trials; the best settings are then used on all fleets.
+        seeds: seeds of the trials; they must not be seeds of the grid.
+        options: further options of the trials.
     """
 
     fleet: str
@@ -100,16 +101,16 @@ class GridSearch:
 
 @dataclass(frozen=True)
 class Grid:
-    """A checked grid.
+    """A grid of comparisons, read from files and checked.
 
     Attributes:
-        name: name of its folder; the file's unless given.
-        tasks, fleets, methods: the parts of the grid by name, in order.
-        seeds: seeds of the runs that are reported.
-        search: settings of each method.
-        baseline: label of the method that the others are compared with; None = the first.
-        replays: seeds of each row that are replayed; a row is accepted if these replays are equal.
-        about: a paragraph for readers.
+        name: name of the result folder; by default the file's name.
+        tasks, fleets, methods: tasks, fleets and methods of the grid by name, in order.
+        seeds: seeds of the reported runs.
+        search: search for the settings of each method.
+        baseline: label of the method with which the others are compared; None = the first.
+        replays: number of runs per row that are replayed; a row is accepted only if these replays give equal results.
+        about: description for readers, in one paragraph.
     """
 
     name: str
@@ -144,18 +145,18 @@ class Grid:
 
     @property
     def cells(self) -> list[Cell]:
-        """Return task and fleet of each cell, in order."""
+        """Return the task and fleet of each comparison (cell) of the grid, in order."""
         return [(task, fleet) for task in self.tasks for fleet in self.fleets]
 
     def comparison(self, cell: Cell, settings: Mapping[str, Options] | None = None) -> Comparison:
-        """Return the comparison of a cell.
+        """Return the comparison of all methods on one task and fleet.
 
         Args:
-            cell: task and fleet.
-            settings: the best settings of each method for this task; None = with the search for them.
+            cell: names of task and fleet.
+            settings: best settings of each method for this task; None = the comparison includes the search for them.
 
         Raises:
-            BadInput: a method needs a `task_s` that the fleet does not have, or searches differ in size.
+            BadInput: a method needs a `task_s` that the fleet lacks, or methods would get unequal numbers of trials.
         """
         task, fleet = self.tasks[cell[0]], self.fleets[cell[1]]
         rows = {label: self._options(method, task, fleet) for label, method in self.methods.items()}
@@ -175,7 +176,7 @@ class Grid:
         )  # fmt: skip
 
     def only(self, labels: Sequence[str]) -> Grid:
-        """Return the grid with some of its methods; raises `BadInput` for a label that is none."""
+        """Return the grid with only some of its methods; raise `BadInput` for a label without a method."""
         for label in labels:
             if label not in self.methods:
                 raise BadInput(f"rows has '{label}', which is no method of the grid: {nearest(label, self.methods)}")
@@ -194,7 +195,7 @@ class Grid:
 
 
 def is_grid(path: Path) -> bool:
-    """Check whether a file is a grid, rather than a comparison; false for one that cannot be read."""
+    """Check whether a file describes a grid, and not a comparison; False if it cannot be read."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
@@ -203,14 +204,14 @@ def is_grid(path: Path) -> bool:
 
 
 def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
-    """Read a grid and the files of its tasks, fleets and methods.
+    """Read a grid, and the files of its tasks, fleets and methods.
 
     Args:
-        path: file of the grid. A name in it is a file of the folder `tasks`, `fleets` or `methods` beside it.
+        path: file of the grid; a name in it stands for a file in the folder `tasks`, `fleets` or `methods` beside it.
         more: files of further methods and fleets.
 
     Raises:
-        BadInput: a file is missing or not YAML, or a field is unknown, missing or out of range; names it.
+        BadInput: a file is missing or not YAML, or a field is unknown, missing or out of range.
     """
     raw = _load(path)
     known({**raw}, Grid, "")

@@ -1,4 +1,4 @@
-"""Put a grid's result together: for each cell its rows, whether each is accepted, its ranks and the Pareto front."""
+"""Compute the result of a grid: for each task and fleet the methods' figures, ranks and Pareto front."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Row = Mapping[str, Any]
 
 
 def grid_result(grid: Grid, runs: GridRuns, folder: Path) -> dict[str, Any]:
-    """Return the result of a grid as JSON; what was not run is named in each cell.
+    """Return the result of a grid as JSON; for each task and fleet it also lists runs that are missing.
 
     Args:
-        grid: the grid as it was read.
-        runs: runs that have ended.
+        grid: description of the grid.
+        runs: runs that have finished.
         folder: folder of the grid.
     """
     return {
@@ -82,14 +82,15 @@ def _replayed(runs: GridRuns, run: Row) -> tuple[str | None, bool]:
 
 
 def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any]]:
-    """Return each row's ranks by time to the first target and by final value, whether it is on the Pareto front, and what is shown.
+    """Rank the methods on one task and fleet: by the time to the first target, and by the final value.
 
-    A row's time is the median over seeds; rows that did not get there share the last rank. `behind` compares with the row of
-    the best median time, seed by seed: the ratio of the times, geometric mean with a 95 % interval.
+    The time of a method is the median over its seeds; methods that did not reach the target share the last rank.
+    `behind` is the ratio of a method's time to that of the fastest, as a geometric mean over seeds with a 95 %
+    interval. The result also tells which methods are on the Pareto front.
 
     Args:
-        rows: rows of one cell.
-        maximize: whether more of the metric is better.
+        rows: figures of the methods on one task and fleet.
+        maximize: whether a larger value of the metric is better.
     """
     times = {row["row"]: _first(row["time_to"], "median_s") for row in rows}
     sent = {row["row"]: _first(row["megabytes_to"]) for row in rows}
@@ -141,7 +142,7 @@ def _behind(row: Row, leader: Row) -> dict[str, Any]:
 
 
 def write_grid(whole: Mapping[str, Any], folder: Path) -> Path:
-    """Write result.json, each row on a line of its own; return its path."""
+    """Write a grid's result to result.json, with each row on a line of its own; return the path."""
     head = {name: value for name, value in whole.items() if name != "cells"}
     cells = []
     for cell in whole["cells"]:
@@ -156,7 +157,7 @@ def write_grid(whole: Mapping[str, Any], folder: Path) -> Path:
 
 
 def load_grid(path: Path) -> dict[str, Any]:
-    """Read the result of a grid; raises `BadInput` where it is none."""
+    """Read the result of a grid; raise `BadInput` if the file has none."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         schema = found["schema"]
@@ -168,10 +169,10 @@ def load_grid(path: Path) -> dict[str, Any]:
 
 
 def cell_table(cell: Mapping[str, Any]) -> Cells:
-    """Return a cell's rows as text, best time to the first target first.
+    """Format the result for one task and fleet as a table; methods are sorted by the time to the first target.
 
     Args:
-        cell: one cell of a grid's result.
+        cell: entry of a grid's result for one task and fleet.
     """
     rows = sorted(cell["rows"], key=lambda row: (row["rank"]["time"], row["rank"]["final"]))
     targets = list(rows[0]["time_to"]) if rows else []
@@ -211,7 +212,7 @@ _ACCEPTED = {True: "yes", False: "NO", None: "not replayed"}
 
 
 def behind_cell(behind: Mapping[str, Any] | None, label: str) -> str:
-    """Format how many times the best row's time a row takes: `1.8 x (1.2 to 2.7)`; says so where the interval shows nothing."""
+    """Format the ratio of a method's time to the fastest: `1.8 x (1.2 to 2.7)`; a remark is added if they may be equal."""
     if behind is None or behind["of"] == label:
         return ""
     if behind["ratio"] is None:
@@ -223,7 +224,7 @@ def behind_cell(behind: Mapping[str, Any] | None, label: str) -> str:
 
 
 def pooled_ranks(whole: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the median rank of each method by time over the cells in which it has a row."""
+    """Return the median rank of each method by time, over all tasks and fleets in which it was run."""
     ranks: dict[str, list[float | None]] = {label: [] for label in whole["methods"]}
     for cell in whole["cells"]:
         for row in cell["rows"]:

@@ -1,4 +1,4 @@
-"""Run a grid: the search of each method, all cells seed by seed, and the replays by which rows are accepted."""
+"""Run a grid of comparisons: the search for each method's settings, all reported runs, and replays of some."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Tell = Callable[[str], None]
 
 @dataclass
 class GridRuns:
-    """Record of what has been run of a grid.
+    """Record of the runs of a grid that have finished.
 
     Attributes:
-        trials: trials of each method, by task.
+        trials: trials of each method's search, by task.
         best: the best trial of each method, by task.
-        outcomes: outcomes of the runs that ended, by cell.
-        replays: reason why a replay is not equal to its run's summary, by run folder; None where it is.
+        outcomes: outcomes of the finished runs, by task and fleet.
+        replays: reason why a run's replay gave another result, by run folder; None = it gave the same.
     """
 
     trials: dict[str, Mapping[str, Sequence[Trial]]] = field(default_factory=dict)
@@ -40,22 +40,22 @@ class GridRuns:
 def run_grid(
     grid: Grid, runner: Runner, jobs: int, tell: Tell, after_seed: Callable[[GridRuns], object], *, finished_only: bool = False
 ) -> GridRuns:  # fmt: skip
-    """Run what has not been run of a grid.
+    """Run everything in a grid that has not finished yet.
 
-    The order is: the searches of all tasks, then all cells with the first seed and the replays that are due, then all with the
-    second, so that a grid that is cut off lacks its last seeds.
+    First come the searches of all tasks, then all runs with the first seed and their replays, then those with the
+    second seed, and so on. So a grid that is interrupted lacks only its last seeds.
 
     Args:
-        grid: the grid as it was read.
-        runner: runs and finds runs.
-        jobs: replays at a time.
-        tell: is called with a line for each replay.
-        after_seed: is called with what there is after each seed.
-        finished_only: start nothing; take what has ended.
+        grid: description of the grid.
+        runner: object that starts runs and finds finished ones.
+        jobs: number of replays at a time.
+        tell: function called with a line of text for each replay.
+        after_seed: function called after each seed, with the record of finished runs.
+        finished_only: whether to start no runs and only collect the finished ones.
 
     Raises:
-        BadInput: an option of a method, task or fleet is wrong; before anything is run.
-        RunFailed: all trials of a method failed, or one was cut off.
+        BadInput: an option of a method, task or fleet is wrong; raised before any run starts.
+        RunFailed: all trials of a method failed, or one was interrupted.
     """
     found = GridRuns(outcomes={cell: [] for cell in grid.cells})
     _search(grid, runner, found, finished_only)
@@ -74,12 +74,12 @@ def run_grid(
 
 
 def replayed_seeds(grid: Grid, cell: Cell, label: str) -> list[int]:
-    """Return the seeds of a row that are replayed, drawn by the row's name.
+    """Draw the seeds of a method whose runs are replayed, at random but always the same.
 
     Args:
-        grid: the grid as it was read.
-        cell: cell of the row.
-        label: label of the row.
+        grid: description of the grid.
+        cell: names of task and fleet.
+        label: label of the method.
     """
     num = min(grid.replays, len(grid.seeds))
     return random.Random(f"raafl compare {'--'.join(cell)} {label}").sample(list(grid.seeds), num)
@@ -157,5 +157,5 @@ def _is_verdict(line: str) -> bool:
 
 
 def root_of(folder: Path) -> Path:
-    """Return the folder of a grid's run folders."""
+    """Return the folder that contains the run folders of a grid."""
     return folder / "runs"

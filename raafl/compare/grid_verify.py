@@ -1,4 +1,4 @@
-"""Make runs of a grid's result again and compare their digests, and show the rows of another result beside one's own."""
+"""Verify a grid's result by repeating some of its runs; add the rows of another result to one's own."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from raafl.runfolder.schema import JOURNAL
 def verify_grid(
     grid: Grid, path: Path, share: float, folder: Path, jobs: int = 1, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Make a random share of a result's runs again, replay them, and yield `cell`, `row`, `seed` and `why` they are not equal.
+    """Repeat a random share of the runs in a result, replay them, and compare the digests of their models.
 
-    The runs are those of the grid's files. A result only says which of the searched settings each row has, so that nothing in a
-    result of somebody else is executed.
+    Yields `cell`, `row` and `seed` of each run, and `why` its digests are not equal. Runs are configured by the grid's
+    own files; the result only says which of the searched settings each method has. So nothing in the result of another
+    person is executed.
 
     Args:
-        grid: the grid as it was read.
-        path: file of its result.
-        share: share of the runs, above 0 and at most 1.
-        folder: folder in which the runs are made; those that have ended there are taken.
-        jobs: runs at a time.
-        seed: seed of the draw.
+        grid: description of the grid.
+        path: file of the result.
+        share: share of the runs to repeat, above 0 and at most 1.
+        folder: folder for the repeated runs; runs that have finished there are used.
+        jobs: number of runs at a time.
+        seed: seed for drawing the runs.
 
     Raises:
-        BadInput: the result is none, or is of another grid.
+        BadInput: the file has no result, or that of another grid.
     """
     asked = _drawn(grid, load_grid(path), share, seed)
     runner = Runner(folder / "runs", jobs, False, lambda _: None)
@@ -96,14 +97,14 @@ def _settings(grid: Grid, cell: Mapping[str, Any], row: Mapping[str, Any]) -> Op
 
 
 def beside(whole: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return a result with the rows that another one has in the same cells, run alike, with ranks among all of them.
+    """Add the rows of another result for the same tasks, fleets and options; return a new result with ranks among all rows.
 
     Args:
-        whole: a result; its own rows win over those of the same method.
-        path: file of the other result; its rows get a `from`.
+        whole: one's own result; its rows take precedence over those of the same method.
+        path: file of the other result; its rows get a field `from`.
 
     Raises:
-        BadInput: it is no result of a grid.
+        BadInput: the file has no result of a grid.
     """
     others = {(cell["task"], cell["fleet"]): cell for cell in load_grid(path)["cells"]}
     cells = []

@@ -1,4 +1,4 @@
-"""Find the tables and figures of papers that raafl reproduces, by the catalogue `configs/papers/index.yaml`."""
+"""Find the tables and figures of papers that raafl can reproduce, in `configs/papers/index.yaml`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Scale = Literal["small", "full"]
 
 @dataclass(frozen=True, slots=True)
 class Exhibit:
-    """A table or figure of a paper.
+    """A table or figure of a paper that raafl can reproduce, or the reason why it cannot.
 
     Attributes:
-        name: name on the command line.
-        shows: description of what it shows, with its number in the paper.
-        scales: comparison file of each scale, with `#VARIANT` appended for a variant of the file.
+        name: name for the command line.
+        shows: description of the table or figure, with its number in the paper.
+        scales: comparison file for each scale (small or full); `#VARIANT` at the end names a variant in the file.
         missing: reason why it cannot be reproduced; "" = it can.
-        note: further remark for the reader, such as a data set that replaces the paper's.
+        note: remark for the reader, for example about a data set that replaces the paper's.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Exhibit:
     note: str = ""
 
     def comparison(self, scale: Scale) -> Comparison:
-        """Read the comparison of a scale; raise `BadInput` if there is none."""
+        """Read the comparison file for a scale; raise `BadInput` if there is none."""
         if self.missing:
             raise BadInput(f"table is '{self.name}', which cannot be reproduced: {self.missing}")
         if scale not in self.scales:
@@ -46,14 +46,14 @@ class Exhibit:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """A paper, with its tables and figures by name."""
+    """A paper, and its tables and figures by name."""
 
     name: str
     title: str
     exhibits: Mapping[str, Exhibit]
 
     def exhibit(self, name: str) -> Exhibit:
-        """Return a table or figure by its name; raise `BadInput` for an unknown one."""
+        """Return a table or figure of the paper by name; raise `BadInput` for an unknown name."""
         if name not in self.exhibits:
             raise BadInput(
                 f"table is '{name}', which the catalogue of {self.name} does not have: {nearest(name, self.exhibits)}"
@@ -76,7 +76,7 @@ def catalogue() -> dict[str, Paper]:
 
 
 def paper(name: str) -> Paper:
-    """Return the catalogue's entry of the paper ``name``; raise `BadInput` for an unknown one."""
+    """Return a paper by name; raise `BadInput` for an unknown name."""
     papers = catalogue()
     if name not in papers:
         raise BadInput(f"paper is '{name}', which the catalogue does not have: {nearest(name, papers)}")

@@ -1,4 +1,4 @@
-"""Run raafl's commands in processes of their own, a number at a time, forked from one that has torch imported."""
+"""Run commands of raafl in separate processes, several at a time, forked from a process that has already imported torch."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ PRELOADED = (
 def in_processes(
     queue: list[Item], jobs: int, start_one: Callable[[Item], BaseProcess], wait_on: Callable[[int], None]
 ) -> Iterator[tuple[Item, BaseProcess, int]]:
-    """Run a process for each item, ``jobs`` at a time; as each ends, yield the item, its process and the number left.
+    """Run a process for each item, ``jobs`` at a time; yield the item, its process and the number of items left as each ends.
 
     Args:
-        queue: items to run, which are removed; the caller may put one back before it asks for the next result.
+        queue: items to run. They are removed from the list; the caller may put an item back before it asks for the next
+            result.
         jobs: number of processes at a time.
-        start_one: function that starts an item's process.
+        start_one: function that starts the process for an item.
         wait_on: function called every half second with the number of items left.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM was received; the processes have been sent SIGINT and have ended.
+        KeyboardInterrupt: Ctrl-C or SIGTERM was received; the processes were interrupted and have ended.
     """
     active: dict[BaseProcess, Item] = {}
     with Interrupt() as interrupt:
@@ -79,11 +80,11 @@ def _end(processes: Collection[BaseProcess]) -> None:
 
 
 def start(argv: Sequence[str], log: Path) -> BaseProcess:
-    """Start a raafl command in a new process, which ends when this process does.
+    """Start a command of raafl in a new process, which ends when this process ends.
 
     Args:
         argv: arguments of the command, beginning with its name.
-        log: file into which the process prints, and which it locks while it runs.
+        log: file for the output of the process, which locks the file while it runs.
     """
     process = _new_process(argv, log)
     # The server of forks inherits the mask: a signal to the whole group would end it, and with it all knowledge of the runs.
@@ -102,7 +103,7 @@ def _new_process(argv: Sequence[str], log: Path) -> BaseProcess:
 
 
 def check_free(log: Path) -> None:
-    """Raise `BadInput` if a running command, whoever started it, prints into ``log``."""
+    """Raise `BadInput` if a process, whoever started it, is still writing to the file."""
     with log.open("ab") as file:
         _lock(file.fileno(), log)
 
@@ -123,7 +124,7 @@ def _command(argv: list[str], log: Path) -> None:
 
 
 def take_over(log: Path) -> None:
-    """Set up a new process: it prints into ``log``, holds the file's lock, and is interrupted when its parent ends."""
+    """Set up a new process: its output goes to ``log``, which it locks, and it is interrupted when its parent ends."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
     os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on once
     with log.open("ab", buffering=0) as file:

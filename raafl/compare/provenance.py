@@ -1,4 +1,4 @@
-"""Record when, where and with what a result was made: date, commit, digest of the sources, processor, versions.
+"""Record when, where and with which code a result was made.
 
 Imports no torch, so that whoever needs one of these alone pays for nothing else.
 """
@@ -56,7 +56,7 @@ def _commit() -> str | None:
 
 @cache
 def code_digest() -> str:
-    """Return a digest of the source files of raafl and, if present, of the model zoo."""
+    """Return a digest of the source files of raafl and, if installed, of the model zoo."""
     package = Path(raafl.__file__).parent
     digest = hashlib.sha256()
     for folder in (package, package.parent / "model_zoo"):

@@ -1,4 +1,4 @@
-"""Put a comparison's result together and write it down: JSON, CSV, LaTeX, a figure and a page."""
+"""Collect the result of a comparison and write it as JSON, CSV, LaTeX, a figure and an HTML page."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def result(
     comparison: Comparison, outcomes: Sequence[Outcome], trials: Mapping[str, Sequence[Trial]], best: Mapping[str, Trial],
     root: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the result of a comparison as JSON: every seed's values, every trial's scores, commands, versions.
+    """Return the result of a comparison as JSON: the figures of every run and trial, commands, and versions.
 
     Args:
-        comparison: the comparison, as read from its file.
-        outcomes: outcomes of the runs that are reported.
-        trials: trials of the search, by label; empty if nothing was searched.
-        best: best trial of each row; the row was run with its settings.
-        root: the comparison's folder; paths of run folders are relative to it.
+        comparison: description of the comparison.
+        outcomes: outcomes of the reported runs.
+        trials: trials of the search, by label of the row; empty if there was no search.
+        best: best trial of each row, whose settings were used for the reported runs.
+        root: folder of the comparison; paths of run folders are relative to it.
     """
     runs: dict[str, list[dict[str, Any]]] = {label: [] for label in comparison.rows}
     for outcome in outcomes:
@@ -74,7 +74,7 @@ def write(result: Mapping[str, Any], folder: Path, *, draws: bool = True) -> lis
     Args:
         result: result of the comparison, from `result`.
         folder: folder of the comparison.
-        draws: whether to write the figure and the page, which need plotly and matplotlib.
+        draws: whether to write the figure and the HTML page, which need plotly and matplotlib.
     """
     table = cells(result)
     files = {
@@ -145,7 +145,7 @@ def check_drawing() -> None:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Read the result of a comparison from its folder; raise `BadInput` if there is none."""
+    """Read the result of a comparison from its folder; raise `BadInput` if the folder has none."""
     path = folder / "result.json"
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

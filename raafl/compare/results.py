@@ -1,4 +1,4 @@
-"""Measure the runs of a comparison, and say of each row what its seeds show."""
+"""Compute the figures of each run of a comparison, and their means and differences over seeds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = (
 
 
 def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:
-    """Return (seconds, value) of each evaluation in a run's metrics.csv; empty if there are none."""
+    """Return (seconds, value) of a metric at each evaluation in a run's metrics.csv; empty if there are none."""
     try:
         with (folder / METRICS).open(newline="") as file:
             return [(float(row["time_s"]), float(row[metric])) for row in csv.DictReader(file) if row.get(metric)]
@@ -36,7 +36,7 @@ def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, A
 
     Args:
         outcome: outcome of the run.
-        comparison: comparison that names the metric, targets and budgets.
+        comparison: description of the comparison, with metric, targets and budgets.
         root: folder of the comparison.
     """
     run, summary = outcome.run, outcome.summary
@@ -114,12 +114,12 @@ def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
 
 
 def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> dict[str, Any]:
-    """Summarise a row: mean and interval over seeds of each figure, and the median time to each target.
+    """Summarise the runs of a row: mean and interval over seeds of each figure, and the median time to each target.
 
     Args:
         label: label of the row.
         runs: figures of the row's runs, from `measure`.
-        comparison: comparison that names the targets.
+        comparison: description of the comparison, with its targets.
     """
     done = [run for run in runs if "error" not in run]
     figures = {name: _plain(interval(_values(done, name))) for name in COLUMNS}
@@ -139,7 +139,10 @@ def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Compari
 
 
 def reached(times_s: Sequence[float | None]) -> dict[str, Any]:
-    """Return the median time to a target over the seeds, and the number that reached it; others count as later than any."""
+    """Return the median time to a target over the seeds, and the number of seeds that reached it.
+
+    A target that was not reached counts as later than any.
+    """
     return {
         "median_s": censored_median(times_s),
         "reached": sum(one is not None for one in times_s),
@@ -148,7 +151,7 @@ def reached(times_s: Sequence[float | None]) -> dict[str, Any]:
 
 
 def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
-    """Return each row's final value minus the reference's, over the seeds that both have, by label."""
+    """Return the difference of each row's final value from the reference row's, over the seeds that both have; by label."""
     finals = {
         label: {run["seed"]: run["final"] for run in runs if run.get("final") is not None}
         for label, runs in rows.items()
@@ -160,14 +163,14 @@ def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str)
 
 
 def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
-    """Return, by label, the share of clients that take part in a larger share of the merges than in the reference.
+    """Compare participation with the reference row: which share of the clients takes part in more merges.
 
     Args:
         rows: runs of each row, by label.
         reference: label of the row that the others are compared with.
 
     Returns:
-        By label, the mean over the seeds that both have, with its interval; None for the reference itself.
+        Mean and interval over the seeds that both rows have, by label; None for the reference row itself.
     """
     rates = {label: {run["seed"]: _rates(run) for run in runs if run.get("versions")} for label, runs in rows.items()}
     return {

@@ -1,4 +1,4 @@
-"""Run the runs of a comparison: take those that have ended, resume those that were cut off, start the others."""
+"""Run the runs of a comparison: finished ones are reused, interrupted ones resumed, the others started."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _TOLD_S = 30.0
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a comparison: a row with a seed.
+    """One run of a comparison: a row and a seed.
 
     Attributes:
         label: label of the row.
         config: name or path of the base config.
         options: options of `raafl simulate`, without config and seed.
         seed: seed of the run.
-        digest: digest of the config that these options give, without fields that change no bit of the result.
-        limits: `max_updates`, and `max_time` in seconds, at which the run ends; None = no such limit.
+        digest: digest of the config, without fields that do not affect the result.
+        limits: largest number of updates and of seconds, at which the run ends; None = no such limit.
     """
 
     label: str
@@ -69,16 +69,21 @@ class Run:
 
     @property
     def command(self) -> str:
-        """Command line of this run, as one would type it."""
+        """Command line of this run, as a user would type it."""
         return "raafl simulate " + shlex.join(self.argv)
 
     def folder(self, root: Path, code: str) -> Path:
-        """Return the folder of this run; runs by another version of the code, named by its digest, have another folder."""
+        """Return the folder of this run.
+
+        Args:
+            root: folder that contains all run folders.
+            code: digest of the code; each version of the code gets folders of its own.
+        """
         slug = re.sub(r"\W+", "-", self.label.lower()).strip("-")[:40]
         return root / f"{slug}-seed-{self.seed}-{_digest([self.label, self.digest])[:10]}-{code[:8]}"
 
     def part(self, fraction: float) -> Run:
-        """Return a separate, shorter run that ends after ``fraction`` of this run's limits."""
+        """Return a shorter run with the same options, which ends after ``fraction`` of this run's limits."""
         if fraction == 1:
             return self
         updates, time_s = self.limits
@@ -88,13 +93,13 @@ class Run:
 
 
 def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> list[Run]:
-    """Parse a row's options; return its run for each seed.
+    """Parse the options of a row; return its run for each seed.
 
     Args:
-        config: name or path of the base config.
+        config: path or name of the base config.
         label: label of the row, for messages.
         options: options of the row, as on the command line.
-        seeds: seeds, each of which gets a run.
+        seeds: seeds of the runs.
 
     Raises:
         BadInput: an option is wrong; the message names the row.
@@ -114,7 +119,7 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
 
 
 def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
-    """Parse a row's options with a seed; raise a `BadInput` that names the row if an option is wrong.
+    """Parse the options of a row, with a seed; raise a `BadInput` that names the row if an option is wrong.
 
     Args:
         config: name or path of the base config.
@@ -135,10 +140,10 @@ def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
 
 
 def named_files(fields: Mapping[str, Any]) -> list[Path]:
-    """Return the files on whose contents a result depends, besides the config.
+    """Return the files besides the config on whose contents a result depends.
 
-    They are the device file, recordings of devices, and the modules of the user's classes, but not the imports of
-    those.
+    They are the device file, recordings of devices, and the modules of the user's classes, but not modules that these
+    import.
     """
     from raafl.devices import load_devices
 
@@ -178,15 +183,16 @@ def _digest(value: object) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run: its summary, or why it failed.
+    """Outcome of a run: its summary, or the reason why it failed.
 
     Attributes:
         run: run that has ended.
         folder: folder of the run.
         summary: summary of the run; None = it failed.
-        code: digest of the code that made it.
-        error: last line that a failed run printed.
-        by_itself: whether a failed run would fail again, as one that diverged; False = something else ended it.
+        code: digest of the code with which it was run.
+        error: last line that a failed run has printed.
+        by_itself: whether a failed run would fail again, for example because it diverged; False = it was ended from
+            outside.
     """
 
     run: Run
@@ -198,13 +204,13 @@ class Outcome:
 
 
 class Runner:
-    """Runs simulations in processes of their own, ``jobs`` at a time.
+    """Runs simulations in separate processes, ``jobs`` at a time.
 
     Args:
         root: folder that contains the run folders.
         jobs: number of processes at a time.
-        any_code: whether to accept finished runs of other versions of the code.
-        tell: function called with a line for each run that ends, and from time to time with the number left.
+        any_code: whether finished runs of other versions of the code may be reused.
+        tell: function called with a line of text for each run that ends, and sometimes with the number of runs left.
     """
 
     def __init__(self, root: Path, jobs: int, any_code: bool, tell: Callable[[str], None]) -> None:
@@ -214,7 +220,7 @@ class Runner:
         root.mkdir(parents=True, exist_ok=True)
 
     def find(self, run: Run) -> Outcome | None:
-        """Return the outcome of a run that has finished in its folder; None if it has not finished."""
+        """Return the outcome of a finished run from its folder; None if the run has not finished."""
         names = [run.folder(self._root, code_digest())]
         if self._any_code:
             pattern = re.sub(r"[0-9a-f]{8}$", "*", names[0].name)
@@ -227,12 +233,12 @@ class Runner:
         return None
 
     def run_all(self, runs: Sequence[Run]) -> list[Outcome]:
-        """Run all runs that have not finished yet, and return the outcome of each, in order.
+        """Run all runs that have not finished, and return the outcome of each run, in order.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C or SIGTERM was received; the current runs were interrupted, and the next call
+            KeyboardInterrupt: Ctrl-C or SIGTERM was received; runs in progress were interrupted, and the next call
                 continues them.
-        BadInput: another process works on one of the runs.
+        BadInput: another process is working on one of the runs.
         """
         found = {run: outcome for run in runs if (outcome := self.find(run)) is not None}
         queue = [run for run in dict.fromkeys(runs) if run not in found]
@@ -300,7 +306,7 @@ class Runner:
 
 
 def made_by(folder: Path) -> dict[str, Any]:
-    """Return the date and commit of the process that began a run; empty if they were not recorded."""
+    """Return the date and commit of the process that started a run; empty if they were not recorded."""
     noted = _note(folder).get("provenance") or {}
     return {name: noted[name] for name in ("date", "commit") if name in noted}
 

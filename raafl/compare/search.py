@@ -1,4 +1,4 @@
-"""Find each row's settings: equal trials, scored on held-out training data and on seeds that are not reported."""
+"""Search for the best settings of each row, by equally many trials, on other data and seeds than those reported."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from raafl.errors import BadInput, RunFailed
 
 @dataclass
 class Trial:
-    """One trial of a row's search: a setting, with its runs and scores.
+    """One trial of a search: settings, its runs and their scores.
 
     Attributes:
         settings: options that the trial sets.
-        runs: runs of the trial, one for each seed of the search.
-        scores: metric at the end of each run, by seed; a run that failed has none.
-        fraction: part of the budget that was run; below 1 if the trial ended early.
+        runs: runs with these settings, one for each seed of the search.
+        scores: value of the metric at the end of each run, by seed; a failed run has none.
+        fraction: part of the budget that was used; below 1 if the trial ended early.
     """
 
     settings: Options
@@ -32,14 +32,14 @@ class Trial:
     fraction: float = 0.0
 
     def rank(self, maximize: bool) -> float:
-        """Return a sort key, by which the best trial comes first and one with a failed run last."""
+        """Return a sort key: the best trial comes first, and trials with a failed run come last."""
         if len(self.scores) < len(self.runs) or not all(map(math.isfinite, self.scores.values())):
             return math.inf
         return -statistics.fmean(self.scores.values()) if maximize else statistics.fmean(self.scores.values())
 
 
 def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
-    """Return the trials of each row, by label; raise `BadInput` if an option is wrong or two trials are equal."""
+    """Create the trials of each row, by label; raise `BadInput` if an option is wrong or two trials are equal."""
     extra = (*search.options, "--partition.validation_share", str(search.validation_share))
     trials = {
         label: [
@@ -67,13 +67,13 @@ def run_trials(
     """Run the trials of all rows and return the best trial of each.
 
     Args:
-        trials: trials of each row, by label; their scores are filled in.
-        comparison: comparison that names the metric and its smoothing.
-        search: search that names the halving of trials.
-        runner: runner of the trials' runs.
+        trials: trials of each row, by label; their scores are filled in here.
+        comparison: description of the comparison, with the metric.
+        search: description of the search, with the early end of trials.
+        runner: object that runs the trials.
 
     Raises:
-        RunFailed: a run was ended from outside, or all trials of a row failed by themselves, for example by diverging.
+        RunFailed: a run was interrupted from outside, or all trials of a row failed, for example by diverging.
     """
     going = {label: list(some) for label, some in trials.items()}
     fractions = rungs(search.halving)
@@ -103,7 +103,7 @@ def run_trials(
 
 
 def rungs(halving: Halving | None) -> list[float]:
-    """Return the fractions of the budget after which trials are compared."""
+    """Return the fractions of the budget after which trials are compared, so that only the better ones continue."""
     num = 1 if halving is None else halving.rungs
     return [2.0 ** (rung - num + 1) for rung in range(num)]
 

@@ -1,4 +1,4 @@
-"""Compute what several seeds show: means with intervals, paired differences, smoothed times to a target."""
+"""Compute statistics over several seeds: means with intervals, paired differences, times to a target."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean over seeds, with its 95 % confidence interval.
+    """Mean over seeds, and its 95 % confidence interval.
 
     Attributes:
         mean: mean of the values.
-        half: half the width of Student's t interval; None = a single value, which has no interval.
+        half: half the width of the interval (Student's t); None for a single value.
         num: number of values.
     """
 
@@ -27,12 +27,12 @@ class Interval:
 
     @property
     def excludes_0(self) -> bool:
-        """Whether the interval lies on one side of 0; False for a single value."""
+        """Whether the interval does not contain 0, so that a difference is shown; False for a single value."""
         return self.half is not None and abs(self.mean) > self.half
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Return mean and 95 % interval (Student's t, `n - 1` degrees of freedom) of ``values``; None if there are none."""
+    """Return the mean and 95 % confidence interval of some values; None if there are none."""
     if not values:
         return None
     mean = statistics.fmean(values)
@@ -47,14 +47,14 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval | None:
-    """Return the mean of ours minus theirs over the seeds that both have, with its interval; None if they share no seed."""
+    """Return mean and interval of the differences ours minus theirs, over the seeds that both have; None if there are none."""
     return interval([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
 
 def geometric(ratios: Sequence[float]) -> dict[str, float | None]:
-    """Return the geometric mean of ratios above 0 with the ends of its 95 % interval: `ratio`, `low`, `high`.
+    """Return the geometric mean of positive ratios and its 95 % interval, under the keys `ratio`, `low` and `high`.
 
-    The interval is that of the logarithms. Of one ratio the ends are None, of none all three.
+    The interval is computed from the logarithms. It is None for a single ratio; without ratios, all three are None.
     """
     found = interval([math.log(ratio) for ratio in ratios])
     if found is None:
@@ -65,7 +65,7 @@ def geometric(ratios: Sequence[float]) -> dict[str, float | None]:
 
 
 def smoothed(curve: Curve, num: int) -> list[tuple[float, float]]:
-    """Return the moving average of a curve over ``num`` evaluations, each at the time of its last one."""
+    """Return the moving average of a curve over ``num`` evaluations; each point has the time of its last evaluation."""
     num = min(num, len(curve))
     windows = (curve[end - num : end] for end in range(num, len(curve) + 1)) if num else ()
     return [(window[-1][0], statistics.fmean(value for _, value in window)) for window in windows]
@@ -75,17 +75,17 @@ def time_to(curve: Curve, target: float, maximize: bool = True) -> float | None:
     """Return the time in seconds at which a curve first reaches a target; None if it never does.
 
     Args:
-        curve: points of time (seconds) and value, ascending in time.
-        target: value that the curve is to reach.
+        curve: points (seconds, value) in the order of time.
+        target: value to be reached.
         maximize: whether the value must rise to the target; else it must fall to it.
     """
     return next((time_s for time_s, value in curve if (value >= target if maximize else value <= target)), None)
 
 
 def censored_median(times_s: Sequence[float | None]) -> float | None:
-    """Return the median of times to a target; None, a target never reached, counts as later than any, and may be the median.
+    """Return the median of times to a target, where None (never reached) counts as later than any time.
 
-    Of an even number of times, the median is the later of the two in the middle.
+    The median may be None. For an even number of times it is the later of the two in the middle.
     """
     if not times_s:
         return None
@@ -94,7 +94,7 @@ def censored_median(times_s: Sequence[float | None]) -> float | None:
 
 
 def gini(counts: Sequence[float]) -> float:
-    """Return the Gini coefficient: 0 if all counts are equal (or there are none), (n - 1) / n if one client has all."""
+    """Return the Gini coefficient of some counts: 0 if all are equal, (n - 1) / n if one has everything."""
     ordered, total = sorted(counts), sum(counts)
     if not total:
         return 0.0

@@ -1,4 +1,4 @@
-"""Write a comparison's rows as a table: for a terminal, as CSV, as LaTeX."""
+"""Format the rows of a comparison as a table: for a terminal, as CSV, or as LaTeX."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIGURES = (
 
 
 def cells(result: Mapping[str, Any]) -> Cells:
-    """Return the table of a comparison as rows of text, with mean ± half of the 95 % interval over seeds.
+    """Format the result of a comparison as a table of texts, with mean ± half of the 95 % interval over seeds.
 
     Args:
         result: result of the comparison, from `raafl.compare.report.result`.
@@ -44,14 +44,14 @@ def cells(result: Mapping[str, Any]) -> Cells:
 
 
 def with_interval(figure: Mapping[str, Any] | None) -> str:
-    """Format a mean with half its interval: `0.912 ± 0.004`; of a single seed, the mean alone."""
+    """Format a mean and half of its interval: `0.912 ± 0.004`; for a single seed only the mean."""
     if figure is None:
         return "-"
     return short(figure["mean"]) if figure["half"] is None else _rounded(figure["mean"], figure["half"])
 
 
 def difference(figure: Mapping[str, Any] | None) -> str:
-    """Format a paired difference, with a remark if its interval contains 0, so that no difference is shown."""
+    """Format a difference with its interval, and a remark if the interval contains 0, so that no difference is shown."""
     if figure is None:
         return ""
     sign = "+" if figure["mean"] >= 0 else "-"
@@ -70,13 +70,13 @@ def _rounded(mean: float, half: float) -> str:
 
 
 def time_cell(cell: Mapping[str, Any]) -> str:
-    """Format a median time to a target and how many seeds reached it: `12.5 (4/5)`, or `never (1/5)` if most did not."""
+    """Format a median time to a target, and the number of seeds that reached it: `12.5 (4/5)`, or `never (1/5)`."""
     time_s = "never" if cell["median_s"] is None else short(cell["median_s"])
     return f"{time_s} ({cell['reached']}/{cell['seeds']})"
 
 
 def short(value: float) -> str:
-    """Format a number with four significant digits; large numbers without decimals."""
+    """Format a number with four significant digits; large numbers have no decimals."""
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
@@ -95,7 +95,7 @@ def as_csv(table: Cells) -> str:
 
 
 def latex(table: Cells) -> str:
-    r"""Format a table as LaTeX, a `tabular` with booktabs' rules."""
+    r"""Format a table as LaTeX (`tabular` with booktabs)."""
     lines = [" & ".join(map(_escaped, line)) + r" \\" for line in table]
     columns = "l" + "r" * (len(table[0]) - 1)
     return "\n".join([
@@ -115,7 +115,7 @@ def _escaped(cell: str) -> str:
 
 
 def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) -> list[str]:
-    """Return a sentence for each row that says whether its paired interval shows a difference from the reference.
+    """Describe each row in a sentence that says whether it differs from the reference row.
 
     Args:
         rows: rows of the result.

@@ -1,4 +1,4 @@
-"""Replay a share of a comparison's runs and compare the digests with those that the result names."""
+"""Verify a comparison's result: replay some of its runs and compare the digests of their models."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from raafl.runfolder.schema import Summary
 
 
 def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
-    """Draw a random share of a comparison's runs, rounded up, to be replayed.
+    """Draw a random share of a comparison's runs for replaying; the number is rounded up.
 
     Args:
         result: result of the comparison.
-        share: share of the runs to draw, above 0, at most 1.
-        seed: seed of the draw.
+        share: share of the runs to draw, above 0 and at most 1.
+        seed: seed for drawing the runs.
     """
     runs = [run | {"row": row["row"]} for row in result["rows"] for run in row["runs"] if "error" not in run]
     return random.Random(seed).sample(runs, math.ceil(share * len(runs)))
 
 
 def verify(runs: Sequence[Mapping[str, Any]], root: Path, jobs: int = 1) -> Iterator[dict[str, Any]]:
-    """Replay runs in separate processes; yield `row`, `seed`, `equal`, and `why` if they are unequal.
+    """Replay runs in separate processes; yield `row`, `seed`, `equal`, and `why` they are not equal.
 
     Args:
-        runs: runs, as the result lists them.
+        runs: runs, as listed in the result.
         root: folder of the comparison.
         jobs: number of replays at a time.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C or SIGTERM was received; the replays in progress have been ended.
+        KeyboardInterrupt: Ctrl-C or SIGTERM was received; replays in progress were ended.
     """
 
     def replay_one(run: Mapping[str, Any]) -> BaseProcess:
@@ -48,23 +48,23 @@ def verify(runs: Sequence[Mapping[str, Any]], root: Path, jobs: int = 1) -> Iter
 
 
 def replay(folder: Path) -> BaseProcess:
-    """Start the replay of a run folder in a process of its own, which prints into `log_of` of it."""
+    """Start the replay of a run in a new process; its output goes to the file `log_of`."""
     log = log_of(folder)
     log.unlink(missing_ok=True)
     return start(["replay", str(folder), "--json"], log)
 
 
 def log_of(folder: Path) -> Path:
-    """Return the file into which the replay of a run folder prints."""
+    """Return the file for the output of a run's replay."""
     return folder.with_suffix(".replay.log")
 
 
 def difference(run: Mapping[str, Any] | Summary | None, log: Path) -> str | None:
-    """Return why a replay does not give what is said of the run; None where it does.
+    """Explain why the replay of a run does not give the recorded model; None if it does.
 
     Args:
-        run: has the `model_digest` that is said.
-        log: file into which the replay printed.
+        run: entry of the run, with its `model_digest`.
+        log: file with the output of the replay.
     """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     try:

@@ -1,4 +1,4 @@
-"""Chart each client's participation against its speed, and its share of the samples with their classes."""
+"""Chart how often each client takes part against its speed, and its share of the samples and classes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Classes = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One client of a run; ``task_s`` is its median task time, ``share`` the share of versions that it took part in."""
+    """A client of a run in a chart: ``task_s`` is its median task time, ``share`` the share of versions that it took part in."""
 
     name: str
     tasks: int
@@ -42,7 +42,7 @@ class Point:
 
 
 def participation(groups: Sequence[Group]) -> Chart:
-    """Return the chart of each client's merged updates against its speed, for the runs of each group."""
+    """Return a chart of each client's merged updates against its speed, for all groups of runs."""
     speeds = {
         "a device's speed": ("flops_per_s", "FLOP/s of the device, by its profile"),
         "time of a task": ("task_s", "median seconds of a task"),
@@ -144,7 +144,7 @@ def _table(group: Group, points: Mapping[int, Sequence[Point]]) -> Table:
 def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData]) -> Classes | str:
     """Return the number of samples of each class by client, or the reason why it is unknown.
 
-    Run folders do not store classes; ``deal_out`` loads and partitions the data that the run's config names.
+    Run folders do not contain the classes, so ``deal_out`` loads the data of the run and divides them among clients.
     """
     if not run.config:
         return "there is no config to deal the data out by"
@@ -174,10 +174,10 @@ def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData
 def partition(
     runs: Sequence[tuple[str, RecordedRun]], classes: Mapping[int, Classes | str], left_out: int = 0
 ) -> Chart:
-    """Return the chart of each client's number of samples, by class where known.
+    """Return a chart of each client's number of samples, divided by class if the classes are known.
 
     Args:
-        runs: runs, each with its name.
+        runs: runs with their names.
         classes: samples of each class by client, or the reason why they are unknown, for each run by its id().
         left_out: number of further runs that are not shown.
     """

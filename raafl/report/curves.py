@@ -1,4 +1,4 @@
-"""Chart metrics against time, updates, versions and bytes; runs that differ by seed become a mean with a band."""
+"""Chart metrics against time, updates, versions and bytes; runs that differ only by seed become a mean with a band."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TABLE_ROWS = 30
 
 
 def curves(groups: Sequence[Group]) -> Chart:
-    """Return the chart of every metric against every axis."""
+    """Return a chart of every metric against time, updates, versions or bytes, as the reader selects."""
     metrics = metric_names(groups)
     choices = {"Metric": metrics, "Against": list(AXES)}
     tables = [_table(run, metrics) for group in groups for run in group.runs]
@@ -67,7 +67,7 @@ def _hidden(group: Group) -> str:
 
 
 def metric_names(groups: Sequence[Group]) -> list[str]:
-    """Return the metrics that have a curve in any run, the most important first."""
+    """Return the names of the metrics that any run has evaluated, the most important first."""
     names = list(dict.fromkeys(
         name for group in groups for run in group.runs for name, values in run.metrics.items()
         if name not in _NOT_METRICS and not name.startswith(TIME_TO) and np.isfinite(values).any()
@@ -77,7 +77,12 @@ def metric_names(groups: Sequence[Group]) -> list[str]:
 
 
 def along(run: RecordedRun, against: str) -> Numbers:
-    """Return the x position of each row of a run's metrics.csv; NaN if it is unknown."""
+    """Return the x values of a run's evaluations; NaN if unknown.
+
+    Args:
+        run: run, read from its folder.
+        against: name of the quantity on the x axis.
+    """
     metrics = run.metrics
     missing = np.full(len(metrics.get("version", ())), np.nan)
     if against == TIME:
@@ -94,7 +99,7 @@ def along(run: RecordedRun, against: str) -> Numbers:
 
 
 def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers]:
-    """Return a run's curve as x (ascending) and values; incomplete rows are left out.
+    """Return x (ascending) and y values of a metric in a run; incomplete rows are left out.
 
     Args:
         run: run, as recorded.
@@ -111,7 +116,7 @@ def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers
 
 
 def band(lines: Sequence[tuple[Numbers, Numbers]], points: int) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Return x, mean, minimum and maximum of several curves, interpolated linearly over their common range."""
+    """Return x, mean, minimum and maximum of several curves, interpolated on their common range."""
     lines = [(x, y) for x, y in lines if len(x)]
     since, until = max(x[0] for x, _ in lines), min(x[-1] for x, _ in lines)
     places = np.unique(np.concatenate([x for x, _ in lines]))

@@ -1,4 +1,4 @@
-"""Define the elements of a page: charts with selectable views, and the table behind each."""
+"""Define the elements of a report page: charts with selectable views, and tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_ACROSS = 10
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table on a page; ``caption`` says which rows were left out."""
+    """Table on a report page; ``caption`` tells which rows were left out."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
@@ -30,7 +30,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One selectable state of a chart: plotly traces and layout. Texts are plain; they are escaped when the page is written."""
+    """One view of a chart, which the reader can select: plotly traces and layout. Texts are not yet escaped for HTML."""
 
     data: Sequence[Mapping[str, Any]]
     layout: Mapping[str, Any]
@@ -38,13 +38,13 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart on a page, with a view for each choice of its selectors.
+    """A chart on a report page, with a view for each choice of the reader.
 
     Attributes:
-        name: anchor of the chart in the page, `[a-z-]+`.
-        note: text on how to read the chart, and what it leaves out.
+        name: id of the chart in the page, of the form `[a-z-]+`.
+        note: explanation of how to read the chart, and what it leaves out.
         choices: options of each selector above the chart, by the selector's name; may be empty.
-        views: views by one option of each selector; empty if there is nothing to show, as the note explains.
+        views: views by the selected options; empty if there is nothing to show, as the note explains.
         height: height of the chart in pixels.
     """
 
@@ -58,7 +58,7 @@ class Chart:
 
 
 def rounded(values: Sequence[float] | Numbers | npt.NDArray[Any], digits: int = 5) -> list[float | None]:
-    """Round numbers to significant digits; values that are not finite become None, a gap in a line."""
+    """Round numbers to significant digits; values that are not finite become None, which leaves a gap in a line."""
     return [
         None if not math.isfinite(value) else float(f"{value:.{digits}g}")
         for value in np.asarray(values, np.float64).tolist()
@@ -66,21 +66,21 @@ def rounded(values: Sequence[float] | Numbers | npt.NDArray[Any], digits: int = 
 
 
 def thinned(length: int, most: int) -> npt.NDArray[np.int64]:
-    """Return at most ``most`` evenly spaced indices below ``length``, with the first and the last."""
+    """Return at most ``most`` evenly spaced indices from 0 to ``length`` - 1, including both."""
     if length <= most:
         return np.arange(length)
     return np.unique(np.linspace(0, length - 1, max(most, 2)).round().astype(np.int64))
 
 
 def thin_rows(rows: Sequence[Sequence[Cell]], most: int = MAX_ROWS) -> tuple[list[Sequence[Cell]], str]:
-    """Return at most ``most`` evenly spaced rows of ``rows``, and a caption if rows are left out."""
+    """Return at most ``most`` evenly spaced rows, and a caption if some were left out."""
     places = thinned(len(rows), most)
     said = f"{len(places)} of {len(rows):,} rows, evenly picked." if len(places) < len(rows) else ""
     return [rows[place] for place in places], said
 
 
 def fitting(table: Table) -> Table:
-    """Transpose a table that is wide and short, so that it fits on the page."""
+    """Transpose a table that is too wide for the page and has few rows."""
     if len(table.columns) <= _MOST_ACROSS or len(table.rows) > _MOST_ACROSS:
         return table
     rows = [[name, *(row[place] for row in table.rows)] for place, name in enumerate(table.columns)]
@@ -88,18 +88,18 @@ def fitting(table: Table) -> Table:
 
 
 def gap(num_bars: int) -> float:
-    """Return the share of a bar chart's width to leave free, so that few bars do not become too wide."""
+    """Return the share of a bar chart's width to leave empty, so that few bars do not become too wide."""
     return max(0.2, 1 - num_bars / 10)
 
 
 def briefly(value: float) -> str:
-    """Format a positive number with three digits and an SI letter, such as 2.5 G."""
+    """Format a positive number with three digits and an SI prefix, such as 2.5 G."""
     power = min(max(math.floor(math.log10(value) / 3), 0), 5)
     return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}"
 
 
 def banded(items: Sequence[int], most: int) -> list[list[int]]:
-    """Split items, in their order, into at most ``most`` groups of nearly equal size."""
+    """Split items, in order, into at most ``most`` groups of nearly equal size."""
     return [
         band.tolist() for band in np.array_split(np.array(items, np.int64), min(most, len(items)) or 1) if len(band)
     ]

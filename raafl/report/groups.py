@@ -25,11 +25,11 @@ COLOURS = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs that differ only by seed and ended by the same limit; an interrupted run is a group of its own.
+    """Runs that differ only by seed and ended at the same limit; an interrupted run forms a group of its own.
 
     Attributes:
-        label: description in a few words of how the group differs from the others.
-        colour: colour of its lines.
+        label: short description of how the group differs from other groups.
+        colour: colour of the group's lines.
         differs: config fields in which the groups differ, with this group's values.
     """
 
@@ -40,7 +40,7 @@ class Group:
 
 
 def grouped(runs: Sequence[RecordedRun]) -> list[Group]:
-    """Group runs by experiment, in order of first appearance."""
+    """Group runs that differ only by seed, in the order of their first appearance."""
     found: dict[str, list[RecordedRun]] = {}
     for run in runs:
         found.setdefault(_key(run), []).append(run)
@@ -61,7 +61,7 @@ def grouped(runs: Sequence[RecordedRun]) -> list[Group]:
 
 
 def algorithm_of(run: RecordedRun) -> str:
-    """Return the name of the algorithm of a run."""
+    """Return the name of a run's algorithm."""
     named = (run.summary or {}).get("algorithm")
     if not named:
         section = run.config.get("algorithm")
@@ -70,7 +70,7 @@ def algorithm_of(run: RecordedRun) -> str:
 
 
 def flat(value: object, prefix: str = "") -> dict[str, str]:
-    """Flatten nested mappings and lists to a mapping of dotted names to values as text."""
+    """Flatten nested mappings and lists to one mapping with dotted keys and texts as values."""
     items: Any = ()
     if isinstance(value, Mapping):
         items = [(str(name), item) for name, item in value.items()]
@@ -135,7 +135,7 @@ def _short(value: str) -> str:
 
 
 def names_of(groups: Sequence[Group]) -> dict[int, str]:
-    """Return a name for each run, by id(): group, seed, and its folder if those are not unique."""
+    """Return a name for each run, by its id(): the group's label and the seed, and the folder if these are not unique."""
     called: dict[int, str] = {}
     for group in groups:
         for run in group.runs:

@@ -1,4 +1,4 @@
-"""Tabulate the figures of each run, the outcomes of its tasks, and its config."""
+"""Create tables of the runs' figures, the outcomes of their tasks, and differences in their configs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_METRICS = 8
 
 
 def figures(run: RecordedRun) -> dict[str, Cell]:
-    """Return a run's figures by name, from its summary; without a summary, from the other files."""
+    """Return the figures of a run by name, from its summary, or from other files if there is no summary."""
     summary, tasks = run.summary or {}, run.tasks
     merged = tasks.are(MERGED)
     stale = tasks["staleness"][merged & np.isfinite(tasks["staleness"])]
@@ -59,19 +59,19 @@ def ended(run: RecordedRun) -> str:
 
 
 def final(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
-    """Return the model's metrics at the end of a run, or at its last evaluation; NaN if there is none."""
+    """Return the final values of metrics, or else those of the last evaluation; NaN for a metric without a value."""
     known = (run.summary or {}).get("final")
     known = known if isinstance(known, Mapping) else {}
     return [_either(known.get(name), _last(run, name)) for name in metrics]
 
 
 def model_metrics(groups: Sequence[Group]) -> list[str]:
-    """Return the names of the metrics of the model, without the run's own figures."""
+    """Return the names of the model's metrics, without figures about the run itself."""
     return [name for name in metric_names(groups) if is_metric(name)][:_MAX_METRICS]
 
 
 def runs_table(groups: Sequence[Group]) -> Table:
-    """Return a table of the runs, a row for each."""
+    """Return a table with a row for each run."""
     metrics = model_metrics(groups)
     rows: list[list[Cell]] = []
     columns: list[str] = []
@@ -84,7 +84,7 @@ def runs_table(groups: Sequence[Group]) -> Table:
 
 
 def groups_table(groups: Sequence[Group]) -> Table | None:
-    """Return a table of the mean and range of each group's results; None if no group has several runs."""
+    """Return a table with mean and range of each group's results; None if every group has a single run."""
     if all(len(group.runs) == 1 for group in groups):
         return None
     metrics = model_metrics(groups)
@@ -102,7 +102,7 @@ def groups_table(groups: Sequence[Group]) -> Table | None:
 
 
 def outcomes_table(groups: Sequence[Group]) -> Table:
-    """Return a table of the number of tasks with each outcome, a row for each run."""
+    """Return a table with the number of tasks by outcome, a row for each run."""
     counts = {id(run): Counter(run.tasks.outcome) for group in groups for run in group.runs}
     outcomes = sorted({o for some in counts.values() for o in some}, key=lambda o: (o != MERGED, o))[:40]
     rows: list[list[Cell]] = [
@@ -112,7 +112,7 @@ def outcomes_table(groups: Sequence[Group]) -> Table:
 
 
 def differences_table(groups: Sequence[Group]) -> Table | None:
-    """Return a table of the fields in which the groups' configs differ; None if there is only one group."""
+    """Return a table of the config fields in which the groups differ; None if there is only one group."""
     fields = list(groups[0].differs)
     if len(groups) < 2 or not fields:
         return None
@@ -121,7 +121,7 @@ def differences_table(groups: Sequence[Group]) -> Table | None:
 
 
 def notes_of(run: RecordedRun) -> list[str]:
-    """List problems of a run that a reader must know: missing files, rows that could not be written, warnings."""
+    """List the problems of a run that readers must know: missing files, rows that could not be written, warnings."""
     summary = run.summary or {}
     notes = list(run.notes)
     unwritten = summary.get("unwritten")

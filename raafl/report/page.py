@@ -1,4 +1,4 @@
-"""Write the page: one HTML file that contains everything and loads nothing from a network.
+"""Write the report page: one HTML file that contains everything and loads nothing from a network.
 
 Whatever comes from a run folder is escaped: in HTML, in the charts' JSON, and in the texts that plotly reads as markup. The
 page's content security policy forbids loading anything, should something slip through.
@@ -24,14 +24,14 @@ _ESCAPED_IN_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": 
 
 
 def escaped(text: str) -> str:
-    """Escape a text for HTML; control and bidirectional characters become spaces."""
+    """Escape a text for HTML; control characters and invisible characters become spaces."""
     if not text.isprintable():
         text = "".join(one if one.isprintable() or one in "\n\t" else " " for one in text)
     return html.escape(text)
 
 
 def shown(value: Cell) -> str:
-    """Format a cell of a table: numbers with five digits, a dash for None."""
+    """Format the value of a table cell: numbers with five digits, a dash for None."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "–"
     if isinstance(value, float):
@@ -40,7 +40,7 @@ def shown(value: Cell) -> str:
 
 
 def table_html(table: Table, colours: Mapping[str, str] | None = None) -> str:
-    """Return a table as HTML; names in ``colours`` get a swatch of their colour, in the first column or in the head."""
+    """Return a table as HTML; names in ``colours`` are marked with their colour."""
     words = [any(isinstance(row[place], str) for row in table.rows) for place in range(len(table.columns))]
     head = "".join(
         f"<th{_words(text)}>{_swatch(str(name), colours)}{escaped(str(name))}</th>"
@@ -68,12 +68,12 @@ def _words(is_text: bool) -> str:
 
 
 def folded(title: str, inner: str) -> str:
-    """Return an HTML block that unfolds when its title is clicked."""
+    """Return an HTML block that opens when its title is clicked."""
     return f'<details><summary>{escaped(title)}</summary><div class="inner">{inner}</div></details>'
 
 
 def chart_html(chart: Chart) -> str:
-    """Return the HTML section of a chart: title, note, choices, placeholder, tables."""
+    """Return the HTML section of a chart: title, note, selectors, empty space for the chart, tables."""
     parts = [f'<section id="{chart.name}"><h2>{escaped(chart.title)}</h2><p class="soft">{escaped(chart.note)}</p>']
     if chart.views:
         selects = []
@@ -93,7 +93,7 @@ def chart_html(chart: Chart) -> str:
 
 
 def data_json(charts: Sequence[Chart]) -> str:
-    """Return the charts' views as JSON that is safe inside a script element."""
+    """Return the views of the charts as JSON that is safe inside an HTML script element."""
     data = {
         chart.name: {
             "height": chart.height,
@@ -123,7 +123,7 @@ def _plain(value: object) -> object:
 
 
 def plotly_js() -> str:
-    """Return plotly.js as compressed text, in base64.
+    """Return the source of plotly.js, compressed and in base64.
 
     Raises:
         BadInput: plotly is not installed.
@@ -136,7 +136,7 @@ def plotly_js() -> str:
 
 
 def page(title: str, subtitle: str, top: str, charts: Sequence[Chart], bottom: str, links: Mapping[str, str]) -> str:
-    """Return the whole page.
+    """Return the complete HTML of the report page.
 
     Args:
         title: title of the page, as plain text.

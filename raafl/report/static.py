@@ -1,4 +1,4 @@
-"""Draw the learning curves of runs as a static figure, for papers: SVG or PDF."""
+"""Draw the learning curves of runs as an SVG or PDF figure, for papers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PANEL_INCHES = (4.2, 3.0)
 
 
 def check_figure(path: Path) -> None:
-    """Raise `BadInput` unless ``path`` names a format that the installed packages can draw."""
+    """Raise `BadInput` unless the installed packages can write the format that a path names by its suffix."""
     if path.suffix.lower() not in FORMATS:
         raise BadInput(f"figure is '{path}': name a file that ends in {' or '.join(FORMATS)}")
     try:
@@ -31,12 +31,12 @@ def check_figure(path: Path) -> None:
 
 
 def draw(groups: Sequence[Group], suffix: str) -> bytes:
-    """Return the figure as bytes: the first two metrics of the model against the run's clock, one line for each group.
+    """Draw the first two metrics of the model against time, with one line for each group; return the figure's bytes.
 
-    Runs that differ only by their seed are one line, their mean, in a band from the smallest to the largest value.
+    Runs that differ only by seed become one line, their mean, with a band from the smallest to the largest value.
 
     Args:
-        groups: runs, grouped by experiment.
+        groups: groups of runs.
         suffix: suffix of the file format, one of `FORMATS`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Chart the staleness of merged updates, and how often each region and submodel was trained."""
+"""Chart the staleness of merged updates, and how often each region (separately merged piece) and submodel was trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LONGEST_SPEC = 60
 
 
 def staleness(groups: Sequence[Group]) -> Chart:
-    """Return the chart of the staleness of merged updates."""
+    """Return a chart of the staleness of merged updates."""
     values = {group.label: _of_merged(group, "staleness") for group in groups}
     known = [some for some in values.values() if len(some)]
     if not known:
@@ -56,7 +56,10 @@ def staleness(groups: Sequence[Group]) -> Chart:
 
 
 def regions(groups: Sequence[Group]) -> Chart:
-    """Return the chart of the merges of each region of the model: their number, staleness, and time since the last one."""
+    """Return a chart of the merges of each region (a piece of the model that is merged separately).
+
+    It shows their number, their staleness, and the time since the last one.
+    """
     figures = {group.label: _regions(group) for group in groups}
     numbers = sorted({region for some in figures.values() for region in some})
     if not numbers:
@@ -100,7 +103,7 @@ def regions(groups: Sequence[Group]) -> Chart:
 
 
 def specs(groups: Sequence[Group]) -> Chart:
-    """Return the table of assigned submodels and the outcomes of their tasks."""
+    """Return a table of the submodels that were assigned, with the outcomes of their tasks."""
     views: dict[tuple[str, ...], View] = {}
     tables, choices, shortened = [], [], False
     for group in groups:
@@ -134,7 +137,7 @@ def specs(groups: Sequence[Group]) -> Chart:
 
 
 def axes(groups: Sequence[Group]) -> Chart:
-    """Return the table of axes, parameters kept at each rate, and whole layers, from one run of each group."""
+    """Return a table of the axes (dimensions that shrink together), and of the parameters kept at each rate, for each group."""
     tables: list[Table] = []
     for group in groups:
         summary: Mapping[str, Any] = next((run.summary for run in group.runs if run.summary), {})

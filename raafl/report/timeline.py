@@ -1,4 +1,4 @@
-"""Chart the work, waiting and losses of clients over time, and the use of each client's time."""
+"""Chart when each client worked, waited or was lost, and how its time was spent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WAITING = "rgba(140,140,150,0.35)"
 
 
 def in_order(run: RecordedRun) -> list[int]:
-    """Return the clients of a run, fastest device first, unknown speeds last."""
+    """Return the ids of a run's clients, the fastest device first, those of unknown speed last."""
 
     def speed(client: int) -> tuple[float, int]:
         known = run.clients.get(client)
@@ -32,7 +32,7 @@ def in_order(run: RecordedRun) -> list[int]:
 
 
 def lane(run: RecordedRun, client: int) -> str:
-    """Return a client's label: its number and device."""
+    """Return the label of a client in a chart: its id and device."""
     device = run.clients[client].device if client in run.clients else ""
     device = device if len(device) <= _LABEL else device[: _LABEL - 1] + "…"
     return f"{client} {device}".strip()
@@ -44,7 +44,10 @@ def lanes_height(lanes: int) -> int:
 
 
 def bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
-    """Group clients for a chart, by label: each in a lane of its own, or in bands of similar speed if there are too many."""
+    """Arrange clients in the rows of a chart; return their ids by label.
+
+    Each client gets its own row, or clients of similar speed share one if there are too many.
+    """
     if len(order) <= _MAX_LANES:
         return {lane(run, client): [client] for client in order}
     named: dict[str, list[int]] = {}
@@ -57,7 +60,7 @@ def bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
 
 
 def timeline(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
-    """Return the chart of each client's tasks over time, for each named run."""
+    """Return a chart of each client's tasks over time, for each run."""
     views: dict[tuple[str, ...], View] = {}
     tables, large, unknown = [], False, False
     for name, run in runs:
@@ -166,7 +169,7 @@ def _tasks_table(name: str, run: RecordedRun, found: Stretches) -> Table:
 
 
 def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Chart:
-    """Return the chart of how each client, and all together, spent their time."""
+    """Return a chart of how each client, and all clients together, spent their time."""
     views: dict[tuple[str, ...], View] = {}
     tables: list[Table] = []
     totals: dict[str, dict[str, float]] = {}

@@ -1,4 +1,4 @@
-"""Compute how each client's time divides into download, training, upload and waiting."""
+"""Compute how much of each client's time was spent on download, training, upload and waiting."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ TRAIN, TRANSFER, TASK, NOTHING, WAIT, AWAY = USES = (
 
 @dataclass(frozen=True, slots=True)
 class Stretches:
-    """Time intervals of a run's tasks, one entry per task.
+    """Time intervals of the tasks of a run, one entry per task.
 
     Attributes:
-        row: index of the task in the run's tasks; -1 for a task without a row.
+        row: index of the task in the run's table of tasks; -1 if the table lacks it.
         kind: index of the task's kind in `KIND_NAMES`.
     """
 
@@ -42,8 +42,8 @@ class Stretches:
 def stretches(run: RecordedRun) -> Stretches:
     """Return the time interval of each task of a run.
 
-    An answered task ends with its arrival. A lost task ends when its client was lost; if the journal does not tell,
-    when the client starts its next task. Any other task ends with the run.
+    A task ends with the arrival of its update. A lost task ends when its client was lost or, if that is unknown, when
+    the client starts its next task. Any other task ends with the run.
     """
     tasks, end_s = run.tasks, run.end_s
     start_s, stop_s = tasks["assigned_s"].copy(), tasks["arrived_s"].copy()
@@ -77,10 +77,10 @@ def _first(times: Sequence[float], since: float, otherwise: float) -> float:
 
 
 def uses(run: RecordedRun, stretches: Stretches) -> dict[int, dict[str, float]]:
-    """Divide each client's seconds, from 0 to the run's end, among the uses in `USES`.
+    """Divide each client's time, from 0 to the end of the run, among the kinds of use in `USES`; return seconds.
 
-    A task's transfers take the time that its device's links need for its bytes. If the links are unknown or vary, a
-    task is not divided.
+    The times of transfers are computed from the bytes and the link speeds of the device. If these are unknown or vary,
+    a task is not divided.
     """
     end_s = run.end_s
     times = {client: dict.fromkeys(USES, 0.0) for client in run.client_ids()}
@@ -113,7 +113,7 @@ def _present_s(run: RecordedRun, client: int, end_s: float) -> float:
 
 
 def transfer_s(run: RecordedRun) -> Numbers:
-    """Return the seconds that each task's bytes need on its device's links, `(tasks,)`; NaN if the links are unknown."""
+    """Compute the seconds that the transfers of each task need, `(tasks,)`; NaN if the link speed is unknown."""
     tasks = run.tasks
     assignments = tasks["assignment"].tolist()
     down_s, up_s, latency_s = (np.full(len(tasks), math.nan) for _ in range(3))
@@ -142,12 +142,12 @@ def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float
 
 
 def at_work(stretches: Stretches, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
-    """Return the share of time that each band of clients spent in tasks, `(bands, len(edges) - 1)`, 0 to 1.
+    """Compute the share of time, 0 to 1, that each group of clients spent in tasks, `(bands, len(edges) - 1)`.
 
     Args:
         stretches: time intervals of the tasks.
-        clients: ids of the clients in each band.
-        edges: edges of the intervals in seconds, ascending.
+        clients: ids of the clients in each group.
+        edges: limits in seconds of consecutive time intervals, ascending.
     """
     band_of = {client: band for band, members in enumerate(clients) for client in members}
     bands = np.array([band_of.get(client, -1) for client in stretches.client.tolist()], np.int64)

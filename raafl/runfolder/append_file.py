@@ -1,4 +1,4 @@
-"""Write files that grow by whole rows; a full disk ends neither run nor file.
+"""Write files that grow by complete rows; a full disk neither ends the run nor damages the file.
 
 A row that cannot be written (disk full, quota, read-only, folder deleted) stays in memory, up to a bound, and is written when
 that works again; beyond the bound rows are dropped and counted. The first failure is reported, not raised.
@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 
 
 class AppendFile(Generic[Item]):
-    """File to which one writer appends whole rows, such as a CSV or JSON-lines file.
+    """File, such as CSV or JSON lines, to which complete rows are appended; there is one writer.
 
     Attributes:
-        num_rows: number of rows that this writer has written.
-        num_dropped: number of rows that were given up.
+        num_rows: number of rows that were written.
+        num_dropped: number of rows that will never be written.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class AppendFile(Generic[Item]):
         self._warned = False
 
     def abandon(self) -> None:
-        """Close the file without writing pending rows."""
+        """Close the file without writing the rows that wait."""
         self._file.close()
 
     @property
     def num_unwritten(self) -> int:
-        """Number of rows that the file lacks, pending or dropped."""
+        """Number of rows that the file lacks, since they wait or were dropped."""
         return len(self._kept) + self.num_dropped
 
     @property
@@ -75,7 +75,7 @@ class AppendFile(Generic[Item]):
         return bool(self._kept) or self._num_new_dropped > 0
 
     def add(self, item: Item) -> None:
-        """Write a row, or keep it pending if it cannot be written.
+        """Append a row; if it cannot be written now, keep it until the next attempt.
 
         Raises:
             ValueError: the file is closed.
@@ -99,7 +99,7 @@ class AppendFile(Generic[Item]):
             self.flush()
 
     def flush(self) -> None:
-        """Try again to write the pending rows."""
+        """Try again to write the rows that wait."""
         if self._file.closed:
             return
         self._tried_s = time.monotonic()
@@ -116,7 +116,7 @@ class AppendFile(Generic[Item]):
             self._fail(error)
 
     def close(self) -> None:
-        """Write what can be written and close the file; a second call does nothing."""
+        """Write the rows that wait, if possible, and close the file; a second call does nothing."""
         self.flush()
         with suppress(OSError):  # some file systems find out only now; what they lost is not known
             self._file.close()
@@ -197,13 +197,13 @@ class AppendFile(Generic[Item]):
 
 
 def read_table(path: Path) -> Iterator[list[str]]:
-    """Yield the header of a CSV file, then its rows; nothing if the file is empty."""
+    """Yield the header of a CSV file and then its rows; nothing if the file is empty."""
     with path.open(encoding="utf-8", newline="") as file:
         yield from csv.reader(file)
 
 
 def write_table(path: Path, rows: Iterable[Sequence[str]]) -> None:
-    """Write a CSV file atomically; the rows may be read from the file that it replaces."""
+    """Write a CSV file atomically; it may replace the file from which the rows are being read."""
     with atomic_file(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         csv.writer(text, lineterminator="\n").writerows(rows)

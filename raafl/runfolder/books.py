@@ -1,4 +1,4 @@
-"""Check the books of a run: its journal's chain, its seals and their signatures, and the files that they stand for."""
+"""Check that the records of a run (journal, tables, checkpoints) were not changed after they were written."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SIGNED: Final = "signed"
 
 @dataclass
 class Books:
-    """Result of checking a run's books.
+    """Result of checking the records of a run against their hashes and signatures.
 
     Attributes:
-        findings: descriptions of what was altered, removed or added, a line each; empty = nothing.
-        notes: descriptions of what the books do not cover, a line each.
+        findings: descriptions of records that were changed, removed or added, a line each; empty = none.
+        notes: descriptions of what cannot be checked, a line each.
         num_rows: number of rows in the journal.
-        num_signed: number of rows that the last signed seal covers.
-        head: head of the journal's hash chain.
-        heads: every head that the journal has had, if asked for.
-        key: public key of the seals; None = no seal is signed.
-        num_seals: number of seals of the run.
-        final: whether the run's end is sealed.
+        num_signed: number of journal rows that are protected by a signature.
+        head: hash of the journal's last row.
+        heads: hashes of all rows of the journal, if asked for.
+        key: public key of the signatures; None = nothing is signed.
+        num_seals: number of seals, which are signed entries with hashes of all files.
+        final: whether there is a seal for the end of the run.
     """
 
     findings: list[str] = field(default_factory=list)
@@ -47,11 +47,11 @@ class Books:
 
     @property
     def state(self) -> str:
-        """State of the books: `ALTERED`, `UNSIGNED` or `SIGNED`."""
+        """State of the records: `ALTERED`, `UNSIGNED` or `SIGNED`."""
         return ALTERED if self.findings else SIGNED if self.key is not None else UNSIGNED
 
     def line(self) -> str:
-        """Return one line that describes the state of the books."""
+        """Return one line of text that describes the state of the records."""
         if self.findings:
             more = f", and {len(self.findings) - 1} more: raafl audit names them" if len(self.findings) > 1 else ""
             return f"books: {ALTERED}: {self.findings[0]}{more}"
@@ -61,9 +61,9 @@ class Books:
 
 
 def doubt(folder: Path) -> str | None:
-    """Return the line of `Books.line` for a run that is unsigned or altered; None if it is signed, or has no rows yet.
+    """Return a line about a run whose records are unsigned or changed; None if they are signed, or there are none yet.
 
-    Checkpoints, model, config and summary are not read, since they may be large.
+    Large files (checkpoints, model, config and summary) are not read.
     """
     try:
         if not (folder / JOURNAL).is_file():
@@ -75,13 +75,13 @@ def doubt(folder: Path) -> str | None:
 
 
 def check_books(folder: Path, *, keys: Collection[str] = (), whole_files: bool = True, heads: bool = False) -> Books:
-    """Check the books of a run, which may still be in progress.
+    """Check the records of a run, which may still be in progress.
 
     Args:
         folder: folder of the run.
-        keys: public keys of which one must have signed the books; empty = any one key.
-        whole_files: whether to digest checkpoints, model, config and summary, too, which reads all of them.
-        heads: whether to collect every head of the journal.
+        keys: accepted public keys; empty = any single key is accepted.
+        whole_files: whether to check checkpoints, model, config and summary, too, which must be read completely.
+        heads: whether to collect the hashes of all rows of the journal.
 
     Raises:
         OSError: a file cannot be read.

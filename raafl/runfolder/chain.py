@@ -1,4 +1,4 @@
-"""Link the rows of a journal to a hash chain, and check one.
+"""Connect the rows of a journal by a hash chain, which shows later changes, and check such a chain.
 
 The last field of each row is ``chain``: the hex SHA-256 of the previous row's ``chain`` followed by the row as it is without
 that field. So the last ``chain``, the head, stands for the whole journal: a row that is changed, removed, inserted or moved
@@ -25,18 +25,18 @@ _LENGTH: Final = len(_FIELD) + 64 + len(_END)
 
 
 def link(head: str, row: bytes) -> tuple[bytes, str]:
-    """Add a row to the hash chain: return it with its ``chain`` field, and the new head.
+    """Add a row to the hash chain; return the row with its hash (``chain``), and the hash alone.
 
     Args:
-        head: value of ``chain`` in the row before.
-        row: a JSON object with at least one field, and a line end, without spaces.
+        head: hash of the row before.
+        row: row to add, as compact JSON with at least one field, and a line end.
     """
     new = hashlib.sha256(head.encode() + row).hexdigest()
     return b"".join((row[:-2], _FIELD, new.encode(), _END)), new
 
 
 def unlink(line: bytes) -> tuple[bytes, str] | None:
-    """Return a line of a journal as it was before `link`, and its ``chain``; None for a line without one."""
+    """Split a line of a journal into the original row and its hash (``chain``); None for a line without a hash."""
     digest = line[-_LENGTH + len(_FIELD) : -len(_END)]
     if line[-_LENGTH : -_LENGTH + len(_FIELD)] != _FIELD or not line.endswith(_END) or not _DIGITS.issuperset(digest):
         return None
@@ -45,16 +45,16 @@ def unlink(line: bytes) -> tuple[bytes, str] | None:
 
 @dataclass
 class ChainCheck:
-    """Check of a journal's hash chain, line by line.
+    """Checker of a journal's hash chain; it gets the lines one by one.
 
-    After a row that does not fit, the check goes on from that row's own ``chain``, so that every wrong row is found.
+    After a row with a wrong hash, the check continues from that hash, so that every wrong row is found.
 
     Attributes:
-        num_rows: number of complete lines so far.
-        num_unlinked: number of rows at the beginning without a chain, written by an earlier version of raafl.
-        head: value of ``chain`` in the last row; `START` before the first.
-        broken: numbers of the rows that do not fit, from 1; at most `MAX_NAMED` of them.
-        num_broken: number of rows that do not fit.
+        num_rows: number of lines checked so far.
+        num_unlinked: number of rows at the beginning without a hash, written by an earlier version of raafl.
+        head: hash of the last row; `START` before the first row.
+        broken: numbers of the rows with a wrong hash, from 1; at most `MAX_NAMED` of them.
+        num_broken: number of rows with a wrong hash.
     """
 
     num_rows: int = 0
@@ -68,7 +68,7 @@ class ChainCheck:
         self._before = hashlib.sha256()
 
     def add(self, line: bytes) -> None:
-        """Check the next line, which must have a line end."""
+        """Check the next line, which must be complete (with a line end)."""
         self.num_rows += 1
         found = unlink(line)
         if found is None and self.num_unlinked == self.num_rows - 1:
@@ -84,17 +84,17 @@ class ChainCheck:
 
     @property
     def has_chain(self) -> bool:
-        """Whether a row has a chain, or there is no row yet."""
+        """Whether any row has a hash, or there is no row yet."""
         return self.num_unlinked < self.num_rows or self.num_rows == 0
 
     @property
     def next_head(self) -> str:
-        """The head to which the next row is linked."""
+        """Hash from which that of the next row is computed."""
         return self._before.hexdigest() if 0 < self.num_unlinked == self.num_rows else self.head
 
 
 def check_lines(lines: Iterable[bytes]) -> ChainCheck:
-    """Check the complete lines of a journal; a last line without an end, as a crash leaves, is ignored."""
+    """Check the lines of a journal; an incomplete last line, as a crash leaves, is ignored."""
     found = ChainCheck()
     for line in lines:
         if line.endswith(b"\n"):
@@ -103,7 +103,7 @@ def check_lines(lines: Iterable[bytes]) -> ChainCheck:
 
 
 def read_head(path: Path) -> tuple[str, int]:
-    """Return the head to which the next row of a journal is linked, and the journal's number of rows."""
+    """Return the hash of the journal's last row, to which the next row is connected, and the number of rows."""
     with path.open("rb") as file:
         found = check_lines(file)
     return found.next_head, found.num_rows

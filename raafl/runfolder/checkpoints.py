@@ -1,4 +1,4 @@
-"""Checkpoints of the global model: written whole or not at all, and readable by `LightningModule.load_from_checkpoint`.
+"""Read and write checkpoints of the global model, which `LightningModule.load_from_checkpoint` can read, too.
 
 A file holds what Lightning looks for (`state_dict`, `hyper_parameters`, `pytorch-lightning_version`) and a section
 `raafl` of plain data and tensors, from which a run resumes. It is read with `torch.load(weights_only=True)`: nothing in
@@ -35,8 +35,8 @@ _PLAIN: Final = (str, int, float, bool, type(None), torch.Tensor, nn.Parameter)
 class SavedCheckpoint:
     """Content of a checkpoint file.
 
-    ``state_dict`` is on the CPU; ``hyper_parameters`` has the module's arguments, ``raafl`` everything that the run
-    needs to resume.
+    ``state_dict`` is on the CPU; ``hyper_parameters`` has the module's arguments; ``raafl`` has everything else that is
+    needed to resume the run.
     """
 
     path: Path
@@ -59,17 +59,17 @@ def save(
     """Write `RUN_FOLDER/checkpoints/version-000123.ckpt` and return its path.
 
     Args:
-        run_folder: folder of the run; `checkpoints/` is created in it if missing.
+        run_folder: folder of the run; its subfolder `checkpoints/` is created if missing.
         version: version of the global model; a checkpoint of the same version is replaced.
-        state_dict: global tensors by name; they are read only during the call.
-        module: LightningModule whose `hparams` are stored. A value that is not plain data is left out with a warning.
+        state_dict: tensors of the global model by name.
+        module: LightningModule whose `hparams` are stored; a value that is not plain data is left out with a warning.
         raafl: plain data (strings, numbers, None, tensors, and dicts, lists and tuples of them) for resuming.
-        keep_last: number of checkpoints to keep, this one included, at least 1; None = all.
-        name: file name to use instead, such as best.ckpt; no run is resumed from such a file.
+        keep_last: number of checkpoints to keep, including this one; None = all.
+        name: file name in place of the usual one, such as best.ckpt; runs are never resumed from such a file.
 
     Raises:
         OSError, RuntimeError: the checkpoint cannot be written; existing files stay as they were.
-        TypeError: `raafl` has a value that is not plain data; the message names its place.
+        TypeError: `raafl` has a value that is not plain data.
     """
     section = dict(raafl or {})
     for where, value in _not_plain(section, "raafl"):
@@ -96,10 +96,10 @@ def save(
 
 
 def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
-    """Read a checkpoint; `path` is its file, or a run folder, whose newest checkpoint is read.
+    """Read a checkpoint; `path` is a checkpoint file, or a run folder, of which the newest checkpoint is read.
 
     Raises:
-        BadInput: there is no checkpoint at `path`, or the file cannot be read or is not one of raafl's.
+        BadInput: there is no checkpoint at `path`, or the file cannot be read or was not written by raafl.
     """
     found = newest(path) if Path(path).is_dir() else Path(path)
     if found is None or not found.is_file():
@@ -128,7 +128,7 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
 
 
 def newest(run_folder: str | os.PathLike[str]) -> Path | None:
-    """Return the checkpoint of the highest version in a run folder, or None if it has none."""
+    """Return the newest checkpoint of a run folder; None if there is none."""
     files = _versions(Path(run_folder) / CHECKPOINTS)
     return files[-1] if files else None
 

@@ -1,4 +1,4 @@
-"""Read the journal and the summary of a run, without importing torch."""
+"""Read the journal and the summary of a run without importing torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from raafl.sanitize import sanitize_text, sanitize_tree
 
 
 def read_summary(folder: Path) -> Summary | None:
-    """Read the summary of a run folder; None if it is missing or damaged.
+    """Read the summary of a run; None if the file is missing or damaged.
 
-    Fields of the wrong type are dropped, and texts are sanitised for display, whoever wrote them.
+    Fields of the wrong type are dropped, and texts are made safe for display.
 
     Raises:
         OSError: the file exists but cannot be read.
@@ -36,7 +36,7 @@ def read_summary(folder: Path) -> Summary | None:
 
 
 class Undone:
-    """Numbers of the journal lines, from 0, that a resumed run has rolled back; they are computed line by line."""
+    """Set of journal lines, numbered from 0, that no longer count since the run was resumed from an earlier point."""
 
     def __init__(self) -> None:
         self.num_lines = 0
@@ -44,7 +44,12 @@ class Undone:
         self._ranges: list[range] = []
 
     def add(self, kind: str | None, kept: int | None = None) -> None:
-        """Process the next line, given its ``event`` and, for a resume, the number ``kept`` of events that still count."""
+        """Process the next line of the journal.
+
+        Args:
+            kind: field ``event`` of the line.
+            kept: number of events that still count, for a line about resuming.
+        """
         number, self.num_lines = self.num_lines, self.num_lines + 1
         if kind in EVENTS:
             self._events.append(number)
@@ -55,7 +60,7 @@ class Undone:
 
     @property
     def num_events(self) -> int:
-        """Number of events that were not rolled back."""
+        """Number of events so far that still count."""
         return len(self._events)
 
     def __contains__(self, number: int) -> bool:
@@ -63,7 +68,7 @@ class Undone:
 
 
 class JournalReader:
-    """Reader of a journal's rows. Each iteration reads the file again, without the rows that a resumed run rolled back.
+    """Reader of a journal. Each iteration reads the file again, and skips rows that no longer count since the run was resumed.
 
     Attributes:
         path: path of the file.
@@ -75,12 +80,12 @@ class JournalReader:
         self.path = path / JOURNAL if path.is_dir() else path
 
     def written(self) -> Iterator[JournalRow]:
-        """Yield all rows in order, as they were written, with those that were rolled back.
+        """Yield all rows in order, including those that no longer count since the run was resumed.
 
-        A last line without a line end, as a crash leaves, is skipped.
+        An incomplete last line, as a crash leaves, is skipped.
 
         Raises:
-            ValueError: a complete line is not a JSON object; the message names file and line.
+            ValueError: a complete line is not a JSON object.
             FileNotFoundError: the journal does not exist.
         """
         with self.path.open("rb") as file:
@@ -104,10 +109,10 @@ class JournalReader:
 
     @property
     def num_events(self) -> int:
-        """Number of events that count, without those that were rolled back.
+        """Number of events that still count.
 
         Raises:
-            ValueError: a row is damaged, or has a field of the wrong type.
+            ValueError: a row is damaged or has a field of the wrong type.
             FileNotFoundError: the journal does not exist.
         """
         return self._undone.num_events
@@ -123,10 +128,10 @@ class JournalReader:
 
 
 def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Summary | None]:
-    """Read what a replay needs: the rows of the journal that count, and the summary (None if the run never finished).
+    """Read what a replay needs: the journal, and the summary (None if the run has not finished).
 
     Raises:
-        BadInput: the folder is not a run's, or rows are missing that a replay, up to event ``until``, would need.
+        BadInput: the folder does not contain a run, or the journal lacks rows before event ``until``.
     """
     for name in (CONFIG, JOURNAL):
         if not (folder / name).is_file():

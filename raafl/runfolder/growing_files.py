@@ -1,4 +1,4 @@
-"""Write the journal, whose rows are a hash chain, and the tables of a run, whose rows are digested as they are written."""
+"""Write the journal of a run, with a hash chain over its rows, and its tables, with a digest of their rows."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from raafl.runfolder.seals import TableDigest, TableSeal
 
 
 class JournalFile(AppendFile[bytes]):
-    """Journal file with one JSON object a line, and a `gap` row where rows are missing.
+    """Journal file: one JSON object per line, and a `gap` row where rows are missing.
 
     Attributes:
-        head: link of the hash chain (``chain``) in the last row of the file; rows still in memory have none yet.
-        length: number of rows in the file, with those of earlier writers.
+        head: hash of the last row in the file; rows that could not be written yet have no hash.
+        length: number of rows in the file, including those of earlier writers.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class JournalFile(AppendFile[bytes]):
         self.length = 0  # the head stays: the gap that comes first is linked to the rows that were lost
 
     def event(self, event: JournalRow) -> None:
-        """Append an event to the journal."""
+        """Append an event to the journal file."""
         self._time_s = event.get("time_s", self._time_s)
         if event.get("event") == "assigned":
             self._last_id = event["id"]
         self.add(_line(event))
 
     def gap(self, num_rows: int) -> None:
-        """Append a row that states that ``num_rows`` rows are missing here."""
+        """Append a row which says that ``num_rows`` rows are missing here."""
         self.add(self._gap(num_rows))
 
     def _gap(self, num_rows: int) -> bytes:
@@ -57,7 +57,7 @@ class JournalFile(AppendFile[bytes]):
 
 
 class TableFile(AppendFile[list[Any]]):
-    """CSV file with a header. None is written as an empty cell, a mapping as JSON."""
+    """CSV file with a header; None is written as an empty cell, a mapping as JSON."""
 
     def __init__(
         self, path: Path, columns: Sequence[str], warn: Callable[[str], None], remake: Callable[[], None], *,
@@ -76,12 +76,12 @@ class TableFile(AppendFile[list[Any]]):
             raise
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Append a row, given by column; columns that it lacks stay empty."""
+        """Append a row, given as values by column; missing columns stay empty."""
         get = row.get
         self.add([value if type(value := get(name)) in _AS_THEY_ARE else _cell(value) for name in self.columns])
 
     def widen(self, new: Sequence[str]) -> None:
-        """Add columns at the end; existing rows are rewritten with the next row."""
+        """Add columns at the end; the file is rewritten when the next row is added."""
         self.columns = (*self.columns, *new)
 
     def sealed(self) -> TableSeal:

@@ -1,4 +1,4 @@
-"""The run folder as it is written; its names are in raafl.runfolder.schema.
+"""Write the run folder; its file and column names are in raafl.runfolder.schema.
 
 config.yaml     the whole configuration, as given
 events.jsonl    the journal, one JSON object a line: the events in the order in which the coordinator handled them
@@ -57,20 +57,20 @@ _log = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """The files of one run, opened for writing.
+    """The files of a run, opened for writing.
 
     Attributes:
-        reader: object that receives each row as it is written, such as the progress view; None = none.
-        signer: signer of the seals; None = seals are unsigned.
+        reader: object that also gets each row, such as the progress display; None = none.
+        signer: holder of the key that signs the records; None = they are unsigned.
 
     Args:
         path: path of the folder, which is created if missing.
         config_yaml: text of `config.yaml`.
-        warn: function called with a warning, once for each file that cannot be written; by default a logger's.
+        warn: function called with a warning, once for each file that cannot be written; by default a logger's method.
 
     Raises:
         BadInput: the folder is not empty, or `path` is not a folder.
-        OSError: the folder cannot be created; nothing of it is left.
+        OSError: the folder cannot be created; nothing is left behind.
     """
 
     reader: Reader | None = None
@@ -99,7 +99,7 @@ class RunFolder:
         """Open the folder of an interrupted run to continue it; an incomplete last line is removed.
 
         Raises:
-            BadInput: the folder is not a run's.
+            BadInput: the folder does not contain a run.
             OSError: the folder cannot be written.
         """
         folder = cls.__new__(cls)
@@ -147,7 +147,7 @@ class RunFolder:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """Number of rows that each file lacks, pending or dropped; complete files are left out."""
+        """Number of rows that each file lacks since they could not be written; complete files are left out."""
         files: tuple[AppendFile[Any], ...] = (self._events, self._metrics, self._clients)
         return {file.path.name: file.num_unwritten for file in files if file.num_unwritten}
 
@@ -157,16 +157,16 @@ class RunFolder:
         return self._clients.num_dropped
 
     def event(self, event: JournalRow) -> None:
-        """Append a row to the journal; NaN and infinities become null, and data that JSON cannot hold raises a TypeError."""
+        """Append a row to the journal; NaN and infinity become null, and data that JSON cannot represent raise a TypeError."""
         self._events.event(event)
         if self.reader is not None:
             self.reader.event(event)
 
     def metrics(self, row: Mapping[str, Any]) -> None:
-        """Append a row to metrics.csv, for one evaluation: `version`, `time_s`, `wall_s` and any metrics.
+        """Append a row to metrics.csv for an evaluation: `version`, `time_s`, `wall_s` and any metrics.
 
-        The first row fixes the columns. A metric that first appears later gets a column at the end; the file is then
-        rewritten once, with that column empty in the earlier rows. A metric that a row lacks is left empty.
+        The first row determines the columns. A metric that appears later gets a new column at the end, for which the
+        file is rewritten once. Missing metrics are left empty.
         """
         table, row = self._metrics, {name: _rounded(name, value) for name, value in row.items()}
         new = [name for name in row if name not in table.columns]
@@ -177,13 +177,13 @@ class RunFolder:
             self.reader.metrics(row)
 
     def client(self, row: Mapping[str, Any]) -> None:
-        """Append a row to clients.csv, for one finished task: a `ClientRow`; missing cells stay empty, `spec` may be a mapping.
+        """Append a row to clients.csv for a finished task: a `ClientRow`; missing cells stay empty.
 
-        Columns for memory, for values that `training_step` logs, and for what clients measure themselves are added at
-        the end once a row has them.
+        Further columns (memory, values logged by `training_step`, metrics measured by clients) are added at the end
+        when a row first has them.
 
         Raises:
-            ValueError: `row` has a column that clients.csv does not know.
+            ValueError: `row` has a column that clients.csv cannot have.
         """
         row = {name: _rounded(name, value) for name, value in row.items()}
         new = [name for name in row if name not in self._clients.columns]
@@ -199,11 +199,11 @@ class RunFolder:
             self.reader.client(row)
 
     def gap(self, num_rows: int) -> None:
-        """Record in the journal that ``num_rows`` rows are missing here."""
+        """Write to the journal that ``num_rows`` rows are missing here."""
         self._events.gap(num_rows)
 
     def flush(self) -> None:
-        """Try again to write the pending rows of all files."""
+        """Try again to write rows of all files that could not be written."""
         for file in (self._events, self._metrics, self._clients):
             file.flush()
 
@@ -219,11 +219,11 @@ class RunFolder:
             file.write(text.encode())
 
     def finish(self, summary: Summary, num_checkpoints: int, warnings: list[str]) -> None:
-        """Write the summary, after adding to it, in place, the numbers of rows that could not be written.
+        """Write the summary, with the numbers of rows that could not be written added to it in place.
 
         Args:
-            summary: summary, which gets ``unwritten`` (number of rows missing in each file, of checkpoints, of
-                summaries) and ``warnings``.
+            summary: summary of the run; it gets ``unwritten`` (numbers of rows, checkpoints and summaries that are
+                missing) and ``warnings``.
             num_checkpoints: number of checkpoints that could not be written.
             warnings: warnings of the run; one is added if the summary cannot be written.
         """
@@ -240,25 +240,25 @@ class RunFolder:
 
     @property
     def head(self) -> str:
-        """The head of the journal's hash chain."""
+        """Hash of the journal's last row."""
         return self._events.head
 
     def sealed(self) -> Sealed:
-        """Return the present state of the growing files, to be sealed by `seal`."""
+        """Return the present state of journal and tables, for `seal`."""
         tables = {METRICS: self._metrics.sealed(), CLIENTS: self._clients.sealed()}
         return Sealed(self._events.length, self._events.head, tables)
 
     def seal(
         self, sealed: Sealed, version: int, names: Iterable[str], *, final: bool = False, altered: Iterable[str] = ()
     ) -> None:
-        """Write a seal, from any thread, one at a time. A failure to write is reported, not raised.
+        """Write a seal: an entry, signed if there is a signer, with hashes of the run's files. Callable from any thread.
 
         Args:
-            sealed: state of the growing files, from `sealed`.
+            sealed: state of journal and tables, from `sealed`.
             version: version of the global model.
-            names: paths, within the folder, of further files to digest.
-            final: whether the run has ended, so that all files are sealed.
-            altered: descriptions of what was altered before a run was resumed.
+            names: paths in the folder of further files to hash.
+            final: whether the run has ended, so that all files are hashed.
+            altered: descriptions of files that were changed before the run was resumed.
         """
         if final:
             names = [SUMMARY, CONFIG, MODEL, *self._checkpoints()]
@@ -278,7 +278,7 @@ class RunFolder:
         return [f"{CHECKPOINTS}/{path.name}" for path in sorted((self.path / CHECKPOINTS).glob("*.ckpt"))]
 
     def close(self) -> None:
-        """Write pending rows if possible, and close the files; a second call does nothing."""
+        """Write the rows that wait, if possible, and close the files; a second call does nothing."""
         for file in (self._events, self._metrics, self._clients):
             file.close()
         if self._seals is not None:
@@ -292,7 +292,7 @@ class RunFolder:
 
 
 def default_run_folder(name: str, root: str | os.PathLike[str] = "runs") -> Path:
-    """Return `runs/NAME-YYYYMMDD-HHMMSS`, with a number appended if that exists; the folder is not created."""
+    """Return a new path `runs/NAME-YYYYMMDD-HHMMSS`, with a number appended if it exists; the folder is not created."""
     first = Path(root) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = first, 2
     while path.exists():

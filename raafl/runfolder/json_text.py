@@ -1,4 +1,4 @@
-"""Write plain data, tensors, numpy values and dataclasses as JSON text."""
+"""Convert plain data, tensors, numpy values and dataclasses to JSON text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def to_json(value: object, indent: int | None = None) -> str:
-    """Return JSON text of plain data, tensors, numpy values and dataclasses; NaN and infinities become null."""
+    """Convert plain data, tensors, numpy values or dataclasses to JSON text; NaN and infinity become null."""
     try:
         return _ENCODE(value) if indent is None else json.dumps(value, indent=indent, allow_nan=False, default=plain)
     except ValueError:  # a float that JSON has no word for: rare, so only then is the value walked
@@ -19,7 +19,7 @@ def to_json(value: object, indent: int | None = None) -> str:
 
 
 def plain(value: object) -> object:
-    """Convert an object to data that JSON can hold."""
+    """Convert an object to data that JSON can represent."""
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -34,7 +34,7 @@ def plain(value: object) -> object:
 
 
 def finite(value: object) -> Any:
-    """Return plain data in which numbers that JSON cannot hold are replaced by None."""
+    """Replace numbers that JSON cannot represent (NaN, infinity) by None in plain data; return the result."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

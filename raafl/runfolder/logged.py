@@ -1,4 +1,4 @@
-"""Collect what clients' `training_step` logs: values per task, and sample-weighted means between evaluations.
+"""Collect values that the clients' `training_step` logs, and average them over the tasks between two evaluations.
 
 The values come from clients, so their number, names and sizes are bounded.
 """
@@ -26,7 +26,7 @@ Sums = dict[str, list[float]]
 
 
 def logged_values(update: Update) -> dict[str, float]:
-    """Return the values that `training_step` logged in a task, by name, in alphabetical order."""
+    """Return the values that `training_step` logged in a task, sorted by name."""
     found = (
         (sanitize_text(name, MAX_NAME), value) for name, value in update.metrics.items()
         if name not in (LOSS, PEAK) and not name.startswith(TEST) and abs(value) <= MAX_VALUE
@@ -35,15 +35,15 @@ def logged_values(update: Update) -> dict[str, float]:
 
 
 def column_of(name: str) -> str:
-    """Return the metrics.csv column for the mean of a logged metric; the plain name may belong to `validation_step`."""
+    """Return the column of metrics.csv for the mean of a value that `training_step` logs; its plain name may be a metric."""
     return name if name.startswith(TRAIN.rstrip("/")) else TRAIN + name
 
 
 class LoggedMeans:
-    """Sample-weighted means of the values logged in tasks that are merged between two evaluations.
+    """Means, weighted by samples, of the values logged in tasks that were merged between two evaluations.
 
-    A window of tasks closes when an evaluation becomes due. If a later evaluation overtakes it, so that its result
-    never comes, the window's tasks count for the next.
+    The period ends when an evaluation is requested. If that evaluation is skipped for a newer one, its tasks count for
+    the newer one.
     """
 
     def __init__(self) -> None:
@@ -53,11 +53,11 @@ class LoggedMeans:
         self._closed: list[tuple[int, Sums]] = []
 
     def expect(self, names: Iterable[str]) -> None:
-        """Reserve columns for the names that `training_step` logs, so that clients cannot use them up."""
+        """Reserve columns for the names that `training_step` logs, since the number of columns is limited."""
         self._names |= {sanitize_text(name, MAX_NAME): True for name in names}
 
     def add(self, values: Mapping[str, float], num_samples: int) -> None:
-        """Add the values of a merged task, weighted by its samples."""
+        """Add the values logged in a merged task, weighted by its number of samples."""
         for name, value in values.items():
             if not self._admits(name):
                 continue
@@ -71,12 +71,12 @@ class LoggedMeans:
         return name in self._names
 
     def close(self, version: int) -> None:
-        """Close the present window: ``version`` is queued for evaluation."""
+        """End the present period, since version ``version`` waits for its evaluation."""
         self._closed.append((version, self._open))
         self._open = {}
 
     def take(self, version: int) -> dict[str, float]:
-        """Return the means, by column, of the windows up to the evaluated ``version``."""
+        """Return the means of all periods up to the evaluated version, by column."""
         due = [sums for closed, sums in self._closed if closed <= version]
         self._closed = [(closed, sums) for closed, sums in self._closed if closed > version]
         means: dict[str, float] = {}
@@ -88,7 +88,7 @@ class LoggedMeans:
         return means
 
     def save(self) -> dict[str, Any]:
-        """Return the state of the means as plain data."""
+        """Return the state of the means as plain data, for a checkpoint."""
         closed = [[version, _copied(sums)] for version, sums in self._closed]
         return {"names": dict(self._names), "open": _copied(self._open), "closed": closed}
 

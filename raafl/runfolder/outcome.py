@@ -1,4 +1,4 @@
-"""Format a finished run's summary for a person."""
+"""Format the summary of a finished run for people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REASONS = {
 
 
 def summary_lines(summary: Summary, folder: Path) -> list[str]:
-    """Format a run's summary as the lines that are printed at its end."""
+    """Format the summary of a run as the lines of text that are printed at its end."""
     final = "  ".join(f"{name} {value:.4f}" for name, value in summary["final"].items())
     clock = "virtual" if summary["runtime"] == "simulated" else "wall-clock"
     real = f" ({duration(summary['wall_s'])} real)" if summary["runtime"] == "simulated" else ""

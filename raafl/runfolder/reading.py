@@ -1,4 +1,4 @@
-"""Read a run folder as far as it goes; an unfinished or damaged run is returned with notes on what is missing."""
+"""Read a run folder as far as possible; an unfinished or damaged run has notes on what is missing."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if nam
 
 @dataclass(slots=True)
 class ClientRecord:
-    """One client, according to the journal.
+    """A client, as described by the journal.
 
     Attributes:
-        profile: fields of its device's profile; infinite rates are None.
-        spells: `(from, to)` seconds during which it was connected; `to` is infinite while it has not left.
+        profile: fields of its device profile; infinite speeds are None.
+        spells: `(from, to)` times in seconds between which it was connected; `to` is infinite if it has not left.
     """
 
     id: int
@@ -71,7 +71,7 @@ class ClientRecord:
 
 @dataclass(slots=True)
 class Tasks:
-    """Columns of clients.csv with one entry per task; missing numbers are NaN."""
+    """Columns of clients.csv, with one entry per finished task; missing numbers are NaN."""
 
     client: npt.NDArray[np.int64]
     outcome: list[str]
@@ -100,23 +100,23 @@ class Tasks:
         return dict(zip(clients.tolist(), np.split(order, starts[1:]), strict=True)) if len(clients) else {}
 
     def are(self, kind: str) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tasks whose outcome is of this kind, `(len,)`."""
+        """Return a mask `(len,)` of the tasks with this kind of outcome, such as "refused"."""
         found: npt.NDArray[np.bool_] = self.kind == KINDS.index(kind)
         return found
 
 
 @dataclass(slots=True)
 class RecordedRun:
-    """Content of one run folder, as far as it can be read.
+    """Content of a run folder, as far as it could be read.
 
     Attributes:
-        metrics: columns of metrics.csv; cells that are not numbers are NaN.
+        metrics: columns of metrics.csv, by name; cells that are not numbers are NaN.
         summary: content of summary.json; None = the run has not ended.
-        open_tasks: client and start of each task without a row, in progress when the run's files end.
-        num_exchanges: number of round trips in mid-task, by assignment.
-        lost_at: times at which each client was lost.
-        goals: limits given when the run was resumed, which its config does not have; empty if there are none.
-        notes: descriptions, for the reader, of what is missing or damaged.
+        open_tasks: client and start time of each task that was in progress when the files end.
+        num_exchanges: number of messages and replies in the middle of a task, by task id.
+        lost_at: times at which each client was lost, by client.
+        goals: limits given when the run was resumed, which are not in its config; empty if there are none.
+        notes: descriptions for readers of what is missing or damaged.
     """
 
     path: Path
@@ -138,7 +138,7 @@ class RecordedRun:
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the run's seconds are virtual."""
+        """Whether the run was simulated, so that its seconds are virtual."""
         return self.runtime == "simulated"
 
     @property
@@ -148,7 +148,7 @@ class RecordedRun:
 
     @property
     def end_s(self) -> float:
-        """Time on the run's clock at which it ended, or at which its files end."""
+        """Time on the run's clock at which the run ended, or at which its files end."""
         ended = number((self.summary or {}).get("time_s"))
         if math.isfinite(ended) and ended > 0:
             return ended
@@ -175,7 +175,7 @@ def number(value: object) -> float:
 
 
 def read(path: Path) -> RecordedRun:
-    """Read a run folder as far as it can be read.
+    """Read a run folder as far as possible.
 
     Raises:
         BadInput: there is no run folder at ``path``.

@@ -1,4 +1,4 @@
-"""Record a run: write its rows to the run folder and keep the figures of its summary."""
+"""Record a run: write its rows to the run folder, and count what the summary reports."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from raafl.submodel import FlatTensors
 
 
 class RunRecord:
-    """Counters of a run, and the writer of its folder; used by one thread, without a lock.
+    """Counters of a run and writer of its folder; used by one thread only.
 
-    Without a folder it only counts, as for benchmarks, or for the Python API without an output.
+    Without a folder it only counts, as in benchmarks.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class RunRecord:
 
     @property
     def wall_s(self) -> float:
-        """Wall-clock seconds since the run began."""
+        """Seconds of real time since the run began."""
         return time.perf_counter() - self.started
 
     @property
     def reached(self) -> bool:
-        """Whether there are targets and all of them have been reached."""
+        """Whether the run has targets and has reached all of them."""
         return bool(self.time_to) and all(at_s is not None for at_s in self.time_to.values())
 
     def restart_clock(self) -> None:
@@ -79,7 +79,7 @@ class RunRecord:
     # ---- as it happens ----
 
     def event(self, event: Event, now: float) -> None:
-        """Write an event to the journal, in the order in which the coordinator handles events."""
+        """Write an event to the journal; called in the order in which the coordinator handles events."""
         self.num_events += 1
         if isinstance(event, Joined):
             self.participation.setdefault(event.client.id, 0)
@@ -92,14 +92,14 @@ class RunRecord:
             self.folder.event(cast(JournalRow, row))
 
     def assigned(self, assignment: Assignment) -> None:
-        """Write an assignment to the journal."""
+        """Write the start of a task to the journal."""
         self.figures.assigned(assignment)
         if self.folder is not None:
             row = {"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)}
             self.folder.event(cast(JournalRow, row))
 
     def link(self, row: Mapping[str, Any], now: float) -> None:
-        """Journal that a client's connection broke, or that the client came back; replays pass over it.
+        """Write to the journal that a client's connection broke or was restored; replays ignore such rows.
 
         Args:
             row: fields of the row.
@@ -109,13 +109,13 @@ class RunRecord:
             self.folder.event(cast(JournalRow, {"time_s": now, **row}))
 
     def moved(self, down: int = 0, up: int = 0) -> None:
-        """Count bytes sent over a link, down and up; callable from any thread."""
+        """Count bytes sent to and received from clients; callable from any thread."""
         with self._lock:
             self.bytes_down += down
             self.bytes_up += up
 
     def turned_away(self, reason: str) -> None:
-        """Count a refused connection; callable from any thread."""
+        """Count a connection that was refused; callable from any thread."""
         with self._lock:
             self._turned_away[reason] += 1
 
@@ -125,11 +125,11 @@ class RunRecord:
             return dict(sorted(self._turned_away.items()))
 
     def suspended(self, client: int) -> None:
-        """Count a suspension of a client."""
+        """Count that a client was suspended."""
         self._kept_out[client] += 1
 
     def settled(self, settled: Settled, now: float) -> None:
-        """Count the end of an assignment and write its row."""
+        """Count the end of a task, and write its row to clients.csv."""
         assignment, update, outcome = settled.assignment, settled.update, settled.outcome
         self.outcomes[outcome] += 1
         if outcome == MERGED:
@@ -162,12 +162,12 @@ class RunRecord:
         return row
 
     def due(self, version: int, now: float, more: Mapping[str, float | None] | None = None) -> None:
-        """Freeze the run's counters when `version` is queued for evaluation; its metrics may come later.
+        """Store the run's counters for the moment at which a version is queued for evaluation; its metrics come later.
 
         Args:
             version: version of the global model to be evaluated.
             now: time in seconds on the run's clock.
-            more: further figures to record with the version.
+            more: further figures to record with this evaluation.
         """
         self._due[version] = {**self._figures(version, now), **(more or {})}
         self.figures.logged.close(version)
@@ -196,14 +196,14 @@ class RunRecord:
 
     @property
     def client_metrics(self) -> dict[str, float]:
-        """The clients' metrics, averaged over clients, as of the version evaluated last."""
+        """Metrics measured by clients, averaged over clients, at the version that was evaluated last."""
         return {name: value for name, value in self.row.items() if name.startswith(CLIENT) and value is not None}
 
     def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:
-        """Record the global model's metrics; return whether there are targets and all are now met.
+        """Record the metrics of the global model; return whether the run has targets and has now reached all.
 
         Args:
-            version: version that was measured.
+            version: version that was evaluated.
             now: time in seconds on the run's clock.
             metrics: metrics by name.
         """
@@ -226,7 +226,7 @@ class RunRecord:
     # ---- interrupted and resumed ----
 
     def save(self) -> dict[str, Any]:
-        """Return all counters of the run as plain data."""
+        """Return all counters of the run as plain data, for a checkpoint."""
         return {
             "wall_s": self.wall_s,
             "outcomes": dict(self.outcomes),
@@ -262,7 +262,7 @@ class RunRecord:
         self.row = dict(data["row"])
 
     def lose(self, num: int) -> None:
-        """Count assignments that were marked lost when the run was resumed."""
+        """Count tasks that were marked lost when the run was resumed."""
         self.outcomes[LOST_AT_RESTART] += num
         self.num_rows += num
 
@@ -271,7 +271,7 @@ class RunRecord:
     def summary(
         self, *, algorithm: str, runtime: str, seed: int, version: int, values: FlatTensors, time_s: float, reason: str
     ) -> Summary:
-        """Return the summary of the run, whose fields are a contract with scripts.
+        """Return the summary of the run, whose fields scripts may rely on.
 
         Args:
             algorithm: name of the algorithm.
@@ -279,7 +279,7 @@ class RunRecord:
             seed: seed of the run.
             version: version of the final model.
             values: values of the final model.
-            time_s: seconds of the run on its clock.
+            time_s: duration of the run in seconds on its clock.
             reason: reason for which the run ended.
         """
         merged = self.outcomes[MERGED]

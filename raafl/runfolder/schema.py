@@ -1,4 +1,4 @@
-"""Define all names in a run folder: its files, the columns of its tables, the rows of its journal, its summary.
+"""Define the names in a run folder: files, columns of tables, rows of the journal, fields of the summary.
 
 Writers and readers use these types, so that an unknown name is a type error. Values are what JSON or a CSV file can hold. Needs
 neither torch nor numpy.
@@ -34,23 +34,23 @@ EXCHANGES: Final = ("split", "batches")
 
 
 class JournalRow(TypedDict, total=False):
-    """A row of events.jsonl.
+    """A row of events.jsonl, the journal of a run.
 
-    Its fields by `event`, beside `time_s`, on the run's clock:
+    Fields in addition to `time_s`, the time on the run's clock, by the value of `event`:
 
-    - run, the first: runtime, conditions, start, title, goals, guard (what it refuses by default), and where raafl has chosen
-      the method chosen: the method, its settings, reasons, and the figures behind them;
-    - joined: client, incarnation, num_samples, own_data, profile; lost: client, incarnation, reason, counts (true
-      where it left a task unanswered until the timeout);
-    - assigned: the fields of an `Assignment`; arrived: assignment, client, incarnation, num_samples, refusal, fingerprint;
-      of a sum that is read as a whole also group (ids of its assignments), scale, masked;
+    - run, the first row: runtime, conditions, start, title, goals, guard (which updates it refuses by default), and if
+    raafl has chosen the method, the reasons;
+    - joined: client, incarnation, num_samples, own_data, profile; lost: client, incarnation, reason, counts (whether a
+    task was not answered in time);
+    - assigned: the fields of `Assignment`; arrived: assignment, client, incarnation, num_samples, refusal, fingerprint;
+    for the sum of a group also group (ids of its tasks), scale, masked;
     - timer: id; stop: reason;
-    - away, where the connection of a client with a task broke: client, incarnation, assignment, reason; back: the same without
-      reason, and chunks (of its update, that had arrived), away_s;
-    - gap, where rows could not be written: rows, last_id (of the assignments until then);
-    - resumed: kept (how many events count of those before), last_id, version, goals, restarted, start.
+    - away, the connection of a working client broke: client, incarnation, assignment, reason; back, it was restored:
+    the same without reason, and chunks (of the update that had arrived), away_s;
+    - gap, rows could not be written: rows, last_id (largest task id until then);
+    - resumed: kept (number of earlier events that still count), last_id, version, goals, restarted, start.
 
-    In the file each row ends with ``chain`` (`raafl.runfolder.chain`), which readers leave out.
+    In the file each row ends with its hash, ``chain`` (`raafl.runfolder.chain`), which readers leave out.
     """
 
     time_s: float
@@ -97,7 +97,7 @@ class JournalRow(TypedDict, total=False):
 
 
 class ClientRow(TypedDict, total=False):
-    """A row of clients.csv, a finished task, in the order of its columns."""
+    """A row of clients.csv, for a finished task; fields are in the order of the columns."""
 
     client: int
     task: int
@@ -120,13 +120,13 @@ class ClientRow(TypedDict, total=False):
 
 
 class LoggedCells(TypedDict, total=False):
-    """Column that clients.csv gets once a row has it: values logged by a task's `training_step`, as JSON by name."""
+    """Column of clients.csv for the values that a task's `training_step` logged, as JSON; added when a row first has it."""
 
     logged: Mapping[str, float]
 
 
 class MemoryCells(TypedDict, total=False):
-    """Columns that clients.csv gets once a row has them: a task's predicted and measured memory."""
+    """Columns of clients.csv for the predicted and measured memory of a task; added when a row first has them."""
 
     peak_bytes: int
     measured_bytes: int
@@ -144,7 +144,7 @@ LOST_AT_RESTART: Final = "lost:restart"
 
 
 def kind_of(outcome: str) -> str:
-    """Return the kind of an outcome, such as "refused" of "refused:REASON"."""
+    """Return the kind of an outcome, for example "refused" for "refused:REASON"."""
     return outcome.partition(":")[0]
 
 
@@ -152,7 +152,7 @@ def kind_of(outcome: str) -> str:
 
 
 class Measurement(TypedDict):
-    """First columns of metrics.csv, before metrics, averages over clients, `RunFigures` and times to targets."""
+    """First columns of metrics.csv; metrics, averages over clients, `RunFigures` and times to targets follow."""
 
     version: int
     time_s: float
@@ -160,7 +160,7 @@ class Measurement(TypedDict):
 
 
 class RunFigures(TypedDict, total=False):
-    """Columns of metrics.csv about the run itself."""
+    """Columns of metrics.csv that describe the run, not the model."""
 
     utilisation: float
     participation: float
@@ -185,7 +185,7 @@ TIME_TO: Final = "time_to/"
 
 
 def is_metric(column: str) -> bool:
-    """Check whether a column of metrics.csv is a metric of the model or of clients, not a figure of the run."""
+    """Check whether a column of metrics.csv is a metric of the model or the clients, and not a figure about the run."""
     return column not in METRIC_COLUMNS and column not in RUN_COLUMNS and not column.startswith(TIME_TO)
 
 
@@ -193,12 +193,13 @@ def is_metric(column: str) -> bool:
 
 
 class Summary(TypedDict, total=False):
-    """Content of summary.json, also returned by the Python API; a merge may report further entries.
+    """Content of summary.json, which the Python API returns, too; a merge may add entries.
 
-    `finished` is the reason why the run ended; `updates_lost_by_reason` splits `updates_lost`; `batched` describes
-    which clients were trained as one batch. `model` and `traceback` are files in the folder; `model_copy` is the place
-    of a model that could not be saved there. `best` has version, metric and value of `checkpoints/best.ckpt`;
-    `mirror` describes the copy in an object store, `hub` the upload; `unwritten` counts the rows that each file lacks.
+    `finished` is the reason why the run ended. `updates_lost_by_reason` divides `updates_lost`. `batched` tells which
+    clients were trained together as one batch. `model` and `traceback` are files in the folder; `model_copy` is the
+    path of a model that could not be saved there. `best` has version, metric and value of `checkpoints/best.ckpt`.
+    `mirror` describes the copy in an object store, `hub` the upload. `unwritten` has the number of rows that each file
+    lacks.
     """
 
     algorithm: str
@@ -244,7 +245,7 @@ class Summary(TypedDict, total=False):
 
 
 def misfits(row: Mapping[str, Any], kind: type) -> list[str]:
-    """Return the fields of a row whose values do not match ``kind``, one of the records in this module.
+    """Return the fields of a row whose values do not have the types that ``kind``, a record of this module, declares.
 
     Unknown fields are ignored.
     """

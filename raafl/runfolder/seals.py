@@ -1,4 +1,4 @@
-"""Seal a run's books: sign the head of its journal with digests of its tables, checkpoints and other files.
+"""Write and read seals: signed entries with hashes of a run's journal, tables, checkpoints and other files.
 
 A seal is a row of `seals.jsonl`, written when a run starts, after each checkpoint and at the end. It says that the journal
 had so many rows and this head, and which digests the files had. Its signature covers all of its other fields; each seal has
@@ -35,12 +35,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TableSeal:
-    """Digest of the rows of a table, with the number of lines and the columns.
+    """Digest of the rows of a table, with their number and the columns.
 
     Attributes:
         lines: number of lines after the header.
         columns: columns of the header; later rows may add more.
-        sha256: digest of the lines without empty cells at their ends, which new columns add to old rows.
+        sha256: digest of the rows without empty cells at their ends, so that new columns do not change it.
     """
 
     lines: int
@@ -49,7 +49,7 @@ class TableSeal:
 
 
 class TableDigest:
-    """Running digest of the rows of a table, without the table's header."""
+    """Digest of the rows of a table, computed as rows are added; the header is left out."""
 
     def __init__(self) -> None:
         self.lines = 0
@@ -57,7 +57,7 @@ class TableDigest:
 
     @classmethod
     def of_file(cls, path: Path, lines: int | None = None) -> Self:
-        """Return the digest of the first ``lines`` lines after a file's header; None = all lines."""
+        """Compute the digest of the first ``lines`` lines after the header of a file; None = all lines."""
         found = cls()
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as text:
             header = csv.reader(text)
@@ -73,7 +73,7 @@ class TableDigest:
         return found
 
     def add(self, data: bytes) -> None:
-        """Add whole lines to the digest."""
+        """Add complete lines to the digest."""
         for line in data.splitlines() if data.count(b"\n") > 1 else (data[:-1],):
             self._hash.update(line.rstrip(b",\r") + b"\n")
             self.lines += 1
@@ -85,11 +85,11 @@ class TableDigest:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """State of the growing files at one moment, to be sealed then or later.
+    """State of journal and tables at one moment, for a seal.
 
     Attributes:
         rows: number of rows in the journal.
-        head: head of the journal's hash chain.
+        head: hash of the journal's last row.
         tables: digest of each table, by file name.
     """
 
@@ -100,11 +100,11 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """A seal, as read from the file of seals.
+    """A seal, read from the file of seals: a signed entry with hashes of the run's files.
 
     Attributes:
-        data: fields of the seal.
-        text: text that is signed.
+        data: fields of the seal, by name.
+        text: text that was signed.
         signature: signature of the text; None = unsigned.
     """
 
@@ -114,9 +114,9 @@ class Seal:
 
 
 class SealFile:
-    """Writer of a run's seals; one thread at a time.
+    """Writer of a run's seals; used by one thread at a time.
 
-    Seals that cannot be written stay pending, as the rows of `AppendFile` do.
+    Seals that cannot be written wait for the next attempt.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class SealFile:
         final: bool = False,
         altered: Iterable[str] = (),
     ) -> None:
-        """Write a seal once everything that it covers is on the disk.
+        """Write a seal, once all data that it describes are on the disk.
 
         Args:
-            sealed: state of the growing files.
+            sealed: state of journal and tables.
             version: version of the global model.
-            files: SHA-256 digests of further files, by path in the folder.
-            final: whether the run has ended; ``files`` then has every file that is digested whole.
-            altered: descriptions of what was altered before a run was resumed.
+            files: SHA-256 digests of further files, by their paths in the folder.
+            final: whether the run has ended, so that ``files`` contains all files.
+            altered: descriptions of files that were changed before the run was resumed.
         """
         if version:
             self._sync()
@@ -183,16 +183,16 @@ class SealFile:
                     os.close(descriptor)
 
     def flush(self) -> None:
-        """Try again to write the pending seals."""
+        """Try again to write the seals that wait."""
         self._file.flush()
 
     def close(self) -> None:
-        """Write pending seals if possible, and close the file."""
+        """Write the seals that wait, if possible, and close the file."""
         self._file.close()
 
 
 def read_seals(path: Path) -> list[Seal | None]:
-    """Read the seals of a file, in order, with None for each invalid line. A last line without an end is left out.
+    """Read the seals of a file in order, with None for each invalid line; an incomplete last line is left out.
 
     Raises:
         OSError: the file cannot be read.
@@ -215,7 +215,7 @@ def _seal(line: bytes) -> Seal | None:
 
 
 def seal_digest(line: bytes) -> str:
-    """Return the digest of a line of `seals.jsonl`, which the next line stores as ``before``."""
+    """Return the digest of a line of `seals.jsonl`; the next line contains it as ``before``, so that lines form a chain."""
     return hashlib.sha256(line).hexdigest()
 
 
@@ -237,7 +237,7 @@ def file_digest(path: Path) -> str:
 
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 digests of files in a folder by their paths in it; a folder's name stands for all files in it.
+    """Return the SHA-256 digests of files in a folder, by their paths; the name of a subfolder stands for all files in it.
 
     Links and unreadable files are left out.
     """

@@ -1,4 +1,4 @@
-"""Sign a run's books with a private key, and check signatures.
+"""Sign the records of a run with a private key, and check such signatures.
 
 The key is the one that a server or a site has for TLS, if it is named; else an Ed25519 key of this user, made at its first use
 in the state folder, which only the user can read.
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Signer:
-    """A private key that signs the books of runs.
+    """A private key that signs the records of runs.
 
     Attributes:
-        public: public key, as base64 of its SubjectPublicKeyInfo (DER).
+        public: public key, in base64 (DER).
     """
 
     key: Ed25519PrivateKey | EllipticCurvePrivateKey
@@ -41,10 +41,10 @@ class Signer:
 
     @classmethod
     def load(cls, path: Path) -> Signer:
-        """Read a private key, Ed25519 or ECDSA (TLS), from a PEM file.
+        """Read a private key (Ed25519 or ECDSA) from a PEM file.
 
         Raises:
-            BadInput: the file cannot be read, or has no key of these kinds.
+            BadInput: the file cannot be read, or has another kind of key.
         """
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -61,7 +61,7 @@ class Signer:
 
     @classmethod
     def own(cls) -> Signer | None:
-        """Return this user's own signer, with a new key if there is none; None if no file can be written for the user."""
+        """Return this user's own key, which is created if needed; None if it cannot be stored."""
         try:
             path = state_folder() / KEY_FILE
             if not path.is_file():
@@ -73,7 +73,7 @@ class Signer:
 
     @classmethod
     def choose(cls, path: Path | None) -> Signer | None:
-        """Return the signer of a TLS key; without a key, or with one of a kind that does not sign here (RSA), return `own`."""
+        """Return the key in a file; without a file, or if its kind cannot sign here (RSA), return `own`."""
         if path is None:
             return cls.own()
         try:
@@ -92,10 +92,10 @@ class Signer:
 
 
 def read_public_key(text: str) -> str:
-    """Read a public key from base64 text, as in a seal, or from a PEM file with a public key or a certificate.
+    """Read a public key from base64 text, or from a PEM file with a public key or a certificate.
 
     Raises:
-        BadInput: ``text`` is neither.
+        BadInput: ``text`` has another form.
     """
     from cryptography.hazmat.primitives.serialization import (
         Encoding,
@@ -117,12 +117,12 @@ def read_public_key(text: str) -> str:
 
 
 def is_signed(text: str, signature: object, public: object) -> bool:
-    """Check the signature of a text; return False for anything that is not a valid signature.
+    """Check whether a text has a valid signature; anything else gives False.
 
     Args:
         text: text that was signed.
-        signature: signature in base64, as `Signer.sign` returns it.
-        public: public key, as `Signer.public`.
+        signature: signature in base64, from `Signer.sign`.
+        public: public key in base64, from `Signer.public`.
     """
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
@@ -146,7 +146,7 @@ def is_signed(text: str, signature: object, public: object) -> bool:
 
 
 def key_name(public: str) -> str:
-    """Return a short name of a public key: 16 hex digits of its SHA-256."""
+    """Return a short name for a public key: 16 hex digits of its SHA-256."""
     return hashlib.sha256(public.encode()).hexdigest()[:16]
 
 

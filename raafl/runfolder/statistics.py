@@ -1,4 +1,4 @@
-"""Compute participation, coverage and memory of a run."""
+"""Compute the participation of clients, the trained share of the model, and the memory of tasks in a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_CACHED = 256
 
 
 class Coverage:
-    """Share of the model that is trained from one version to the next."""
+    """Calculator of the share of the model that a set of submodels trains (coverage)."""
 
     def __init__(self, submodels: Submodels) -> None:
         """Measure submodels of this model."""
@@ -33,10 +33,10 @@ class Coverage:
         self._total = sum(entry.numel for entry in self._entries)
 
     def share(self, specs: Iterable[Spec]) -> float | None:
-        """Return the share, 0 to 1, of the trainable parameters that at least one of ``specs`` trains.
+        """Return the share, 0 to 1, of the trainable parameters that are in at least one of the submodels.
 
-        The result is None for a model above `MAX_ELEMENTS` with several submodels, whose union would take too long to
-        count.
+        The result is None if the model has more than `MAX_ELEMENTS` parameters and there are several submodels, since
+        counting would take too long.
         """
         key = frozenset(map(self._submodels.normal, specs))
         if key not in self._shares:
@@ -61,7 +61,7 @@ class Coverage:
 
 
 class RunStatistics:
-    """Running figures of a run, computed from the start and end of each assignment."""
+    """Figures of a run, updated at the start and end of each task."""
 
     def __init__(self, coverage: Coverage | None = None, peak_bytes: Callable[[Assignment], int] | None = None) -> None:
         """Start at zero.
@@ -88,11 +88,11 @@ class RunStatistics:
         self._since[assignment.id] = assignment.assigned_s
 
     def settled(self, settled: Settled, known: Mapping[str, float]) -> dict[str, Any]:
-        """Count the end of a task and return its cells for clients.csv.
+        """Count the end of a task; return the cells of its row in clients.csv.
 
         Args:
             settled: the task and its outcome.
-            known: metrics that the server measures itself; a client's other metrics are dropped.
+            known: metrics that the server evaluates; other metrics of a client are dropped.
         """
         assignment, update = settled.assignment, settled.update
         cells: dict[str, Any] = {}
@@ -142,11 +142,11 @@ class RunStatistics:
     # ---- as it stands ----
 
     def working_s(self, now: float) -> float:
-        """Return the total seconds that unfinished tasks have taken until ``now``."""
+        """Return the seconds, summed over clients, that tasks in progress have taken until ``now``."""
         return sum(now - since for since in self._since.values())
 
     def clients(self) -> dict[str, float]:
-        """Return metrics on the clients' own test parts, averaged over clients by test size; each client's latest task counts."""
+        """Return the clients' metrics on their own test data: the latest of each client, averaged by number of samples."""
         means: dict[str, float] = {}
         for name in dict.fromkeys(name for _, metrics in self._tested.values() for name in metrics):
             having = [(size, metrics[name]) for size, metrics in self._tested.values() if name in metrics]
@@ -154,29 +154,29 @@ class RunStatistics:
         return means
 
     def coverage(self) -> dict[str, float | None]:
-        """Return mean and minimum, over versions, of the share of the model that was trained."""
+        """Return the share of the model that was trained per version: mean and minimum over versions."""
         self._close()
         number, total, least = self._shares
         return {"mean": total / number if number else None, "min": least if number else None}
 
     def participation(self, version: int, num_clients: int) -> dict[str, float]:
-        """Return mean and minimum, over clients, of the share of versions that a client took part in."""
+        """Return the share of versions that a client took part in: mean and minimum over clients."""
         least = min((num for _, num in self._rounds.values()), default=0) if len(self._rounds) >= num_clients else 0
         return {"mean": self.mean_participation(version, num_clients), "min": least / max(version, 1)}
 
     def mean_participation(self, version: int, num_clients: int) -> float:
-        """Return the mean, over clients, of the share of versions that a client took part in, in constant time."""
+        """Return the mean over clients of the share of versions that a client took part in, in constant time."""
         return self._num_rounds / (max(num_clients, 1) * max(version, 1))
 
     def memory(self) -> dict[str, int | None]:
-        """Return the highest memory of any task, predicted and measured."""
+        """Return the largest memory of any task, predicted and measured."""
         predicted, measured = (int(value) or None for value in self._memory)
         return {"predicted_bytes": predicted, "measured_bytes": measured}
 
     # ---- interrupted and resumed ----
 
     def save(self) -> dict[str, Any]:
-        """Return the state of the figures as plain data."""
+        """Return the state of the figures as plain data, for a checkpoint."""
         self._close()
         return {
             "open": self._open[0],

@@ -1,4 +1,4 @@
-"""Follow a run folder as it grows, without writing to it."""
+"""Read a run folder while it grows."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class _WrittenAnew(Exception):
 
 
 class NewLines:
-    """Reader of complete lines that were appended to a growing file since the last call."""
+    """Reader of the lines that were appended to a growing file since the last call."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._inode, self._read = 0, 0
 
     def lines(self) -> list[str] | None:
-        """Return the new complete lines without their ends; None if the file was replaced.
+        """Return new complete lines without their line ends; None if the file was replaced.
 
-        For a long file it returns the first lines only; call again for the next.
+        For a long file only the first lines are returned; call again for the next.
         """
         if not self.path.is_file():  # nor a device or a pipe, which may never end
             return None if self._read else []
@@ -57,19 +57,19 @@ class NewLines:
 
 
 class Reader(Protocol):
-    """Interface for receivers of a run's rows.
+    """Interface for objects that get the rows of a run.
 
-    Methods raise TypeError, ValueError, AttributeError or KeyError for an invalid row.
+    Methods may raise TypeError, ValueError, AttributeError or KeyError for an invalid row.
     """
 
     def event(self, row: JournalRow, at: float | None = None) -> None:
-        """Process a row of the journal, written at the clock time ``at`` or before."""
+        """Process a row of the journal, written at clock time ``at`` or before (None = now)."""
 
     def client(self, row: Mapping[str, str]) -> None:
-        """Process a row of clients.csv."""
+        """Process a row of clients.csv, which describes a finished task."""
 
     def metrics(self, row: Mapping[str, str]) -> None:
-        """Process a row of metrics.csv."""
+        """Process a row of metrics.csv, which has an evaluation."""
 
     def ended(self, summary: Summary) -> None:
         """Process the summary of a finished run."""
@@ -79,13 +79,13 @@ R = TypeVar("R", bound=Reader)
 
 
 class RunTail(Generic[R]):
-    """Follower of a run folder that passes each new row to a reader; the folder need not exist yet.
+    """Reads a growing run folder and passes each new row to a reader; the folder need not exist yet.
 
     Attributes:
-        state: reader that has received all rows up to the last `look`. If a file is replaced, or the run rolls back, a
-            new reader gets all rows again.
-        begun: whether the folder has rows of a run, or its summary.
-        num_damaged: number of lines that are not valid rows.
+        state: the reader. If a file is replaced, or the run is resumed from an earlier point, a new reader gets all
+            rows again.
+        begun: whether the folder has rows or a summary.
+        num_damaged: number of invalid lines.
     """
 
     def __init__(self, path: Path, make: Callable[[], R], clock: Callable[[], float] = time.time) -> None:
@@ -102,7 +102,7 @@ class RunTail(Generic[R]):
 
     @property
     def silent_s(self) -> float:
-        """Seconds since anything was written; 0 if nothing ever was."""
+        """Seconds since anything was written to the folder; 0 if nothing was."""
         times = []
         for name in (*GROWING, SUMMARY):
             with suppress(OSError):
@@ -110,7 +110,7 @@ class RunTail(Generic[R]):
         return max(self._clock() - max(times), 0.0) if times else 0.0
 
     def look(self) -> bool:
-        """Pass new rows to the reader; return whether there were any."""
+        """Read new rows and pass them to the reader; return whether there were any."""
         undone = Undone()
         while True:
             try:

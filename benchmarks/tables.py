@@ -41,7 +41,7 @@ def written(result: dict[str, Any]) -> str:
         f"`{(result['commit'] or 'unknown')[:8]}`: mean over {seeds} seeds ± half of its 95 % interval."
     )
     missing = (
-        ["Not run; the command without `--rows` runs them:", "\n".join(f"- {label}" for label in result["not_run"])]
+        ["These rows have not been run; the command without `--rows` runs them:", "\n".join(f"- {label}" for label in result["not_run"])]
         if result.get("not_run")
         else []
     )
@@ -82,15 +82,15 @@ def _shown_of(cell: dict[str, Any]) -> str:
     """Return a sentence on which rows a cell's intervals show to be slower than its first."""
     behind = {row["row"]: row["behind"] for row in cell["rows"] if row["behind"] is not None}
     if not behind:
-        return "nobody got there."
+        return "no method reached the target."
     first = next(iter(behind.values()))["of"]
     slower = [f"{label} ({one['ratio']:.1f} x)" for label, one in behind.items() if one["shown"]]
     never = [label for label, one in behind.items() if not one["reached"]]
     level = [label for label, one in behind.items() if label != first and not one["shown"] and one["reached"]]
     parts = [f"{first} has the best median."]
     parts += [f"Shown to be slower: {'; '.join(slower)}."] if slower else []
-    parts += [f"Not shown: {'; '.join(level)}."] if level else []
-    parts += [f"Never there: {'; '.join(never)}."] if never else []
+    parts += [f"No difference is shown from: {'; '.join(level)}."] if level else []
+    parts += [f"Never reached the target: {'; '.join(never)}."] if never else []
     return "\n  ".join(parts)
 
 

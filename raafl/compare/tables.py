@@ -128,7 +128,7 @@ def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) ->
         if gap is None:
             continue
         if gap["half"] is None:
-            found.append(f"{row['row']}: one seed in common with {reference}, which shows nothing.")
+            found.append(f"{row['row']}: compared with {reference} on one seed only, so no difference can be shown.")
         elif gap["excludes_0"]:
             found.append(
                 f"{row['row']}: {metric} differs from {reference} by {difference(gap)} (95 %, {gap['num']} seeds)."

@@ -40,18 +40,18 @@ MERGES: dict[str, type[LowRank]] = {
 def with_lora(
     algorithm: Algorithm, lora: LoRAMerge | None, prune_share: float | None = None, prune_penalty: float = 0.0
 ) -> Algorithm:
-    """Return ``algorithm`` with a method that merges LoRA adapters.
+    """Return ``algorithm`` with a published method for merging LoRA adapters.
 
     Args:
-        algorithm: algorithm whose merge is a mean.
-        lora: name of the method; None = average A and B separately, rank by rank.
-        prune_share: share of a client's ranks that pruning keeps (`raafl.parts.rank_pruning`), for hetlora; None = no
-            pruning.
-        prune_penalty: weight of the loss on the ranks that pruning would remove.
+        algorithm: algorithm whose merge is a mean of updates.
+        lora: name of the method; None = average the matrices A and B separately, rank by rank.
+        prune_share: share of its ranks that a client keeps when its ranks are pruned (`raafl.parts.rank_pruning`), for
+            hetlora; None = no pruning.
+        prune_penalty: weight of the loss that shrinks the ranks to be pruned.
 
     Raises:
-        BadInput: ``lora`` is unknown, or needs a merge that is a mean; or ranks are to be pruned by another method than
-            hetlora.
+        BadInput: ``lora`` is unknown, or the algorithm's merge is not a mean; or ranks are to be pruned by a method
+            other than hetlora.
     """
     _check_pruning(lora, prune_share, prune_penalty)
     if lora is None:
@@ -105,10 +105,11 @@ class Adapted(Local):
     lora: LoRAMerge
 
     def prepare(self, module: Any) -> Any:
-        """Prepare the model in place: freeze A for "ffa", and mark base weights that change as sent to clients.
+        """Prepare the model in place: freeze A for the method "ffa", and mark base weights that the merge changes.
 
         Raises:
-            BadInput: the model has no adapters, has adapters of layers that are not linear, or has a base that cannot change.
+            BadInput: the model has no adapters, has adapters on layers that are not linear, or its base weights cannot
+                change.
         """
         module = super().prepare(module)
         adapters, others = pairs_of(module)
@@ -147,18 +148,18 @@ class Adapted(Local):
 
 @dataclass(frozen=True)
 class PrunedAdapted(Adapted):
-    """Local training of LoRA adapters with a loss on the ranks that pruning would remove.
+    """Local training of LoRA adapters with a loss that shrinks the ranks to be pruned.
 
     Attributes:
-        share: share of the ranks to which the loss does not apply.
-        penalty: weight of the loss.
+        share: share of the ranks that pruning would keep; the loss does not affect them.
+        penalty: weight of that loss.
     """
 
     share: float = 1.0
     penalty: float = 0.0
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that adds the loss on prunable ranks."""
+        """Return the hook that adds this loss."""
         return Penalised(task, self.share, self.penalty)
 
 
@@ -180,7 +181,7 @@ def _check_base(module: nn.Module, pair: LoraPair, lora: str) -> None:
 
 @dataclass(frozen=True)
 class Starting(WrappedSelect):
-    """Select wrapper that records the version from which each client starts."""
+    """Wrapper of a select part that records from which version of the model each client starts."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work, and record the version."""
@@ -189,14 +190,14 @@ class Starting(WrappedSelect):
         return work
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the record of the version from which the lost client started."""
+        """Delete the record of the lost client."""
         fleet.state.memory.of(LoraMemory).at_work.pop(client.id, None)
         super().on_loss(client, fleet)
 
 
 @dataclass(frozen=True)
 class Alternating(WrappedSelect):
-    """Select wrapper that trains only B from even versions, and only A from odd ones."""
+    """Wrapper of a select part for alternating training: only B in even versions of the model, only A in odd ones."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work without one of the factors."""

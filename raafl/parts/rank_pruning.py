@@ -30,11 +30,11 @@ from raafl.submodel.lora import LoraPair, pairs_of
 
 @dataclass
 class RankMemory(MergeMemory):
-    """Prunings of clients' ranks so far.
+    """Record of the clients whose LoRA ranks were pruned.
 
     Attributes:
-        pruned: number of prunings of a client, by client.
-        tails: tail of the values that a client was sent, by client.
+        pruned: number of times that a client's ranks were pruned, by client.
+        tails: size of the last ranks in the values that a client received, by client; see `tail`.
     """
 
     key = "lora ranks"
@@ -43,16 +43,21 @@ class RankMemory(MergeMemory):
 
 
 def kept(num_ranks: int, share: float) -> int:
-    """Return k, the number of ``num_ranks`` ranks that pruning keeps."""
+    """Return the number k of ranks that remain when a client's ranks are pruned once.
+
+    Args:
+        num_ranks: number of ranks before.
+        share: share of the ranks that remain.
+    """
     return max(1, int(share * num_ranks))
 
 
 def tail(adapters: Iterable[tuple[Tensor, Tensor]], share: float) -> Tensor:
-    """Return the tail, a scalar: the sum over layers of ``||B[:, k:]|| ||A[k:]||``.
+    """Return a measure of the ranks that pruning would remove: the sum over layers of ``||B[:, k:]|| ||A[k:]||``, a scalar.
 
     Args:
-        adapters: matrices B and A of each layer.
-        share: share of the ranks that pruning keeps, as in `kept`.
+        adapters: matrices B and A of each adapted layer.
+        share: share of the ranks that pruning keeps.
     """
     norms = []
     for b, a in adapters:
@@ -63,7 +68,7 @@ def tail(adapters: Iterable[tuple[Tensor, Tensor]], share: float) -> Tensor:
 
 
 class Penalised(Hook):
-    """Hook that adds ``penalty * tail`` to the loss."""
+    """Hook that adds ``penalty * tail`` to the loss, which shrinks the ranks that pruning would remove."""
 
     def __init__(self, task: Task, share: float, penalty: float) -> None:
         """Find the adapters of the task's module."""
@@ -79,11 +84,11 @@ class Penalised(Hook):
 
 @dataclass(frozen=True)
 class PrunedRanks(WrappedSelect):
-    """Select wrapper that gives a client its first ranks, as many as its prunings have left.
+    """Wrapper of a select part that gives a client only the first LoRA ranks, fewer after each pruning.
 
     Attributes:
-        adapters: function that returns the adapters of a model.
-        share: share of the ranks that a pruning keeps, as in `kept`.
+        adapters: function that returns the LoRA adapters of a model.
+        share: share of its ranks that a client keeps at each pruning.
     """
 
     adapters: Callable[[Submodels], tuple[LoraPair, ...]]
@@ -108,7 +113,7 @@ class PrunedRanks(WrappedSelect):
         return replace(work, spec=replace(work.spec, kept=tuple(chosen.items())))
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the prunings recorded for an id that a new client takes, since its data may differ."""
+        """Delete the record of pruning for this client id, since a newly joined client may have other data."""
         fleet.state.memory.of(RankMemory).pruned.pop(client.id, None)
         super().on_join(client, fleet)
 
@@ -122,13 +127,13 @@ def _axis_of(pair: LoraPair, state: GlobalState) -> str | None:
 
 
 def compare(state: GlobalState, update: Update, pairs: Iterable[LoraPair], share: float) -> None:
-    """Count a pruning of the update's client if its tail is smaller than that of the values that it received.
+    """Prune the ranks of a client once more if training has shrunk its last ranks; see `tail`.
 
     Args:
-        state: the global model, whose memory has the count.
+        state: the global model, whose memory counts the prunings.
         update: update with the client's values.
         pairs: names of the model's adapters.
-        share: share of the ranks that a pruning keeps, as in `kept`.
+        share: share of the ranks that pruning keeps.
     """
     memory = state.memory.of(RankMemory)
     if update.client not in memory.tails:

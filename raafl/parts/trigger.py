@@ -12,14 +12,14 @@ from raafl.errors import BadInput, fraction, one_of, positive
 
 @dataclass(frozen=True, slots=True)
 class EachArrival(Trigger):
-    """Trigger that merges every update as it arrives (fully asynchronous)."""
+    """Trigger that merges every update when it arrives (fully asynchronous)."""
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Return True, since any waiting update is merged."""
+        """Return True, since a waiting update is merged at once."""
         return True
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return the number of updates that must still arrive until ``num_more`` are merged, while ``num_waiting`` wait."""
+        """Return the number of updates that must still arrive until enough are merged; see `Trigger.needed`."""
         return num_more - num_waiting
 
     def staleness(self, num_at_work: int) -> float:
@@ -32,7 +32,7 @@ class EachArrival(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class Buffered(Trigger):
-    """Trigger that merges once K updates wait; clients never wait (FedBuff, Nguyen et al. 2022).
+    """Trigger that merges when K updates wait; clients never wait for a merge (FedBuff, Nguyen et al. 2022).
 
     Attributes:
         size: number of updates in a merge (K).
@@ -49,7 +49,10 @@ class Buffered(Trigger):
         return len(waiting.arrived_s) >= self.size
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return the number of updates that must still arrive until ``num_more`` are merged, in full buffers."""
+        """Return the number of updates that must still arrive until enough are merged, counted in full buffers.
+
+        See `Trigger.needed`.
+        """
         return -(-num_more // self.size) * self.size - num_waiting
 
     def __str__(self) -> str:
@@ -58,15 +61,16 @@ class Buffered(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class AllReported(Trigger):
-    """Trigger that merges when every assigned task has reported or was lost; then all clients start again (synchronous).
+    """Trigger for synchronous rounds: merges when every task has reported or was lost; then all clients start again.
 
-    With ``close_at`` below 1 or a ``deadline`` a round closes before the last tasks report: their updates are refused as
-    late, as in systems that draw more clients than they need (Bonawitz et al. 2019), and later rounds do not wait for them.
+    With ``close_at`` below 1 or a ``deadline`` a round may close before the slowest tasks report. Their updates are
+    refused as late, as in systems that draw more clients than they need (Bonawitz et al. 2019). Later rounds do not
+    wait for them.
 
     Attributes:
-        close_at: share of the round's tasks that closes it, rounded up to a whole task; 1 = all.
-        deadline: time after which the round closes, as a multiple of the median time, from the round's start until half
-            of its tasks have reported; None = no deadline.
+        close_at: share of the round's tasks, rounded up, after whose updates the round closes; 1 = all.
+        deadline: time after which the round closes, as a multiple of the time until half of its tasks have reported;
+            None = no deadline.
     """
 
     close_at: float = 1.0
@@ -82,18 +86,18 @@ class AllReported(Trigger):
 
     @property
     def refuses_late(self) -> bool:
-        """Whether a round may close before all its tasks report; updates that come later are refused."""
+        """Whether a round may close before all its tasks have reported, so that later updates are refused."""
         return self.close_at < 1 or self.deadline is not None
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether the round's merge is due: no task is active, enough have reported, or the deadline has passed."""
+        """Check whether the round closes now: no task is active, enough have reported, or the deadline has passed."""
         if waiting.num_active == 0:
             return True
         at = self.wake_at(waiting)
         return at is not None and waiting.now_s >= at
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return the time at which the round closes despite active tasks, in seconds on the run's clock; None = not known yet."""
+        """Return the time of the round's deadline, in seconds of the run's clock; None = there is none, or it is not known yet."""
         arrived_s = waiting.arrived_s
         total = len(arrived_s) + waiting.num_active
         enough, half = math.ceil(self.close_at * total - 1e-9), -(-total // 2)
@@ -112,15 +116,15 @@ class AllReported(Trigger):
 
 @dataclass(frozen=True, slots=True)
 class MinRatio(Trigger):
-    """Trigger that merges ``wait_s`` seconds after a share ``min_ratio`` of clients has reported (semi-asynchronous.
+    """Trigger that merges ``wait_s`` seconds after a share of the clients has reported (semi-asynchronous).
 
-    Co-S2P, Algorithm 2).
+    See Co-S2P, Algorithm 2.
 
-    With min_ratio 0 and wait_s 0 it merges each arrival; with min_ratio 1 it is synchronous.
+    With min_ratio 0 and wait_s 0 each arrival is merged; min_ratio 1 is synchronous.
 
     Attributes:
-        min_ratio: share of the clients at work that must have reported, 0 to 1.
-        wait_s: seconds to wait once enough clients have reported.
+        min_ratio: share of the clients at work that must have reported, from 0 to 1.
+        wait_s: seconds to wait after enough clients have reported.
     """
 
     min_ratio: float = 0.5
@@ -140,7 +144,7 @@ class MinRatio(Trigger):
         return at is not None and waiting.now_s >= at
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return the time at which the wait ends, in seconds on the run's clock; None = too few clients have reported."""
+        """Return the time at which the wait ends, in seconds of the run's clock; None = too few clients have reported."""
         total = len(waiting.arrived_s) + waiting.num_active
         needed = max(1, math.ceil(self.min_ratio * total - 1e-9))  # in floating point 0.28 * 25 is slightly above 7
         if len(waiting.arrived_s) < needed:
@@ -152,14 +156,14 @@ class MinRatio(Trigger):
 
 
 def all_or_each(name: str, staleness: str = "constant") -> Trigger:
-    """Return the trigger that a name stands for: "all" (rounds) or "each" (arrival).
+    """Return the trigger with a given name: "all" (synchronous rounds) or "each" (asynchronous arrivals).
 
     Args:
         name: name of the trigger, "all" or "each".
-        staleness: kind of the staleness factor, which must be constant in rounds.
+        staleness: form of the staleness function, which must be constant in rounds.
 
     Raises:
-        BadInput: the name is unknown, or staleness is not constant in rounds.
+        BadInput: the name is unknown, or the staleness function is not constant in rounds.
     """
     triggers: dict[str, type[Trigger]] = {"all": AllReported, "each": EachArrival}
     one_of("trigger", name, triggers)

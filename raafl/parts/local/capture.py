@@ -9,9 +9,10 @@ from raafl.errors import BadInput
 
 
 def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linear]:
-    """Return the name and module of a linear layer: the one at ``path``, or the model's last.
+    """Return the name and module of the linear layer at ``path``; None = the model's last linear layer.
 
-    Raise `BadInput` if there is none.
+    Raises:
+        BadInput: the model has no such layer.
     """
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     if not linear or path not in (None, *linear):
@@ -21,10 +22,10 @@ def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linea
 
 
 class InputCapture:
-    """Hook on a linear layer that stores its last input.
+    """Hook on a linear layer that stores the layer's latest input.
 
     Attributes:
-        seen: last input of the layer, shape (samples, features); empty before the first.
+        seen: latest input of the layer, shape (samples, features); empty before the first one.
     """
 
     def __init__(self, module: nn.Module, path: str | None = None) -> None:
@@ -36,5 +37,5 @@ class InputCapture:
         self.seen = args[0].flatten(1)
 
     def close(self) -> None:
-        """Remove the hook from its layer."""
+        """Stop capturing: remove the hook from its layer."""
         self._handle.remove()

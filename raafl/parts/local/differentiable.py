@@ -13,18 +13,19 @@ from raafl.errors import BadInput
 
 @contextmanager
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, keep_buffers: bool = False) -> Iterator[None]:
-    """Return a context in which the parameters named in ``tensors`` are these tensors, such as products of weights and masks.
+    """Return a context in which a module uses the given ``tensors`` as its parameters; gradients flow back to them.
 
-    Backward may be called outside the context.
+    The tensors may be computed, such as products of weights and masks. Backward may also be called after the context
+    ends.
 
     Args:
-        module: module whose parameters are replaced.
-        tensors: replacements by the parameter's name.
-        keep_buffers: whether the batch may change buffers such as running statistics; False = it changes copies, which
-            are dropped.
+        module: module whose parameters are replaced within the context.
+        tensors: replacements by the name of the parameter.
+        keep_buffers: whether the batch may change buffers such as running statistics; False = it changes copies of
+            them.
 
     Raises:
-        BadInput: a tensor replaces a parameter of a recurrent layer, which reads its weights in another way.
+        BadInput: a tensor would replace a parameter of a recurrent layer, which this method cannot do.
     """
     places: list[tuple[Any, str, Tensor]] = []
     for name, tensor in tensors.items():

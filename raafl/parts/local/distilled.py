@@ -24,9 +24,9 @@ IGNORED = -100
 
 
 def with_every_exit(module: nn.Module) -> nn.Module:
-    """Add an exit after each block but the last, in place, to the one model in ``module`` whose head is known.
+    """Add an exit (an output head) after each block but the last, in place, to the transformers model in ``module``.
 
-    A module that declares exits, or contains no such model or several, is returned unchanged.
+    The module is returned unchanged if it declares exits, or does not contain exactly one model of a known type.
     """
     models = [part for part in module.modules() if tail_of(part) is not None]
     if len(models) != 1 or any(True for _ in declarations(module, "submodel_exits")):
@@ -38,9 +38,9 @@ def with_every_exit(module: nn.Module) -> nn.Module:
 
 
 def exit_depths(submodels: Submodels) -> dict[int, str]:
-    """Map the number of blocks before an exit to the exit's name, for exits that end a shorter model.
+    """Map each exit that can end a shorter model to its depth: return exit names by the number of blocks before them.
 
-    Empty unless there is one stack.
+    The result is empty unless the model has exactly one stack of blocks.
     """
     if len(submodels.stacks) != 1:
         return {}
@@ -55,13 +55,13 @@ def exit_depths(submodels: Submodels) -> dict[int, str]:
 
 
 def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted: Tensor | None = None) -> Tensor:
-    """Return ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, averaged over samples or positions.
+    """Return the distillation loss ``T^2 KL(softmax(teacher / T) || softmax(student / T))``, averaged over samples or positions.
 
     Args:
-        student: logits of the student, shape (..., classes).
-        teacher: logits of the teacher, of the same shape; they get no gradient.
+        student: logits of the model that learns, shape (..., classes).
+        teacher: logits from which it learns, of the same shape; they get no gradient.
         temperature: temperature T, which divides the logits.
-        counted: mask of the positions to average over, shape (...); None = all.
+        counted: mask of the positions to average over, shape (...); None = all of them.
     """
     # detached: the teacher must learn from the labels alone, not move towards its students
     teacher_log = F.log_softmax(teacher.detach() / temperature, -1)
@@ -74,7 +74,7 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
 
 
 def students_of(module: nn.Module) -> EarlyLogits | None:
-    """Return the heads of the trainable exits in ``module`` that do not end the model; None if there are none."""
+    """Return the trainable exits of ``module``, except the one that ends the model; None if there are none."""
     if not any("submodel_exits_after" in part.__dict__ for part in module.modules()):
         return None
     early = EarlyLogits(module)
@@ -94,11 +94,11 @@ def students_of(module: nn.Module) -> EarlyLogits | None:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Output of one exit for a batch.
+    """Output of one exit (an output head at some depth) for a batch.
 
     Attributes:
         logits: the exit's logits, shape (batch, ..., classes).
-        loss: the module's own loss on these logits.
+        loss: the module's own loss, computed from these logits.
     """
 
     logits: Tensor
@@ -106,10 +106,10 @@ class Exit:
 
 
 class ByExits(Hook):
-    """Base of hooks whose loss joins those of several exits of one submodel, from one forward pass.
+    """Base class of hooks that train several exits of a submodel together, from one forward pass.
 
-    The module's own `training_step` runs once for each exit, on that exit's logits. Without exits inside the submodel the loss is
-    the plain one. A subclass overrides `joined`.
+    The module's own `training_step` runs once for each exit, with that exit's logits. A subclass combines the losses in
+    `joined`. A submodel without inner exits has its ordinary loss.
     """
 
     def __init__(self, task: Task) -> None:
@@ -124,17 +124,17 @@ class ByExits(Hook):
         self._output = output
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Return the loss of a batch, computed from the outputs of all exits.
+        """Combine the losses of all exits into the loss of a batch.
 
         Args:
             deepest: output of the exit that ends the submodel.
-            others: outputs of the exits inside, shallowest first.
+            others: outputs of all other exits, shallowest first.
             batch: the batch of data.
         """
         raise NotImplementedError
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the joined loss of a batch; the plain loss if there are no exits inside."""
+        """Return the combined loss of all exits; the ordinary loss if there is only one exit."""
         if self.students is None:
             return self.task.loss(batch, index)
         device = next(self.task.module.parameters()).device
@@ -154,7 +154,7 @@ class ByExits(Hook):
         return self.joined(deepest, others, batch)
 
     def close(self) -> None:
-        """Remove the hook's own hooks from the module."""
+        """Remove the hooks that capture the exits' logits."""
         if self._handle is not None:
             self._handle.remove()
         if self.students is not None:
@@ -162,10 +162,10 @@ class ByExits(Hook):
 
 
 class Distilled(ByExits):
-    """Hook that adds self-distillation between exits to the loss (Eq. 3).
+    """Hook that trains all exits, and lets the deepest exit teach the others (self-distillation, Eq. 3).
 
-    ``L = sum_c [(1 - w) CE(z_c, y) + w T^2 KL(softmax(z_C / T) || softmax(z_c / T))]`` over the exits c, with the deepest, C,
-    as the teacher. CE is the module's own loss.
+    ``L = sum_c [(1 - w) CE(z_c, y) + w T^2 KL(softmax(z_C / T) || softmax(z_c / T))]`` over the exits c; C is the
+    deepest one, and CE is the module's own loss.
     """
 
     def __init__(self, task: Task, weight: float, temperature: float) -> None:
@@ -173,7 +173,7 @@ class Distilled(ByExits):
         self.weight, self.temperature = weight, temperature
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Return the loss with self-distillation; see `ByExits.joined`."""
+        """Combine the losses of all exits, with self-distillation; see `ByExits.joined`."""
         loss = (1 - self.weight) * deepest.loss
         for one in others:
             knowledge = knowledge_loss(one.logits, deepest.logits, self.temperature, counted(batch, one.logits))
@@ -213,7 +213,12 @@ def _restore(device: torch.device, states: list[Tensor]) -> None:
 
 
 def counted(batch: object, logits: Tensor) -> Tensor | None:
-    """Return a mask of the positions of ``logits`` whose label is not `IGNORED`; None if each sample has one label."""
+    """Return a mask of the positions of ``logits`` whose label counts (is not `IGNORED`); None if each sample has one label.
+
+    Args:
+        batch: batch of data with its labels.
+        logits: logits for the batch, shape (batch, ..., classes).
+    """
     if logits.dim() < 3:
         return None
     items = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()

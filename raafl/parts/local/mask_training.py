@@ -19,12 +19,12 @@ SCORES = "scores"
 
 
 def score_layout(submodels: Submodels, number: int, spec: Spec | None) -> Layout:
-    """Return the layout of the scores that travel with a task; empty for a task that trains values.
+    """Return the layout of the mask scores that travel with a task; it is empty for a task that trains values.
 
     Args:
         submodels: submodels of the model.
-        number: number of ranges into which an axis without heads is cut.
-        spec: the task's submodel; None = the layout of all scores.
+        number: number of equal ranges into which an axis without attention heads is divided.
+        spec: submodel of the task; None = the layout of all scores.
     """
     if spec is not None and spec.trained != ():
         return Layout(())
@@ -45,9 +45,14 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def masks_of(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a mask from Bernoulli(sigmoid(scores)), with d mask / d scores = p (1 - p) (Bengio et al. 2013).
+    """Draw a random mask of 0 and 1 with the probabilities sigmoid(scores); gradients pass through the draw.
 
-    The draw happens on the CPU, so that a seed gives the same masks on every device.
+    The gradient is d mask / d scores = p (1 - p) (Bengio et al. 2013). The draw happens on the CPU, so that a seed
+    gives the same mask on every device.
+
+    Args:
+        scores: logits of the probabilities, of any shape.
+        generator: random generator on the CPU.
     """
     probability = torch.sigmoid(scores)
     if probability.is_meta:
@@ -59,17 +64,17 @@ def masks_of(scores: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def kept_share_loss(masks: Mapping[str, Tensor], rate: float) -> Tensor:
-    """Return the penalty on masks that keep more or less than their budget: ``sum_l |rho_l - r_w|^2`` (Eq. 2, without its lambda).
+    """Return a loss that pulls the kept share of each mask to ``rate``: ``sum_l |rho_l - r_w|^2`` (Eq. 2, without lambda).
 
     Args:
-        masks: mask of each axis, shape (segments,); its mean is rho_l.
-        rate: target share of segments to keep, r_w.
+        masks: mask of each axis, shape (segments,); rho_l is its mean.
+        rate: share r_w of the segments that a mask should keep.
     """
     return torch.stack([(mask.mean() - rate).square() for mask in masks.values()]).sum()
 
 
 def first_score(rate: float) -> float:
-    """Return the score whose probability is ``rate``, clamped to 0.01 ... 0.99, so that masks start at their budget."""
+    """Return the score whose probability is ``rate``, clamped to 0.01 ... 0.99; masks start from it."""
     rate = min(max(rate, 0.01), 0.99)
     return math.log(rate / (1 - rate))
 
@@ -80,9 +85,10 @@ def best(scores: list[float], number: int) -> list[int]:
 
 
 class MaskTraining(Hook):
-    """Hook that trains the mask scores of an assignment while its weights stay frozen.
+    """Hook that trains mask scores while the model's weights stay frozen.
 
-    ``Assignment.extra`` contains "masks", the axes whose scores train, and "rate", r_w. `finish` sends the trained scores.
+    ``Assignment.extra`` names the axes whose scores train ("masks") and the target share r_w ("rate"). `finish` sends
+    the trained scores.
     """
 
     def __init__(self, task: Task, segments: Mapping[str, Segments], lr: float, strength: float) -> None:
@@ -107,14 +113,14 @@ class MaskTraining(Hook):
         self.generator = torch.Generator().manual_seed(derive_seed(task.assignment.seed, "masks"))
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss of a batch under masks drawn for it, plus lambda times `kept_share_loss`."""
+        """Draw masks for this batch and return the loss under them, plus lambda times `kept_share_loss`."""
         masks = {axis: masks_of(scores, self.generator) for axis, scores in self.scores.items()}
         with self.gates.set(masks):
             loss = self.task.loss(batch, index)
         return loss + self.strength * kept_share_loss(masks, self.rate)
 
     def update(self) -> None:
-        """Make one optimizer step on the mask scores."""
+        """Make one optimizer step on the scores."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 

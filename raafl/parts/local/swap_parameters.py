@@ -13,7 +13,7 @@ from raafl.submodel import FlatTensors
 
 @contextmanager
 def patched(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
-    """Return a context in which modules have the given instance attributes, such as another ``forward``."""
+    """Return a context in which the given attributes of modules are replaced, such as ``forward``."""
     own = {(module, name): module.__dict__.get(name) for module, name in attributes}
     try:
         for (module, name), value in attributes.items():
@@ -28,15 +28,20 @@ def patched(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
 
 
 def quiet(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
-    """Return attributes for `patched` that turn off logging in ``module``."""
+    """Return attribute replacements for `patched` that turn off logging in ``module``."""
     return {(module, name): _ignore for name in ("log", "log_dict")}
 
 
 @contextmanager
 def with_parameters(module: nn.Module, values: FlatTensors) -> Iterator[None]:
-    """Return a context in which the trained parameters of ``module`` have ``values``; logs are dropped, buffers restored on exit.
+    """Return a context in which a module's trained parameters have other ``values``; buffers are restored on exit.
 
-    Do not call backward across this context's boundary: inside it, parameters point at other storage.
+    Logging is off within the context. Do not call backward across its boundary, since parameters point to other memory
+    inside.
+
+    Args:
+        module: module whose trained parameters are replaced.
+        values: values of these parameters within the context.
     """
     # `.data` is swapped, not the parameters: optimizers and hooks keep their references, and no values are copied back
     parameters = [(p, p.data, values[name]) for name, p in module.named_parameters() if name in values]

@@ -9,9 +9,11 @@ from raafl.parts.trigger import AllReported, EachArrival
 
 
 def averaging(alpha: float | None, by_samples: bool) -> tuple[Trigger, Mean]:
-    """Return a trigger and a mean: rounds if ``alpha`` is None.
+    """Return a trigger and a mean, for synchronous rounds or asynchronous arrivals.
 
-    Else merges at each arrival with ``alpha``, discounted by staleness.
+    Args:
+        alpha: weight of each arriving update, reduced by its staleness; None = synchronous rounds.
+        by_samples: whether to weight clients by their numbers of samples.
     """
     if alpha is None:
         return AllReported(), Mean(by_samples=by_samples)

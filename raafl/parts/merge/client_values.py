@@ -14,13 +14,13 @@ from raafl.submodel.extract import CopyPlan
 def store_(
     state: GlobalState, name: str, client: int, spec: Spec, values: FlatTensors, only: frozenset[str] | None = None
 ) -> None:
-    """Store the values that a client sent, in place; elements that it has never trained are NaN.
+    """Store the values that a client sent, under a name; elements that it has never trained are NaN.
 
     Args:
-        state: the global model, whose ``clients`` change in place.
-        name: name of the store.
+        state: the global model, whose ``clients`` receive the values.
+        name: name under which the values are stored.
         client: id of the client.
-        spec: the submodel of the values.
+        spec: submodel to which the values belong.
         values: values that the client sent.
         only: names of the parameters to store; None = all that train.
     """
@@ -35,14 +35,14 @@ def store_(
 def load_(
     state: GlobalState, name: str, client: int, spec: Spec, out: FlatTensors, only: frozenset[str] | None = None
 ) -> None:
-    """Overwrite ``out`` with the values stored for a client; elements that it has never trained stay unchanged.
+    """Overwrite ``out`` with the values stored for a client; elements that the client has never trained stay unchanged.
 
     Args:
         state: the global model, with the stored values in ``clients``.
-        name: name of the store.
+        name: name under which the values are stored.
         client: id of the client.
-        spec: the submodel of ``out``.
-        out: values to overwrite.
+        spec: submodel to which ``out`` belongs.
+        out: values to be overwritten.
         only: names of the parameters to load; None = all that train.
     """
     own = state.clients.find(name, client)

@@ -23,12 +23,12 @@ from raafl.submodel.extract import CopyPlan
 
 @dataclass
 class RowsMemory(MergeMemory):
-    """Sums of the output layer's rows over the updates of a merge.
+    """Running sums of a merge for the rows of the output layer, one row per class.
 
     Attributes:
-        sum: weighted sum of the rows.
-        weight: total weight of the updates in each element.
-        masked: whether any update masked a class.
+        sum: weighted sum of the rows in the updates.
+        weight: total weight of the updates that trained an element.
+        masked: whether any update lacked a class.
     """
 
     key = "label_split"
@@ -39,24 +39,24 @@ class RowsMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class LabelSplit(Wrapped):
-    """Mean in which each output row is averaged only over clients that have samples of its class.
+    """Wrapper of a mean that averages each output row only over the clients that have samples of the row's class.
 
-    A client that masks a class in its loss (`Local.masked`) has not trained that class's row of the output layer (weight and
-    bias). It sends back the received row, which would slow down the clients that have the class. So each row is the mean over
-    clients that trained it; a row that no client trained stays unchanged, bit for bit. Everything else comes from the inner
-    mean, as does a merge in which no update masks a class.
+    A client without a class does not train that class's row of the output layer (weight and bias), and sends it back as
+    received (see `Local.masked`). In an ordinary mean this would hold back the clients that have the class. So each row
+    is the mean over the clients that trained it; a row that nobody trained stays unchanged. All other values, and
+    merges in which every client has all classes, come from the wrapped mean.
 
-    A client lists its classes in its update (`CLASSES`); anything but an ascending list of rows is refused as ``bad-classes``. An
-    update without the list has all classes.
+    A client lists its classes in its update (`CLASSES`), as ascending row numbers; anything else is refused as
+    ``bad-classes``. An update without the list has all classes.
 
     Attributes:
-        inner: a mean with alpha 1 whose updates are never stale.
+        inner: wrapped mean, with alpha 1 and no staleness.
     """
 
     inner: Mean
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and one if masked classes have no rows of their own."""
+        """Return the wrapped merge's notes, and one if the model has no output rows that belong to classes."""
         notes = super().notes(state, num_clients)
         if state.submodels.example_batch is None or why_unmasked(state.submodels) or _output(state.submodels):
             return notes
@@ -67,7 +67,7 @@ class LabelSplit(Wrapped):
         ]
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "bad-classes" for classes that are not an ascending list of rows; otherwise ask the inner merge."""
+        """Return "bad-classes" unless the update's classes are an ascending list of rows; then ask the wrapped merge."""
         output = _output(state.submodels)
         if (
             output is not None
@@ -78,7 +78,7 @@ class LabelSplit(Wrapped):
         return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the output rows to separate sums, and pass the update to the inner merge."""
+        """Add the output rows to sums of their own, and pass the update to the wrapped merge."""
         output = _output(state.submodels)
         if output is not None:
             weight, _ = self.inner.weigh(update, staleness)
@@ -91,7 +91,7 @@ class LabelSplit(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner merge, then overwrite the output rows if any update masked a class."""
+        """Apply the wrapped merge; if any update lacked a class, overwrite the output rows with their own means."""
         memory = state.memory.pop(RowsMemory)
         if memory is None or not memory.masked:
             super().apply(state)
@@ -107,7 +107,7 @@ class LabelSplit(Wrapped):
 
 
 def joint_notes(merge: Merge) -> list[str]:
-    """Return a note if ``merge`` averages by class, which has no effect when one joint update replaces all; else an empty list."""
+    """Return a note if ``merge`` averages rows by class but receives only joint results, which hides the classes; else no note."""
     if not isinstance(merge, LabelSplit):
         return []
     return [

@@ -50,7 +50,7 @@ Term = tuple[Tensor, list[int], Tensor, Tensor]
 
 
 def pairs(submodels: Submodels) -> tuple[LoraPair, ...]:
-    """Return the adapters of the model's linear layers, each with the names of A, B and the base weight; cached."""
+    """Return the LoRA adapters of all linear layers, each with the names of A, B and the base weight; cached."""
     return submodels.cached("lora pairs", "", lambda: pairs_of(submodels.module)[0])
 
 
@@ -63,7 +63,7 @@ Sent = tuple[list[int], Tensor, Tensor, Factors | None]
 
 @dataclass(slots=True)
 class AdapterUpdate:
-    """LoRA adapters of one update, by the name of their matrix A, with the update's weight and the factor of B A."""
+    """LoRA adapters of one update, by the name of their matrix A, with the update's weight and its factor on B A."""
 
     weight: float
     factor: float
@@ -72,13 +72,14 @@ class AdapterUpdate:
 
 @dataclass
 class LoraMemory(MergeMemory):
-    """Memory of merges of LoRA adapters.
+    """Server state of merges of LoRA adapters.
 
     Attributes:
-        at_work: version that a client started from, by client.
-        starts: adapters of a version, by version and by the name of A; kept while a client that started from it works.
-        updates: adapters of the updates since the last merge.
-        spectra: singular values of the last merge's result, by the name of A.
+        at_work: version of the model from which each client at work started, by client.
+        starts: adapters of earlier versions, by version and name of A, kept while a client that started from them
+            works.
+        updates: adapters in the updates since the last merge.
+        spectra: singular values of the latest merged result, by the name of A.
     """
 
     key = "lora"
@@ -88,7 +89,7 @@ class LoraMemory(MergeMemory):
     spectra: dict[str, list[float]] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, object]:
-        """Return the fields by name as plain data; the stored updates are converted likewise."""
+        """Return the fields by name as plain data; stored updates are converted in the same way."""
         updates = [{"weight": one.weight, "factor": one.factor, "pairs": one.pairs} for one in self.updates]
         return {**super().to_plain(), "updates": updates}
 
@@ -100,12 +101,12 @@ class LoraMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class LowRank(Wrapped):
-    """Base class of the merges of LoRA adapters: wraps a mean, and replaces its result for the adapters.
+    """Base class of the methods that merge LoRA adapters: a wrapped mean merges everything else.
 
     Attributes:
-        inner: the algorithm's own merge.
-        by_rank: whether weights are normalised separately for each rank, over the clients that have it.
-        moves_base: whether the weights under the adapters change, so that clients must receive them.
+        inner: the algorithm's own merge, a mean.
+        by_rank: whether weights are normalised for each rank separately, over the clients that have the rank.
+        moves_base: whether the merge changes the weights under the adapters, so that clients must receive them.
     """
 
     inner: Mean | Deltas
@@ -115,11 +116,11 @@ class LowRank(Wrapped):
 
     @property
     def is_relative(self) -> bool:
-        """Whether a stale update is compared with the values that its client received, rather than with the current model."""
+        """Whether a late update is compared with the values that its client received, instead of the current model."""
         return self.moves_base or self.sends == "delta"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store a copy of the client's adapters, and pass the update to the inner merge."""
+        """Store a copy of the client's adapters, and pass the update to the wrapped mean."""
         memory = state.memory.of(LoraMemory)
         memory.at_work.pop(update.client, None)
         weight, factor = self.inner.weigh(update, staleness)
@@ -142,7 +143,7 @@ class LowRank(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner merge, then overwrite A and B of each layer by `fold`."""
+        """Apply the wrapped mean, then set each layer's A and B by `fold`."""
         memory = state.memory.of(LoraMemory)
         adapters, updates, memory.updates = pairs(state.submodels), memory.updates, []
         old = {pair.a: (state.values[pair.b].clone(), state.values[pair.a].clone()) for pair in adapters}
@@ -159,19 +160,19 @@ class LowRank(Wrapped):
                 self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
 
     def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:
-        """Return the weight of an update, which is the same for all layers.
+        """Return the weight of an update for all layers together.
 
         Args:
-            weight: weight that the inner merge gives the update.
-            adapters: ranks, B, A and received factors of each layer.
+            weight: weight that the wrapped mean gives to the update.
+            adapters: each layer's ranks, B, A and received factors.
         """
         return weight
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
-        """Return the weight of one layer's adapter.
+        """Return the weight of an update's adapter for one layer.
 
         Args:
-            weight: weight of the adapter's update.
+            weight: weight of the update to which the adapter belongs.
             b: matrix B, shape (out, rank).
             a: matrix A, shape (rank, in).
         """
@@ -206,54 +207,55 @@ class LowRank(Wrapped):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Set A, B and the base weight of one layer to the result of the merge, in place.
+        """Merge the adapters of one layer: set its A, B and base weight, in place.
 
         Args:
             state: the global model.
-            pair: names of the layer's tensors.
+            pair: names of the layer's A, B and base weight.
             old: B, shape (out, rank), and A, shape (rank, in), before the merge.
-            keep: factor of each rank's old values in the result, from 0 to 1, shape (rank,).
-            terms: weighted products B_i A_i to add.
+            keep: factor on the old values of each rank in the result, from 0 to 1, shape (rank,).
+            terms: weighted products B_i A_i that are added.
         """
 
 
 @dataclass(frozen=True)
 class HetLoRA(LowRank):
-    """HetLoRA (Cho et al. 2024, arXiv:2401.06432): means of A and B, padded with zeros, weighted by ``||B_i A_i||_F``.
+    """HetLoRA (Cho et al. 2024, arXiv:2401.06432): averages A and B separately, weighted by the norm ``||B_i A_i||_F``.
 
-    It is not exact, since it averages factors. By default the norm is that of one layer and multiplies the algorithm's
-    own weight; if all norms are 0, that weight counts alone. Staleness acts on A and B as on any value. The weight of
-    an update that is merged alone cancels.
+    Matrices of lower rank are padded with zeros. The result is not exactly the mean of the products. By default the
+    norm is computed for each layer and multiplies the algorithm's own weight; if all norms are 0, that weight counts
+    alone. Late updates count less, as for other values. The weight of an update that is merged alone has no effect.
 
     Attributes:
-        norm_alone: weight updates by the norm over all layers together, as the paper does; False = by norm and own
-            weight.
-        prune_share: share of a client's ranks that pruning keeps (`raafl.parts.rank_pruning`); None = no pruning.
+        norm_alone: whether to weight updates only by the norm over all layers together, as the paper does; False = by
+            the layer's norm and the algorithm's own weight.
+        prune_share: share of its ranks that a client keeps when its ranks are pruned (`raafl.parts.rank_pruning`); None
+            = no pruning.
     """
 
     norm_alone: bool = False
     prune_share: float | None = None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Compare the tail of the client's ranks with the one it received, if ranks are pruned, and receive the update."""
+        """Decide whether the client's ranks are pruned, if pruning is on, and store its adapters."""
         if self.prune_share is not None:
             compare(state, update, pairs(state.submodels), self.prune_share)
         super().receive(state, update, spec, staleness)
 
     def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:
-        """Return the norm over all layers if it counts alone, else ``weight``."""
+        """Return the norm over all layers if updates are weighted by it alone, else ``weight``."""
         if not self.norm_alone:
             return weight
         return math.sqrt(math.fsum(_squared_norm(b, a) for _, b, a, _ in adapters.values())) + _TINY
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
-        """Return the update's weight times ``||B A||_F`` of this layer; the weight alone if it is a norm already."""
+        """Return the update's weight times ``||B A||_F`` of this layer; the weight itself if it already is a norm."""
         return weight if self.norm_alone else weight * (math.sqrt(_squared_norm(b, a)) + _TINY)
 
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Set A and B to the weighted means of the clients' factors."""
+        """Set A and B to the weighted means of the clients' matrices."""
         for (name, dim), before in zip(((pair.b, 1), (pair.a, 0)), old, strict=True):
             new = before.movedim(dim, 0) * keep.to(before)[:, None]
             for share, ranks, *factors in terms:
@@ -262,11 +264,12 @@ class HetLoRA(LowRank):
 
 
 class FedEx(LowRank):
-    """FedEx-LoRA (Singhal et al. 2025, arXiv:2410.09432): means of A and B, with the difference to M' added to the base.
+    """FedEx-LoRA (Singhal et al. 2025, arXiv:2410.09432): averages A and B, and corrects the base weight by the error of that.
 
-    ``W' = W + s (M' - B' A')`` with the inner merge's B' and A', so that ``W' + s B' A'`` is exact. The paper sends clients the
-    residual of a round as factors; here clients store nothing and may have missed any number of rounds, so a client receives the
-    whole W of its adapted layers. A stale update's change is relative to the W, B and A from which its client started.
+    M' is the exact mean of the products B A. The base weight becomes ``W' = W + s (M' - B' A')``, with the mean's B'
+    and A', so that ``W' + s B' A'`` is exact. The paper sends clients this correction as factors. Here clients store
+    nothing and may have missed rounds, so they receive the whole W of each adapted layer. A late update counts as a
+    change from the W, B and A with which its client started.
     """
 
     moves_base = True
@@ -274,18 +277,18 @@ class FedEx(LowRank):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Add the residual ``M' - B' A'``, times the scaling, to the base weight."""
+        """Add the correction ``M' - B' A'``, times the scaling, to the base weight."""
         left, right = _stacked(old, keep, terms)
         _add_to_base(state, pair, left @ right - state.values[pair.b].to(left) @ state.values[pair.a].to(left))
 
 
 class FLoRA(LowRank):
-    """FLoRA (Wang et al. 2024, arXiv:2409.05976): the stack ``sum_i c_i B_i A_i = [c_i B_i ...] [A_i; ...]`` is added to the base.
+    """FLoRA (Wang et al. 2024, arXiv:2409.05976): adds the weighted products of all clients' adapters to the base weight.
 
-    Clients then start with new adapters: B = 0 and a new A, initialised like PyTorch's linear layers, by version and layer.
-    Since B = 0 at the start, ``B_i A_i`` is a client's whole change, whatever W it started from, and a stale change is added
-    to the current W, times its c_i. The paper sends the stack to clients that store W; here a client receives the whole W of
-    its adapted layers.
+    The sum is a product of stacked matrices: ``sum_i c_i B_i A_i = [c_i B_i ...] [A_i; ...]``. Clients then start with
+    new adapters, B = 0 and a random A. Since B starts at 0, ``B_i A_i`` is a client's whole change, so a late change is
+    simply added to the current W, times its c_i. The paper sends the stacked matrices to clients that store W; here a
+    client receives the whole W of each adapted layer.
     """
 
     moves_base = True
@@ -293,7 +296,7 @@ class FLoRA(LowRank):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Add the stacked products to the base weight, and reset the adapter to B = 0 and a new random A."""
+        """Add the clients' products to the base weight, and reset the adapter to B = 0 and a new random A."""
         left, right = _stacked(old, keep, terms)
         _add_to_base(state, pair, left @ right)
         state.memory.of(LoraMemory).spectra[pair.a] = (_svd(left, right)[1] * pair.scaling).tolist()
@@ -304,18 +307,18 @@ class FLoRA(LowRank):
 
 
 class FlexLoRA(LowRank):
-    """FlexLoRA (Bai et al. 2024, arXiv:2402.11505): M' is truncated to the model's rank by SVD, ``B' A' = U S V^T``.
+    """FlexLoRA (Bai et al. 2024, arXiv:2402.11505): averages the products B A, and splits the mean into B and A again by SVD.
 
-    ``B' = U S, A' = V^T`` with the largest values first, so that the leading ranks, which a client of a lower rank receives,
-    are the best approximation of that rank. A of a rank without energy is not 0, so it can train. Exact except for the values
-    beyond the model's rank. The base stays, so FedAsync mixes in a stale update unchanged, ``(1 - a) M + a B_i A_i``, as it
-    mixes values.
+    With the mean M' = U S V^T, ``B' = U S`` and ``A' = V^T``, truncated to the model's rank, largest singular values
+    first. So the first ranks, which a client of lower rank receives, are the best approximation of that rank. A rank
+    whose singular value is 0 keeps a nonzero A, so that it can train. The base weight stays. FedAsync mixes in a late
+    update as it mixes values, ``(1 - a) M + a B_i A_i``.
     """
 
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Set B and A to ``U S`` and ``V^T`` of M', truncated to the model's rank."""
+        """Set B and A to ``U S`` and ``V^T`` of the mean, truncated to the model's rank."""
         u, s, v = _svd(*_stacked(old, keep, terms))
         a, b = state.values[pair.a], state.values[pair.b]
         num = min(len(a), len(s))
@@ -324,23 +327,24 @@ class FlexLoRA(LowRank):
 
 
 class RaFLoRA(FlexLoRA):
-    """raFLoRA (Wu et al. 2026, arXiv:2602.13486): FlexLoRA with weights normalised for each rank, over the clients that have it.
+    """raFLoRA (Wu et al. 2026, arXiv:2602.13486): FlexLoRA in which each rank is averaged only over the clients that have it.
 
-    ``M' = M + sum_k sum_{i has k} w_i a_i / (sum_{j has k} w_j) (b_ik a_ik - b_k a_k)``, where b_k a_k is rank k's part of B
-    A. As few clients have the upper ranks, FlexLoRA's weights shrink these at every merge ("rank collapse"). A rank that no
-    client has stays unchanged. Staleness is as in FlexLoRA.
+    ``M' = M + sum_k sum_{i has k} w_i a_i / (sum_{j has k} w_j) (b_ik a_ik - b_k a_k)``, where b_k a_k is rank k's part
+    of B A. Few clients have the upper ranks, and FlexLoRA's weights would shrink these in every merge ("rank
+    collapse"). A rank that no client has stays unchanged. Late updates count less, as in FlexLoRA.
     """
 
     by_rank = True
 
 
 def rank_energy(state: GlobalState) -> dict[str, float]:
-    """Return the distribution of squared singular values of ``s B A`` over ranks, for all adapters of the global model.
+    """Return how the energy of the global model's adapters (squared singular values of ``s B A``) is spread over ranks.
 
     Returns:
-        fraction by range of ranks, ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's rank; all 0 while B
-        A is 0, and empty for a model without adapters. FLoRA resets its adapters at a merge, so it reports the stack that it
-        merged last, which may have a higher rank; the fractions then sum to less than 1.
+        share of the energy by range of ranks: ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's
+            rank. All are 0 while B is 0; there are none for a model without adapters. For FLoRA, whose merges reset the
+            adapters, the shares are those of the latest merged sum; its rank may be higher, so that they add up to less
+            than 1.
     """
     adapters, spectra = pairs(state.submodels), state.memory.of(LoraMemory).spectra
     if not adapters:

@@ -34,12 +34,12 @@ MOST_UNDONE = 9.0
 
 
 def zeros_like(values: FlatTensors) -> FlatTensors:
-    """Return flat tensors of the same layout and device, all zero."""
+    """Return flat tensors of zeros with the same layout and device."""
     return FlatTensors.zeros(values.layout, values.device)
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching pieces of tensors of one size, as flat views; on an accelerator one piece, the whole tensor."""
+    """Yield matching pieces of equally large tensors, as flat views, to save memory; on an accelerator, one piece."""
     flat = [tensor.view(-1) for tensor in tensors]
     size = CHUNK if flat[0].device.type == "cpu" else max(flat[0].numel(), 1)
     return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
@@ -47,11 +47,11 @@ def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 @dataclass
 class SumMemory(MergeMemory):
-    """The weighted sum of a merge's updates.
+    """Running sum of a merge's updates.
 
     Attributes:
-        updates: spec and weight of each update in the sum.
-        sum: weighted sum, of the model's size; None = nothing was added.
+        updates: submodel and weight of each update in the sum.
+        sum: weighted sum, of the model's size; None = no update was added.
     """
 
     updates: list[tuple[Spec, float]] = field(default_factory=list)
@@ -59,27 +59,27 @@ class SumMemory(MergeMemory):
 
 
 class Accumulator:
-    """Weighted sum of updates, and the total weight on each element.
+    """Adds up updates for a mean: the weighted sum, and the total weight of each element.
 
     Attributes:
-        state: the global model, with scratch storage for the sums.
-        memory: the merge's memory, in which the sum and the list of updates are stored.
-        updates: spec and weight of each update in the sum.
+        state: the global model, which lends storage for the sums.
+        memory: record that holds the sum and the list of updates.
+        updates: submodel and weight of each update in the sum.
     """
 
     def __init__(self, state: GlobalState, memory: SumMemory) -> None:
         self.state, self.memory, self.updates = state, memory, memory.updates
 
     def add(self, tensors: FlatTensors, spec: Spec, weight: float, factor: float = 1.0) -> None:
-        """Add an update's values to the sum, times ``weight * factor``, and remember its weight.
+        """Add the values of an update to the sum, times ``weight * factor``.
 
-        Integer tensors are never sent by clients, and complex ones arrive as pairs of reals (`raafl.parts.merge.wide`). A first
-        update of the whole model overwrites what an earlier merge left in the storage, which saves a pass; other
-        updates are added to zeros.
+        The values contain no integers, and complex numbers as pairs of real ones (`raafl.parts.merge.wide`). If the
+        first update covers the whole model, it overwrites the storage, which saves a pass; otherwise updates are added
+        to zeros.
 
         Args:
             tensors: values of the update.
-            spec: the submodel of these values.
+            spec: submodel to which the values belong.
             weight: weight w_n of the update.
             factor: staleness factor a_n, which scales the values but not the weight.
         """
@@ -111,7 +111,7 @@ class Accumulator:
 
     @property
     def common(self) -> Spec | None:
-        """The spec that all updates share, so that each of its elements has the weight `weight`; None if specs differ."""
+        """The submodel of all updates, if they share one, so that all of its elements have the same weight; else None."""
         first = self.updates[0][0]
         return first if all(spec == first for spec, _ in self.updates) else None
 
@@ -121,11 +121,11 @@ class Accumulator:
         return math.fsum(weight for _, weight in self.updates)
 
     def cover(self, factors: Sequence[float] | None = None, name: str = "count") -> FlatTensors:
-        """Return, for each element, the sum of weight times factor over the updates that cover it.
+        """Return the total weight of each element: the sum of weight times factor over the updates that trained it.
 
         Args:
-            factors: factor of each update, in their order; None = 1.
-            name: name of the scratch storage to use.
+            factors: factor of each update, in their order; None = 1 for all.
+            name: name of the scratch storage that holds the result.
         """
         by_spec: dict[Spec, float] = {}
         for (spec, weight), factor in zip(self.updates, factors or [1.0] * len(self.updates), strict=True):
@@ -136,23 +136,24 @@ class Accumulator:
         return count
 
     def clear(self) -> None:
-        """Remove all updates; the storage of the sum can be used again."""
+        """Remove all updates; the storage of the sum is reused."""
         self.updates.clear()
         self.state.scratch["sum"], self.memory.sum = self.total, None
 
 
 def trained_values(state: GlobalState) -> FlatTensors:
-    """Return the part of the global values that updates can change; frozen parameters keep every bit."""
+    """Return the global values that updates can change, without frozen parameters."""
     return state.values.prefix(state.submodels.layout(part="trained"))
 
 
 @dataclass
 class MeanMemory(SumMemory):
-    """Updates that `Mean` has received since the last merge.
+    """Updates that `Mean` has received and not merged yet.
 
     Attributes:
-        received: weight and factor of each update.
-        lone: tensors and spec of the only update, until `Mean.detach`; None = all updates are in the sum.
+        received: weight and staleness factor of each update.
+        lone: tensors and submodel of the only update, until `Mean.detach` copies them; None = all updates are in the
+            sum.
     """
 
     key = "mean"
@@ -162,17 +163,17 @@ class MeanMemory(SumMemory):
 
 @dataclass(frozen=True)
 class Mean(Merge):
-    """Merge that mixes the global model with the weighted mean of the updates that cover each element.
+    """Merge that mixes the weighted mean of the updates into the global model, for each element over those that trained it.
 
-    For one update this is ``theta <- (1 - a) theta + a theta_new`` of FedAsync and Fed-RAA with ``a = alpha * s(t - tau)``
-    (Xie et al. 2019, eq. 5; Fed-RAA, Algorithm 1). For several, with weights ``w_n`` = samples:
-    ``theta <- theta + sum_n w_n a_n (theta_n - theta) / sum_n w_n`` over the n that cover the element; with alpha 1 and no
-    staleness that is FedAvg's weighted mean. Elements that no update covers, or only updates of weight 0, stay unchanged, bit
-    for bit.
+    A single update gives ``theta <- (1 - a) theta + a theta_new`` with ``a = alpha * s(t - tau)``, as in FedAsync and
+    Fed-RAA (Xie et al. 2019, eq. 5; Fed-RAA, Algorithm 1). Several updates with weights ``w_n``, such as numbers of
+    samples, give ``theta <- theta + sum_n w_n a_n (theta_n - theta) / sum_n w_n`` over the updates n that trained the
+    element. With alpha 1 and no staleness this is FedAvg's weighted mean. Elements that no update trained, or only
+    updates of weight 0, stay unchanged to the bit.
 
     Attributes:
-        alpha: mixing weight, in (0, 1].
-        staleness: staleness function s.
+        alpha: weight of the updates in the mix, in (0, 1].
+        staleness: function s by which late updates count less.
         by_samples: whether clients are weighted by |D_n|; False = equally.
     """
 
@@ -189,7 +190,7 @@ class Mean(Merge):
         return float(update.num_samples) if self.by_samples else 1.0, self.alpha * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Accept an update: `apply` mixes a single one in from its own tensors; several are summed first."""
+        """Take an update: a single one is mixed in by `apply` from its own tensors, several are summed up first."""
         memory = state.memory.of(MeanMemory)
         weight, factor = self.weigh(update, staleness)
         memory.received.append((weight, factor))
@@ -200,7 +201,7 @@ class Mean(Merge):
         Accumulator(state, memory).add(update.tensors, spec, weight, factor)
 
     def detach(self, state: GlobalState) -> None:
-        """Add the one waiting update to the sum before its tensors are overwritten."""
+        """Add the only waiting update to the sum, before its tensors are overwritten."""
         memory = state.memory.of(MeanMemory)
         if memory.lone is None:
             return
@@ -210,7 +211,7 @@ class Mean(Merge):
         Accumulator(state, memory).add(tensors, spec, weight, factor)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge all received updates into the model."""
+        """Mix all received updates into the model."""
         memory = state.memory.of(MeanMemory)
         received, lone = memory.received, memory.lone
         memory.received, memory.lone = [], None
@@ -256,11 +257,11 @@ class Mean(Merge):
                 old.copy_(torch.where(weight > 0, new, old))
 
     def too_stale(self, staleness: float) -> str | None:
-        """Return a warning if stale updates undo most of the clients' work; docs/methods/fed-raa.md derives the rule.
+        """Return a warning if late updates undo most of the clients' work; docs/methods/fed-raa.md derives the rule.
 
-        A fraction a of an update that arrives s merges late undoes a fraction a of these s merges. Of its own progress
-        Delta the model keeps p = a Delta - a s p, that is a Delta / (1 + a s): about Delta / s for any a once a s is large, and
-        the model is then little more than the last few clients'.
+        An update that is s merges late, mixed in with weight a, undoes the share a of these s merges. The model keeps p
+        = a Delta / (1 + a s) of a client's progress Delta. For large s this is about Delta / s whatever a is, so the
+        model consists of little more than the last few clients' models.
         """
         share = self.alpha * self.staleness(staleness)
         if share * staleness <= MOST_UNDONE:
@@ -292,23 +293,23 @@ def _mix(target: Tensor, source: Tensor, keep: float, scale: float) -> None:
 
 @dataclass
 class DeltasMemory(SumMemory):
-    """The sum of the deltas in FedBuff's buffer."""
+    """Running sum of the changes (deltas) that wait in FedBuff's buffer."""
 
     key = "deltas"
 
 
 @dataclass(frozen=True)
 class Deltas(Merge):
-    """FedBuff's merge: ``theta <- theta + eta_g * (1/K) sum_i s(staleness_i) Delta_i`` (Nguyen et al. 2022, Algorithm 1).
+    """FedBuff's merge: adds the mean of K clients' changes to the model (Nguyen et al. 2022, Algorithm 1).
 
-    Delta_i is the client's trained values minus the values *it* received, so it refers to the version from which that client
-    started, whatever was merged since. K is the number of deltas that cover an element; for whole models, the buffer's size
-    (the rest at the end of the run is divided by its own size). Floating-point buffers (running statistics) get the mean
-    without eta_g.
+    ``theta <- theta + eta_g * (1/K) sum_i s(staleness_i) Delta_i``. Delta_i is a client's trained values minus the
+    values that it received, so it refers to the version from which the client started. K is the number of updates that
+    trained an element; for whole models this is the buffer's size. A smaller buffer at the end of the run is divided by
+    its own size. Running statistics get the mean without eta_g.
 
     Attributes:
         server_lr: server learning rate eta_g.
-        staleness: staleness function s, by default 1/sqrt(1 + staleness).
+        staleness: function s by which late updates count less, by default 1/sqrt(1 + staleness).
     """
 
     server_lr: float = 1.0
@@ -323,12 +324,12 @@ class Deltas(Merge):
         return 1.0, self.server_lr * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the delta, times its staleness factor, to the buffer's sum."""
+        """Add the update's change, times its staleness factor, to the sum."""
         memory = state.memory.of(DeltasMemory)
         Accumulator(state, memory).add(update.tensors, spec, 1.0, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
-        """Take one server step along the buffer's mean."""
+        """Move the model by the mean change in the buffer."""
         sums = Accumulator(state, state.memory.of(DeltasMemory))
         if sums.common is not None:  # the sum is 0 on elements that no update covers
             for _, rate, theta, total in self._pieces(state, sums.total):

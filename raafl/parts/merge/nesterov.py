@@ -25,12 +25,12 @@ Weights = Literal["equal", "samples", "tokens"]
 
 @dataclass
 class NesterovMemory(SumMemory):
-    """Sum of a merge's deltas, and the state of the outer optimizer.
+    """State of the server's optimizer with Nesterov momentum, and the running sum of a merge's changes.
 
     Attributes:
-        m: momentum, of the model's size; None = no step with momentum has been made.
-        pending: sum of the deltas applied since the last step with momentum; None = delayed steps have not begun.
-        recent: specs of the last N updates, the newest last (`DelayedNesterov`).
+        m: momentum, of the model's size; None = there was no step with momentum yet.
+        pending: sum of the changes since the last step with momentum; None = delayed steps have not begun.
+        recent: submodels of the last N updates, newest last (`DelayedNesterov`).
         num_pending: number of updates since the last step with momentum.
     """
 
@@ -41,27 +41,26 @@ class NesterovMemory(SumMemory):
     num_pending: int = 0
 
     def momentum(self, state: GlobalState) -> FlatTensors:
-        """Return m, which starts at 0."""
+        """Return the momentum m; create it as 0 at the first call."""
         self.m = zeros_like(state.values) if self.m is None else self.m
         return self.m
 
 
 @dataclass(frozen=True)
 class Nesterov(Merge):
-    """DiLoCo's outer step (Douillard et al. 2023, Algorithm 1): Nesterov momentum along the mean delta of a merge.
+    """DiLoCo's server step (Douillard et al. 2023, Algorithm 1): Nesterov momentum along the mean change of the clients.
 
-    ``m <- beta m + Delta``; ``theta <- theta + eta (Delta + beta m)``, as `torch.optim.SGD` with ``nesterov=True`` and the gradient
-    ``-Delta``. Delta is ``sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the n that cover the element, each against the values
-    that this client received. Elements that no update covers keep theta and m. Floating-point buffers (running statistics) get
-    the plain mean.
+    ``m <- beta m + Delta``; ``theta <- theta + eta (Delta + beta m)``, as in `torch.optim.SGD` with ``nesterov=True``
+    and the gradient ``-Delta``. Delta is the mean change ``sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the
+    updates n that trained the element; each Delta_n is relative to the values that its client received. Elements that
+    no update trained keep theta and m. Running statistics get the plain mean.
 
     Attributes:
         lr: outer learning rate (eta).
-        beta: outer momentum (beta); 0 = none, which needs no memory.
-        weights: weight w_n of an update: equal = 1; samples = |D_n|; tokens = square of the tokens trained, divided by
-            the steps (Decoupled DiLoCo). In batches of one size that is proportional to the steps, which are counted
-            here.
-        staleness: staleness function s.
+        beta: outer momentum (beta); 0 = none, which needs no storage.
+        weights: weight w_n of an update: equal = 1; samples = |D_n|; tokens = (trained tokens)^2 / steps (Decoupled
+            DiLoCo). With batches of one size the latter is proportional to the steps, which are used here.
+        staleness: function s by which late updates count less.
     """
 
     lr: float = 0.7
@@ -81,16 +80,16 @@ class Nesterov(Merge):
         return float({"equal": 1, "samples": update.num_samples, "tokens": update.num_steps}[self.weights])
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "no-steps" for an update without any step if the weight is its steps."""
+        """Return "no-steps" if updates are weighted by their steps and this one made none."""
         return "no-steps" if self.weights == "tokens" and update.num_steps < 1 else None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the delta, times its weight and staleness factor, to the sum."""
+        """Add the update's change, times its weight and staleness factor, to the sum."""
         sums = Accumulator(state, state.memory.of(NesterovMemory))
         sums.add(update.tensors, spec, self.weigh(update), self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
-        """Take one outer step along the mean delta."""
+        """Make one server step along the mean change."""
         memory = state.memory.of(NesterovMemory)
         sums = Accumulator(state, memory)
         count = None if _is_whole(sums) else sums.cover()
@@ -124,15 +123,16 @@ class Nesterov(Merge):
 
 @dataclass(frozen=True)
 class DelayedNesterov(Nesterov):
-    """Delayed Nesterov for asynchronous arrivals (Liu et al. 2024, Algorithm 3 with c = 0).
+    """Server step with delayed Nesterov momentum, for asynchronous runs (Liu et al. 2024, Algorithm 3 with c = 0).
 
-    Each delta moves the model at once by ``theta <- theta + eta Delta / N``. Every N-th one also updates the momentum with the mean
-    of the last N, and applies it: ``m <- beta m + sum Delta / N``; ``theta <- theta + eta beta m``. So stale deltas do not enter
-    the momentum N times as often as in rounds. N deltas from one start end where one step of `Nesterov` does. N = 1 is Nesterov
-    momentum at each arrival, the naive asynchronous form.
+    Each change moves the model at once: ``theta <- theta + eta Delta / N``. After every N-th one the momentum takes in
+    the mean of the last N and is applied: ``m <- beta m + sum Delta / N``; ``theta <- theta + eta beta m``. So late
+    changes do not enter the momentum N times as often as in rounds. N changes from the same start give the same result
+    as one step of `Nesterov`. N = 1 is momentum at each arrival, the naive asynchronous form.
 
-    Submodels: N is, for each element, the number of the last N updates that cover it, so that an element that few clients
-    hold moves as far as one that all hold. Before there have been N updates, the missing ones count as covering it.
+    With submodels, N is counted for each element: how many of the last N updates trained it. So an element that few
+    clients have moves as far as one that all have. Until N updates have arrived, the missing ones count as if they
+    trained everything.
 
     Attributes:
         every: number of updates from one step with momentum to the next (N); None = the number of clients in the run.
@@ -145,7 +145,7 @@ class DelayedNesterov(Nesterov):
         positive("delay", self.every, optional=True)
 
     def apply(self, state: GlobalState) -> None:
-        """Move the model by its part of each delta; after N of them also by the momentum."""
+        """Move the model by each change; after N of them also by the momentum."""
         memory = state.memory.of(NesterovMemory)
         sums, every = Accumulator(state, memory), self.every or state.num_clients
         memory.recent = [*memory.recent, *(spec for spec, _ in sums.updates)][-every:]

@@ -21,12 +21,12 @@ MAX_SCORE = 1e4
 
 @dataclass(slots=True)
 class Start:
-    """Submodel and values from which a client's task started.
+    """Start of a client's current task: its submodel and values.
 
     Attributes:
         spec: submodel of the task.
-        masks: names of the axes whose scores the task trains.
-        start: copy of the values that the task started from, made before the model first changes; None = it has not changed.
+        masks: names of the axes whose mask scores the task trains.
+        start: copy of the values from which the task started; None = the model has not changed since.
     """
 
     spec: Spec
@@ -36,7 +36,7 @@ class Start:
 
 @dataclass
 class AtWork(MergeMemory):
-    """Starts of the tasks of clients at work, by client id."""
+    """Starts of the current tasks of all clients, by client id."""
 
     key = "at_work"
     starts: dict[int, Start] = field(default_factory=dict)
@@ -53,23 +53,23 @@ class AtWork(MergeMemory):
 
 @dataclass
 class Received(OneValue[bool]):
-    """Whether the inner merge of `WithScores` has received an update since the last merge."""
+    """Record of `WithScores`: whether the wrapped merge has received an update since the last merge."""
 
     key = "received"
     value: bool = False
 
 
 def scores_of(state: GlobalState, client: int) -> dict[str, list[float]]:
-    """Return the scores that a client sent last, for each axis on which it has trained them."""
+    """Return the mask scores that a client sent last, by axis."""
     stored = state.clients.find(SCORES, client)
     return {} if stored is None else {a: s.tolist() for a, s in stored.items() if not bool(s.isnan().any())}
 
 
 def record_work(state: GlobalState, client: int, work: Work) -> None:
-    """Record that ``client`` starts ``work`` from the current values.
+    """Record the task that a client starts now.
 
     Args:
-        state: the global model, whose memory changes in place.
+        state: the global model, whose memory receives the record.
         client: id of the client.
         work: work of the client's task.
     """
@@ -77,13 +77,13 @@ def record_work(state: GlobalState, client: int, work: Work) -> None:
 
 
 def forget_work(state: GlobalState, client: int) -> None:
-    """Delete the record of the task that ``client`` works on."""
+    """Delete the record of a client's task."""
     state.memory.of(AtWork).starts.pop(client, None)
 
 
 @dataclass(frozen=True)
 class RecordingSelect(WrappedSelect):
-    """Select wrapper that records each client's task and start, for `ImportanceMerge` and `WithScores`."""
+    """Wrapper of a select part that records each client's task and start, for `ImportanceMerge` and `WithScores`."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work, and record it."""
@@ -92,33 +92,33 @@ class RecordingSelect(WrappedSelect):
         return work
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the record of the lost client's task."""
+        """Delete the record of the lost client."""
         forget_work(fleet.state, client.id)
         self.inner.on_loss(client, fleet)
 
 
 @dataclass(frozen=True)
 class WithScores(Wrapped):
-    """Merge wrapper that stores each client's mask scores; the inner merge gets no updates that trained scores alone."""
+    """Wrapper of a merge that stores each client's mask scores; the wrapped merge sees only updates that trained values."""
 
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Send the client the scores that it sent last, for a task that trains scores; NaN = never trained."""
+        """Send a client its own latest scores, for a task that trains scores; NaN = never trained."""
         stored = state.clients.find(SCORES, client)
         for axis, scores in bundles[SCORES].items():
             scores.fill_(math.nan) if stored is None else scores.copy_(stored[axis])
         super().personalize(state, client, spec, values, bundles)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "wrong-scores" if scores are not finite and within bounds; ask the inner merge about other updates."""
+        """Return "wrong-scores" if the update's scores are not finite or out of bounds; else ask the wrapped merge."""
         if spec.trained != ():
             return super().reject_reason(state, update, spec, staleness)
         sound = all(bool((buffer.abs() <= MAX_SCORE).all()) for buffer in update.bundles[SCORES].buffers.values())
         return None if sound else "wrong-scores"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store scores, or pass the update to the inner merge; delete the record of the client's task."""
+        """Store the update's scores, or pass the update to the wrapped merge; then delete the record of the task."""
         if spec.trained == ():
             sent = update.bundles[SCORES]
             stored = state.clients.of(SCORES, update.client, sent.layout, fill=math.nan)
@@ -130,12 +130,12 @@ class WithScores(Wrapped):
         forget_work(state, update.client)
 
     def detach(self, state: GlobalState) -> None:
-        """Let the inner merge copy shared tensors, if it has received any update."""
+        """Let the wrapped merge copy the tensors that it still needs."""
         if state.memory.of(Received).value:
             super().detach(state)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner merge, if it has received any update."""
+        """Apply the wrapped merge if it has received an update."""
         received = state.memory.pop(Received)
         if received is not None and received.value:
             super().apply(state)

@@ -14,35 +14,40 @@ from raafl.submodel.batch_norm import Pooling
 
 
 def pooled(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
-    """Return ``algorithm`` with running statistics merged exactly; unchanged if the model has none to merge."""
+    """Return ``algorithm`` with exact merging of batch norm's running statistics; unchanged if the model has none.
+
+    Args:
+        algorithm: algorithm whose merge is wrapped.
+        submodels: submodels of the model.
+    """
     pooling = Pooling.of(submodels.module, submodels.batch_norm)
     return algorithm if pooling is None else replace(algorithm, merge=Pooled(algorithm.merge, pooling))
 
 
 @dataclass(frozen=True)
 class Pooled(Wrapped):
-    """Merge wrapper that merges running means and second moments, and computes variances from them.
+    """Wrapper of a merge that pools batch norm's running means and variances over all clients' samples.
 
-    It is the outermost wrapper except for `WideMerge` and `Bounded`. Clients send second moments in place of variances
-    (`raafl.local.train`), and the inner merge sees second moments in the state, too. So after a weighted mean,
-    ``var = sum_n w_n (var_n + (mean_n - mean)^2) / sum_n w_n``.
+    Variances cannot be averaged directly. So clients send second moments in their place (`raafl.local.train`), and the
+    wrapped merge averages these. Afterwards the variances are computed: ``var = sum_n w_n (var_n + (mean_n - mean)^2) /
+    sum_n w_n``. Only `WideMerge` and `Bounded` wrap this merge.
 
-    If the inner merge takes deltas, clients still send their statistics as values, and the inner merge receives their
-    difference from the *server's*. A delta of statistics is not the direction of a step: several deltas against one old
-    version, applied one after another, would overshoot all of them, down to variances below 0. So for statistics FedBuff is a
-    mix ``theta <- theta + (1/K) sum_i s(staleness_i) (theta_i - theta)``; in a round of FedOpt, whose deltas all refer to the
-    server's values, both are the same. Server learning rates and moments do not act on statistics.
+    If the wrapped merge takes changes (deltas), the statistics are still sent as values and become differences from the
+    *server's* current ones. Changes relative to old versions would overshoot when several are applied one after
+    another, down to negative variances. For FedBuff this means ``theta <- theta + (1/K) sum_i s(staleness_i) (theta_i -
+    theta)``; in synchronous rounds both are the same. Learning rates and moments of the server do not affect
+    statistics.
 
     Attributes:
-        pooling: the model's running statistics that are merged.
+        pooling: the model's running statistics, with the conversion between variances and second moments.
     """
 
     pooling: Pooling = field(repr=False)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Convert the update's statistics, in place, to what the inner merge takes, and pass the update to it.
+        """Convert the update's statistics, in place, to the form that the wrapped merge takes, and pass the update on.
 
-        They become differences from the server's statistics if the inner merge takes deltas, and stay values otherwise.
+        For a merge of changes they become differences from the server's statistics; otherwise they stay values.
         """
         self.pooling.to_moments_(update.tensors, half=True)
         with self.pooling.merging(state.values):
@@ -55,7 +60,7 @@ class Pooled(Wrapped):
             super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner merge, then convert second moments to variances."""
+        """Apply the wrapped merge, then compute variances from the merged second moments."""
         with self.pooling.merging(state.values):
             super().apply(state)
 

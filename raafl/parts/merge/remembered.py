@@ -26,14 +26,15 @@ LATEST = "latest update"
 
 @dataclass
 class LatestMemory(MergeMemory):
-    """Sums over the clients' latest updates; the updates themselves are stored in `GlobalState.clients`.
+    """Server state of `Remembered`: sums over the latest updates of all clients, which lie in `GlobalState.clients`.
 
     Attributes:
         sum: sum of all latest updates.
-        change: sum of the changes of latest updates since the last merge.
-        received: spec and staleness factor of each update since the last merge.
-        since: number of updates since the sum was last computed anew.
-        log: version and spec of a client's remembered update, by client, the oldest first; empty without a largest age.
+        change: sum of the changes of these updates since the last merge.
+        received: submodel and staleness factor of each update since the last merge.
+        since: number of updates since the sum was last recomputed from scratch.
+        log: version and submodel of each client's remembered update, by client, oldest first; empty if updates have no
+            age limit.
     """
 
     key = "ram_fed"
@@ -46,34 +47,33 @@ class LatestMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class Remembered(Merge):
-    """RAM-Fed's merge (Wang et al., Algorithm 2, lines 12 to 24; eq. 4), on deltas ``d = theta_T - theta_0 = -gamma Delta``.
+    """Merge that remembers each client's latest update and uses it until the client sends a new one (RAM-Fed, CA2FL).
 
-    With u_n^i client n's latest update of region i before this merge (0 before its first), for each element::
+    The equations (RAM-Fed, Wang et al., Algorithm 2, lines 12 to 24; eq. 4) hold for changes ``d = theta_T - theta_0 =
+    -gamma Delta``. u_n is client n's latest change before this merge, 0 before its first. For each element::
 
         v = 1/N sum_n u_n + 1/Gamma sum_{n in N_i} (d_n - u_n)     (no second term if Gamma = 0)
         theta <- theta + a v,  a = server_lr * mean of s(staleness_n);  then u_n <- d_n for n in N_i
 
-    N is the number of clients that have sent an update so far; in rounds of all clients, that is all of them. With ``of_all`` it
-    is the number of all clients of the run, which is CA2FL's (Wang et al. 2024): v = h + Delta / K, with h the mean of all latest
-    updates as of the last merge, and Delta the sum of the changes of the K updates since.
+    N is the number of clients that have sent an update so far; with ``of_all`` it is the number of all clients, as in
+    CA2FL (Wang et al. 2024). N_i are the clients whose new updates train the element, and Gamma is their number.
 
-    A region owns the weights *into* its neurons: the clients that have the second neuron of a weight cover it, and the delta
-    of such a client without the first neuron is 0 (a masked neuron gives the weight no gradient). So a weight between two
-    regions that no client has together is refreshed, too, and not moved by its first update forever. Running statistics are
-    mixed like the rest, but not remembered.
+    A client also counts as having trained the weights *into* its neurons from neurons that it does not have, with a
+    change of 0, since a masked neuron gives a weight no gradient. Otherwise a weight between two regions that no client
+    has together would be moved by its first update forever. Running statistics are averaged like other values, but not
+    remembered.
 
-    Memory: one float copy of the trained part for each client that has reported, and two more for sums; checkpoints contain them.
-    With a folder, the clients' copies are stored in files there (`raafl.submodel.tensor_files`), with the same bits.
-    Time: one update costs a few passes over its submodel, one merge a few over the model; the sum of all
-    memories is recomputed after N updates, so that rounding errors do not add up.
+    Memory: one float copy of the trained part for each client that has reported, and two more for sums; checkpoints
+    contain them. If ``folder`` is given, the clients' copies are files there (`raafl.submodel.tensor_files`), with the
+    same bits. Time: an update costs a few passes over its submodel, a merge a few over the model. The sum is recomputed
+    after every N updates, so that rounding errors do not accumulate.
 
     Attributes:
-        server_lr: step a, in (0, 1]; None = 1/N, the step of one client among N that are merged one at a time.
-        staleness: staleness function s; a late update moves the model less, but is remembered in full.
+        server_lr: step size a, in (0, 1]; None = 1/N, which suits updates that are merged one at a time.
+        staleness: function s by which a late update moves the model less; it is remembered in full.
         max_age: number of merges after which a remembered update is set to 0; None = never.
-        folder: folder for the clients' remembered updates, in files without names; None = in memory, on the model's
-            device.
-        of_all: whether N counts all clients of the run; a client that never sent an update counts as an update of 0.
+        folder: folder for files with the remembered updates; None = in memory, on the model's device.
+        of_all: whether N counts all clients of the run, with an update of 0 for those that have not sent any.
     """
 
     server_lr: float | None = 1.0
@@ -99,7 +99,7 @@ class Remembered(Merge):
         return []
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return a note on the size and place of the remembered updates.
+        """Return a note on the size and location of the remembered updates.
 
         Raises:
             BadInput: the folder has too little room.
@@ -116,7 +116,7 @@ class Remembered(Merge):
         ]
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Replace the client's remembered update in the regions of ``spec``, and add the change to the sums."""
+        """Replace the client's remembered update in the regions that it has trained, and add the difference to the sums."""
         memory, owned = self._memory(state), _owned(state.submodels, spec)
         layout = state.submodels.layout(part="trained")
         latest = state.clients.of(LATEST, update.client, layout, state.values.device, self.folder)
@@ -135,9 +135,9 @@ class Remembered(Merge):
             log[:] = [*((version, other) for version, other in log if other != spec), (state.version, spec)]
 
     def apply(self, state: GlobalState) -> None:
-        """Move each element by v, computed from the sum of all memories after this merge and its change (see the class).
+        """Move each element by v (see the class), computed from the sum of all remembered updates.
 
-        With the new sum U' = U + sum (d - u): ``v = U'/N + (1/Gamma - 1/N) sum (d - u)``.
+        With the new sum U' = U + sum (d - u), v is ``U'/N + (1/Gamma - 1/N) sum (d - u)``.
         """
         memory = self._memory(state)
         num_clients = state.num_clients if self.of_all else len(self._latest(state))
@@ -163,7 +163,7 @@ class Remembered(Merge):
             self._sum_anew(state, memory)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "memory", the number of clients with a remembered update, and the bytes of these."""
+        """Return the number of clients with a remembered update and the bytes of these updates, under the name "memory"."""
         latest = self._latest(state)
         return {"memory": {"clients": len(latest), "bytes": sum(flat.num_bytes for flat in latest.values())}}
 
@@ -247,7 +247,7 @@ class _Owned:
         self._inner = None if owned == present else CopyPlan(spec, owned, present, others)
 
     def widened(self, tensors: FlatTensors) -> FlatTensors:
-        """Return a client's update on all elements that its regions own; elements that the client does not have are 0."""
+        """Extend a client's update to all elements that count as trained by it; elements that the client does not have are 0."""
         if self._inner is None:
             return tensors
         wide = FlatTensors.zeros(self.plan.layout, tensors.device)
@@ -260,14 +260,14 @@ def _owned(submodels: Submodels, spec: Spec) -> _Owned:
 
 
 def memory_folder_of(memory: str, folder: str | None) -> str | None:
-    """Return the folder for files of remembered updates; None = they are kept in RAM.
+    """Return the folder for files of remembered updates; None = they are kept in memory.
 
     Args:
-        memory: place of remembered updates, "ram" or "disk".
+        memory: place of the remembered updates, "ram" or "disk".
         folder: folder that the user named; None = the system's folder for temporary files.
 
     Raises:
-        BadInput: ``memory`` is another word, or a folder is named for "ram".
+        BadInput: ``memory`` is neither word, or a folder is given for "ram".
     """
     one_of("memory", memory, ("ram", "disk"))
     if memory == "disk":

@@ -25,14 +25,19 @@ Step = Callable[[Tensor, Tensor, Sequence[Tensor], Tensor | None], None]
 
 @dataclass
 class OptimizerMemory(SumMemory):
-    """Sum of a merge's deltas, and moments of the server's optimizer; None = no merge yet."""
+    """State of the server's optimizer: running sum of a merge's changes, and moments; None = no merge yet."""
 
     key = "fed_opt"
     m: FlatTensors | None = None
     v: FlatTensors | None = None
 
     def moments(self, state: GlobalState, tau: float) -> tuple[FlatTensors, ...]:
-        """Return the moments m and v; m starts at 0 and v at ``tau`` squared."""
+        """Return the moments m and v; at the first call create them, m as 0 and v as ``tau`` squared.
+
+        Args:
+            state: the global model.
+            tau: constant of the adaptive step.
+        """
         if self.m is None or self.v is None:
             self.m, self.v = zeros_like(state.values), zeros_like(state.values)
             for buffer in self.v.prefix(state.submodels.layout(part="trained")).buffers.values():
@@ -42,23 +47,22 @@ class OptimizerMemory(SumMemory):
 
 @dataclass(frozen=True)
 class ServerOptimizer(Merge):
-    """FedOpt's merge: an adaptive server step with the mean delta as its pseudo-gradient (Reddi et al. 2021, Algorithm 2).
+    """FedOpt's merge: an adaptive optimizer of the server uses the clients' mean change as its gradient.
 
-    ``m <- beta1 m + (1 - beta1) Delta``; ``v`` by kind: adagrad ``v + Delta^2``, yogi
-    ``v - (1 - beta2) Delta^2 sign(v - Delta^2)``, adam ``beta2 v + (1 - beta2) Delta^2``;
-    ``theta <- theta + eta m / (sqrt(v) + tau)``. v starts at tau^2, m at 0; no bias correction, as in the paper.
-    Floating-point buffers (running statistics) get the plain mean. Elements that no update covers, or only updates of weight 0,
-    keep theta, m and v.
-    Delta is ``sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the n that cover the element, each against the version from which
-    that client started.
+    Reddi et al. 2021, Algorithm 2: ``m <- beta1 m + (1 - beta1) Delta``; ``theta <- theta + eta m / (sqrt(v) + tau)``.
+    v becomes, by kind: adagrad ``v + Delta^2``; yogi ``v - (1 - beta2) Delta^2 sign(v - Delta^2)``; adam ``beta2 v + (1
+    - beta2) Delta^2``. v starts at tau^2, m at 0; there is no bias correction, as in the paper. Delta is the mean
+    change ``sum_n w_n s(staleness_n) Delta_n / sum_n w_n`` over the updates n that trained the element, each relative
+    to the version from which its client started. Elements that no update trained, or only updates of weight 0, keep
+    theta, m and v. Running statistics get the plain mean.
 
     Attributes:
         kind: name of the optimizer: adam, yogi or adagrad.
         server_lr: server learning rate eta.
-        beta1: decay of m.
-        beta2: decay of v (adam, yogi).
+        beta1: decay of the first moment m.
+        beta2: decay of the second moment v (adam, yogi).
         tau: constant added to sqrt(v), the degree of adaptivity.
-        staleness: staleness function s.
+        staleness: function s by which late updates count less.
         by_samples: whether clients are weighted by |D_n|; False = equally.
     """
 
@@ -81,13 +85,13 @@ class ServerOptimizer(Merge):
                 raise BadInput(f"{name} is {beta}: give a number from 0 to below 1")
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the delta, times its weight and staleness factor, to the sum."""
+        """Add the update's change, times its weight and staleness factor, to the sum."""
         memory = state.memory.of(self.memory)
         weight = float(update.num_samples) if self.by_samples else 1.0
         Accumulator(state, memory).add(update.tensors, spec, weight, self.staleness(staleness))
 
     def apply(self, state: GlobalState) -> None:
-        """Take one server step along the mean delta."""
+        """Make one step of the server's optimizer along the mean change."""
         memory = state.memory.of(self.memory)
         sums = Accumulator(state, memory)
         if not sums.weight:
@@ -135,6 +139,11 @@ class ServerOptimizer(Merge):
 
 
 def copy_where(pairs: Sequence[tuple[Tensor, Tensor]], where: Tensor | None) -> None:
-    """Copy the second tensor of each pair into the first, at elements where a mask holds; None = at all elements."""
+    """Copy the second tensor of each pair into the first, at the elements that a mask selects.
+
+    Args:
+        pairs: tensors to overwrite, each with the tensor to copy.
+        where: mask of the elements to copy; None = all of them.
+    """
     for old, new in pairs:
         old.copy_(new if where is None else torch.where(where, new, old))

@@ -12,12 +12,14 @@ Kind = Literal["constant", "polynomial", "hinge"]
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Staleness factor s(x) of FedAsync: constant 1; polynomial (x+1)^-a; hinge 1 if x <= b else 1/(a(x-b)+1).
+    """Function s(x) by which an update that is x merges late counts less.
+
+    The forms are those of FedAsync: constant 1; polynomial (x+1)^-a; hinge 1 if x <= b, else 1/(a(x-b)+1).
 
     Attributes:
-        kind: name of the function: constant, polynomial or hinge.
-        a: exponent of polynomial, or slope of hinge.
-        b: largest staleness that hinge does not discount.
+        kind: form of the function: constant, polynomial or hinge.
+        a: exponent of the polynomial, or slope of the hinge.
+        b: largest staleness that the hinge does not discount.
     """
 
     kind: Kind = "constant"

@@ -16,14 +16,14 @@ from raafl.submodel.extract import CopyPlan
 
 @dataclass
 class VariatesMemory(MergeMemory):
-    """Sum of all clients' variates, over all trained parameters.
+    """Server state of the control variates: their sum over all clients.
 
     Attributes:
-        sum: the sum as of the last merge.
+        sum: sum at the time of the last merge.
         new: changes of variates since the last merge.
         count: number of clients that have trained each element.
-        received: client and spec of each update since the last merge.
-        seen: specs that a client has trained, by client.
+        received: client and submodel of each update since the last merge.
+        seen: submodels that a client has trained so far, by client.
     """
 
     sum: FlatTensors
@@ -35,14 +35,14 @@ class VariatesMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class Variates:
-    """Control variates of the clients: one tensor each over all trained parameters, initially 0, and the sum as of the last merge.
+    """Control variates of all clients: estimates of how a client's gradients deviate, one number for each trained parameter.
 
-    The mean is over all N clients of the run, as in the papers, with 0 for clients that never sent an update. For elements of
-    submodels it leaves out clients that have sent other elements but not this one. Otherwise the mean of an element that few
-    clients have would be too small to cancel their variates, and would pull them away from their optimum permanently.
+    All start at 0. Their mean is over all N clients of the run, as in the papers. For submodels, a client that has sent
+    other elements but never this one does not count. Otherwise the mean of a rarely trained element would be too small
+    to cancel the clients' variates, and would pull them away from their optimum.
 
     Attributes:
-        name: name of the variates in `GlobalState.clients`, and of the bundle.
+        name: name of the variates in `GlobalState.clients` and of the bundle that carries them.
         mean: name of the bundle that carries the mean; None = it is not sent.
     """
 
@@ -50,7 +50,7 @@ class Variates:
     mean: str | None = None
 
     def own_(self, state: GlobalState, client: int, spec: Spec, out: FlatTensors) -> None:
-        """Write the client's variate, cut to ``spec``, into ``out``.
+        """Write a client's control variate, cut to its submodel, into ``out``.
 
         Args:
             state: the global model, with the stored variates in ``clients``.
@@ -65,7 +65,7 @@ class Variates:
             plan_of(state, spec).gather(own, out)
 
     def mean_(self, state: GlobalState, spec: Spec, out: FlatTensors) -> None:
-        """Write the mean of all variates, cut to ``spec``, into ``out``.
+        """Write the mean of all control variates, cut to a submodel, into ``out``.
 
         Args:
             state: the global model.
@@ -80,14 +80,14 @@ class Variates:
             buffer.div_((count.buffers[dtype] + unheard).clamp_min(1))
 
     def add_(self, state: GlobalState, client: int, spec: Spec, change: FlatTensors, alpha: float = 1.0) -> None:
-        """Add ``alpha * change`` to the client's variate; `settle` will add it to the mean, too.
+        """Add ``alpha * change`` to a client's control variate; `settle` later adds it to the mean.
 
         Args:
             state: the global model, whose ``clients`` change in place.
             client: id of the client.
-            spec: submodel of ``change``.
+            spec: submodel to which ``change`` belongs.
             change: tensors to add.
-            alpha: factor of ``change``.
+            alpha: factor on ``change``.
         """
         memory, plan = self._memory(state), plan_of(state, spec)
         own = state.clients.of(self.name, client, plan.full_layout, state.values.device)
@@ -96,7 +96,7 @@ class Variates:
         memory.received.append((client, spec))
 
     def settle(self, state: GlobalState) -> None:
-        """Add pending changes to the mean. It is called once per merge, so that the mean is constant within a round."""
+        """Add pending changes to the mean. Called once per merge, so that the mean is constant within a round."""
         memory = self._memory(state)
         for dtype, total in memory.sum.buffers.items():
             total.add_(memory.new.buffers[dtype])
@@ -129,7 +129,7 @@ class Variates:
         return state.memory.of(VariatesMemory, new, f"variates {self.name}")
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return a note on the server's memory for the variates of all clients."""
+        """Return a note on the memory that the variates of all clients take on the server."""
         each = state.submodels.layout(part="trained").num_bytes
         return [
             f"the server keeps {self.name} for each client: {num_clients} clients x {each:,} bytes = {num_clients * each:,} bytes, "
@@ -139,34 +139,34 @@ class Variates:
 
 @dataclass(frozen=True)
 class WithVariates(Wrapped):
-    """Merge wrapper for clients with variates: clients send changes of their variates, whose mean changes at each merge.
+    """Wrapper of a merge that maintains control variates: clients send changes of theirs, and each merge updates the mean.
 
     Attributes:
-        variates: store of the variates.
+        variates: store of all clients' control variates.
     """
 
     variates: Variates
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the client's variate and the mean into the bundles that the client is sent."""
+        """Write the client's control variate and the mean of all into the bundles that the client receives."""
         self.variates.own_(state, client, spec, bundles[self.variates.name])
         if self.variates.mean is not None:
             self.variates.mean_(state, spec, bundles[self.variates.mean])
         super().personalize(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Update the client's variate, and pass its values to the inner merge."""
+        """Update the client's control variate, and pass its values to the wrapped merge."""
         self.variates.add_(state, update.client, spec, update.bundles[self.variates.name])
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner merge, then update the mean of the variates."""
+        """Apply the wrapped merge, then update the mean of the control variates."""
         super().apply(state)
         self.variates.settle(state)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and one on the memory for the variates."""
+        """Return the wrapped merge's notes, and one on the memory for control variates."""
         return super().notes(state, num_clients) + self.variates.notes(state, num_clients)
 
     def __str__(self) -> str:
@@ -174,5 +174,10 @@ class WithVariates(Wrapped):
 
 
 def plan_of(state: GlobalState, spec: Spec) -> CopyPlan:
-    """Return the plan that copies the parameters of ``spec`` out of all trained parameters of ``state``."""
+    """Return the plan that copies a submodel's parameters from all trained parameters.
+
+    Args:
+        state: the global model.
+        spec: submodel whose parameters are copied.
+    """
     return state.submodels.plan(spec, "trained", "trained")

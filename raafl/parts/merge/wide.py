@@ -28,7 +28,12 @@ VALUES = "wide values"
 
 
 def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
-    """Return ``algorithm`` with its merge in wide numbers; unchanged if all trained parameters are wide already."""
+    """Return ``algorithm`` with its merge computed in at least single precision; unchanged if all trained parameters have it.
+
+    Args:
+        algorithm: algorithm whose merge is wrapped.
+        submodels: submodels of the model.
+    """
     trained = submodels.layout(part="trained")
     if trained.wide is trained:
         return algorithm
@@ -36,10 +41,10 @@ def widened(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
 
 
 class WideSubmodels(Submodels):
-    """Layouts and plans of the same submodels over wide tensors (`Layout.wide`), without the frozen base.
+    """Submodels of the same model with "wide" tensors: real numbers of at least single precision, without frozen parameters.
 
-    Half precision becomes float32. A complex tensor gets a last dimension of 2, which no axis cuts. Axes, specs, names
-    and costs are the model's own.
+    Half precision becomes float32. A complex tensor gets an additional last dimension of 2. Axes, names and costs stay
+    those of the model.
     """
 
     def __init__(self, own: Submodels) -> None:
@@ -52,12 +57,22 @@ class WideSubmodels(Submodels):
         return self.narrow_layout(spec, part).wide
 
     def narrow_layout(self, spec: Spec = FULL, part: Part = "present") -> Layout:
-        """Return the layout of the same tensors in the model's own dtypes; a prefix of the model's own layout."""
+        """Return the layout of the same tensors in the model's own dtypes, which is the beginning of the model's own layout.
+
+        Args:
+            spec: submodel whose layout is returned.
+            part: tensors to include, such as "present" or "trained".
+        """
         layout = self.own.layout(spec, part)
         return layout.only([e.name for e in layout.entries if e.name not in self.frozen])
 
     def cost(self, spec: Spec = FULL, batch_size: int = 1) -> Cost:
-        """Return the cost of training ``spec`` in the model's own precision."""
+        """Return the cost of training ``spec`` in the model's own precision.
+
+        Args:
+            spec: submodel to train.
+            batch_size: local batch size.
+        """
         return self.own.cost(spec, batch_size)
 
     def shrink(self, *args: Any, **options: Any) -> Any:
@@ -65,24 +80,34 @@ class WideSubmodels(Submodels):
         return self.own.shrink(*args, **options)
 
     def widen(self, values: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Copy values in the model's own layout to ``out`` (default: new storage) in the wide layout."""
+        """Convert values from the model's own dtypes to wide tensors.
+
+        Args:
+            values: values in the model's own dtypes.
+            out: wide tensors to overwrite; None = new ones.
+        """
         return values.prefix(self.cached("narrow", "", self.narrow_layout)).widen(out)
 
     def round_(self, values: FlatTensors, wide: FlatTensors) -> None:
-        """Write ``wide`` into the model's values, in place, each number rounded once."""
+        """Round wide tensors into the model's own values, in place.
+
+        Args:
+            values: values in the model's own dtypes, which are overwritten.
+            wide: wide tensors to round.
+        """
         values.prefix(self.cached("narrow", "", self.narrow_layout)).round_(wide)
 
 
 @dataclass(frozen=True)
 class WideMerge(Wrapped):
-    """Merge wrapper that gives the inner merge the state and updates as wide tensors (`WideSubmodels`), and rounds its result once.
+    """Wrapper of a merge that computes in wide tensors (`WideSubmodels`) and rounds the result once, to the model's precision.
 
-    Everything that the inner merge stores between updates and for clients (sums, moments, variates) is wide, also in
-    checkpoints. The model keeps its precision: a change below half a unit in the last place is lost at each merge. Wraps all
-    other wrappers. Memory: a wide copy of all values except the frozen base, and of one update.
+    All that the wrapped merge stores (sums, moments, control variates) is wide, also in checkpoints. The model keeps
+    its own precision, so a change below half a unit in the last place is lost in a merge. This wrapper encloses all
+    others. Memory: a wide copy of all values except frozen ones, and of one update.
 
     Attributes:
-        submodels: the model with wide dtypes.
+        submodels: submodels of the model with wide tensors.
     """
 
     submodels: WideSubmodels = field(repr=False)
@@ -98,20 +123,20 @@ class WideMerge(Wrapped):
         return replace(state, submodels=self.submodels, values=values)
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the problems that the inner merge finds before the run."""
+        """Return the problems that the wrapped merge finds before the run."""
         return self.inner.check(self._wide(state))
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes for the start of the run."""
+        """Return the wrapped merge's notes for the start of the run."""
         return self.inner.notes(self._wide(state), num_clients)
 
     @property
     def personalizes(self) -> bool:
-        """Whether the inner merge sends each client values of its own."""
+        """Whether the wrapped merge sends each client values of its own."""
         return self.inner.personalizes
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Let the inner merge write the client's values in wide numbers, and round them."""
+        """Let the wrapped merge write the client's values in wide tensors, then round them."""
         wide, wide_bundles = values.widen(), {name: bundle.widen() for name, bundle in bundles.items()}
         self.inner.personalize(self._wide(state), client, spec, wide, wide_bundles)
         for target, written in ((values, wide), *((bundles[name], written) for name, written in wide_bundles.items())):
@@ -119,29 +144,29 @@ class WideMerge(Wrapped):
                 target.round_(written)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the inner merge's reason to refuse the update, given as wide tensors; None = it accepts it."""
+        """Convert the update to wide tensors and return the wrapped merge's reason to refuse it; None = it accepts the update."""
         return self.inner.reject_reason(self._wide(state), _widened(state, update), spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass a wide copy of the update to the inner merge."""
+        """Pass a wide copy of the update to the wrapped merge."""
         self.inner.receive(self._wide(state), _widened(state, update), spec, staleness)
 
     def detach(self, state: GlobalState) -> None:
-        """Let the inner merge copy tensors that it still shares with an update."""
+        """Let the wrapped merge copy the tensors that it still shares with an update."""
         self.inner.detach(self._wide(state))
 
     def apply(self, state: GlobalState) -> None:
-        """Let the inner merge change wide values, and round them into the model."""
+        """Let the wrapped merge change wide values, and round them into the model."""
         wide = self._wide(state)
         self.inner.apply(wide)
         self.submodels.round_(state.values, wide.values)
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Tell the inner merge which merges a crash has rolled back."""
+        """Tell the wrapped merge which merges a crash has lost."""
         self.inner.on_rollback(self._wide(state), merged)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the inner merge's entries of the run's report."""
+        """Return the wrapped merge's entries for the run's summary."""
         return self.inner.report(self._wide(state))
 
 

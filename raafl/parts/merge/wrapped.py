@@ -15,13 +15,14 @@ from raafl.submodel import FlatTensors, Layout, Spec
 
 @dataclass(frozen=True)
 class Wrapped(Merge):
-    """Base of merges that wrap another merge: it forwards every call to it, and a subclass overrides the calls that differ.
+    """Base class of merges that wrap another merge. It passes every call on; a subclass overrides those that it changes.
 
-    A subclass that holds updates back until `apply` must override `detach`, too, since the inner merge has received nothing yet.
+    A subclass that passes updates on only in `apply` must also override `detach`, since the wrapped merge has none
+    before.
 
     Attributes:
-        inner: the algorithm's own merge, or another wrapper.
-        sends: content of updates, "values" or "delta"; the inner merge decides.
+        inner: the wrapped merge: the algorithm's own, or another wrapper.
+        sends: content of updates, "values" or "delta", as the wrapped merge requires.
     """
 
     inner: Merge
@@ -32,68 +33,68 @@ class Wrapped(Merge):
         object.__setattr__(self, "sends", self.inner.sends)
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the problems that the inner merge finds before the run."""
+        """Return the problems that the wrapped merge finds before the run."""
         return self.inner.check(state)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes for the start of the run."""
+        """Return the wrapped merge's notes for the start of the run."""
         return self.inner.notes(state, num_clients)
 
     @property
     def personalizes(self) -> bool:
-        """Whether this merge or the inner one sends each client values of its own."""
+        """Whether this merge or the wrapped one sends each client values of its own."""
         return type(self).personalize is not Wrapped.personalize or self.inner.personalizes
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Let the inner merge write the values and bundles that it sends to this client alone."""
+        """Let the wrapped merge write the values and bundles that only this client receives."""
         self.inner.personalize(state, client, spec, values, bundles)
 
     def too_stale(self, staleness: float) -> str | None:
-        """Return the inner merge's warning about stale updates, if it has one."""
+        """Return the wrapped merge's warning about late updates, if it has one."""
         return self.inner.too_stale(staleness)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the inner merge's reason to refuse the update; None = it accepts it."""
+        """Return the wrapped merge's reason to refuse the update; None = it accepts the update."""
         return self.inner.reject_reason(state, update, spec, staleness)
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
-        """Return the layout in which the inner merge takes updates."""
+        """Return the layout in which the wrapped merge takes updates."""
         return self.inner.received_layout(state, spec, layout)
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the numbers in `Update.extra` that the inner merge uses in place of tensors."""
+        """Return the numbers in `Update.extra` by which the wrapped merge changes the model."""
         return self.inner.numbers(update)
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Check whether the inner merge expects the update to overflow."""
+        """Check whether the wrapped merge expects the update to overflow."""
         return self.inner.overflows(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass the update to the inner merge."""
+        """Pass the update to the wrapped merge."""
         self.inner.receive(state, update, spec, staleness)
 
     def detach(self, state: GlobalState) -> None:
-        """Let the inner merge copy tensors that it still shares with an update."""
+        """Let the wrapped merge copy the tensors that it still shares with an update."""
         self.inner.detach(state)
 
     def apply(self, state: GlobalState) -> None:
-        """Let the inner merge change the model."""
+        """Let the wrapped merge change the model."""
         self.inner.apply(state)
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Tell the inner merge which merges a crash has rolled back."""
+        """Tell the wrapped merge which merges a crash has lost."""
         self.inner.on_rollback(state, merged)
 
     def ends_run(self, state: GlobalState) -> str | None:
-        """Return the inner merge's reason to end the run, or None."""
+        """Return the wrapped merge's reason to end the run, or None."""
         return self.inner.ends_run(state)
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
-        """Return the inner merge's columns of metrics.csv."""
+        """Return the wrapped merge's columns of metrics.csv."""
         return self.inner.figures(state)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the inner merge's entries of the run's report."""
+        """Return the wrapped merge's entries for the run's summary."""
         return self.inner.report(state)
 
     def __str__(self) -> str:
@@ -102,10 +103,10 @@ class Wrapped(Merge):
 
 @dataclass(frozen=True)
 class WrappedSelect(Select):
-    """Base of selects that wrap another select: it forwards every call to it, and a subclass overrides the calls that differ.
+    """Base class of select parts that wrap another one. It passes every call on; a subclass overrides those that it changes.
 
     Attributes:
-        inner: the wrapped select.
+        inner: the wrapped select part.
     """
 
     inner: Select
@@ -115,27 +116,27 @@ class WrappedSelect(Select):
         return self.inner(client, fleet)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forward the join of a client to the inner select."""
+        """Tell the wrapped select part that a client has joined."""
         self.inner.on_join(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forward the loss of a client to the inner select."""
+        """Tell the wrapped select part that a client was lost."""
         self.inner.on_loss(client, fleet)
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Forward the start of a round to the inner select."""
+        """Tell the wrapped select part that a round starts."""
         self.inner.on_round_start(out, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Forward the arrival of an update to the inner select."""
+        """Tell the wrapped select part that an update has arrived."""
         self.inner.on_update(client, assignment, seconds, fleet)
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return the problems that the inner select finds before the run."""
+        """Return the problems that the wrapped select part finds before the run."""
         return self.inner.check(fleet)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return the inner select's notes for the start of the run."""
+        """Return the wrapped select part's notes for the start of the run."""
         return self.inner.notes(fleet)
 
     def __str__(self) -> str:

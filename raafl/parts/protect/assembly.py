@@ -16,19 +16,19 @@ from raafl.parts.trigger import AllReported, EachArrival
 def with_options(
     algorithm: Algorithm, rounds: Rounds, guard: Guard, privacy: Privacy, num_clients: int, noise_key: bytes = b""
 ) -> Algorithm:
-    """Return ``algorithm`` with early closing of rounds, a guarded merge and privacy, wrapped in this order, innermost first.
+    """Add the options that any algorithm takes: early closing of rounds, protection from bad updates, and privacy.
 
     Args:
-        algorithm: algorithm with the five parts that its factory made.
-        rounds: conditions on which a round closes without its last clients.
-        guard: clipping, refusal of outliers, robust means.
-        privacy: client-level differential privacy.
-        num_clients: number of clients N, for the privacy accountant.
-        noise_key: seed of the privacy noise, which only the server has; empty if the algorithm is built only to be
-            checked.
+        algorithm: algorithm as its factory made it.
+        rounds: conditions under which a round closes without its slowest clients.
+        guard: protection by clipping, refusal of outliers and robust means.
+        privacy: differential privacy of the clients.
+        num_clients: number of clients N, which the privacy budget depends on.
+        noise_key: secret seed of the privacy noise, which only the server has; empty = the algorithm is only checked,
+            not run.
 
     Raises:
-        BadInput: an option does not work with the algorithm, or with another option.
+        BadInput: an option does not work with the algorithm or with another option.
     """
     if rounds.is_on:
         if not isinstance(algorithm.trigger, AllReported):
@@ -41,10 +41,11 @@ def with_options(
 
 
 def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
-    """Return ``algorithm`` with its merge wrapped as the options in ``guard`` ask.
+    """Return ``algorithm`` with its merge protected as the options in ``guard`` say.
 
     Raises:
-        BadInput: a robust mean is requested, but updates are merged one by one, or separately for each client.
+        BadInput: a robust mean is requested, but the algorithm merges updates one by one, or treats each client
+            separately.
     """
     merge = algorithm.merge
     if guard.combine != "mean":

@@ -56,19 +56,24 @@ Buffers = Mapping[torch.dtype, Tensor]
 
 
 def bounded(algorithm: Algorithm, max_norm_ratio: float | None) -> Algorithm:
-    """Return ``algorithm`` with a merge whose result is finite, whatever clients send; see `Bounded`."""
+    """Return ``algorithm`` with a merge whose result is always finite, whatever clients send; see `Bounded`.
+
+    Args:
+        algorithm: algorithm whose merge is wrapped.
+        max_norm_ratio: multiple of the usual norm above which an update is refused; None = no bound.
+    """
     return replace(algorithm, merge=Bounded(algorithm.merge, max_norm_ratio))
 
 
 @dataclass(slots=True)
 class Norms:
-    """The latest accepted norms of a part of an update, and the largest median so far."""
+    """Norms of the latest accepted updates, and the largest median that they have had."""
 
     recent: list[float] = field(default_factory=list)
     median: float = 0.0
 
     def add(self, norm: float) -> None:
-        """Record one more accepted norm."""
+        """Record the norm of one more accepted update."""
         self.recent = [*self.recent, norm][-WINDOW:]
         if len(self.recent) >= WARM_UP:
             self.median = max(self.median, statistics.median(self.recent))
@@ -76,13 +81,13 @@ class Norms:
 
 @dataclass(slots=True)
 class Accepted:
-    """Number of accepted updates with one layout, and norms of their parts (parameters, statistics, bundles)."""
+    """Record of the accepted updates with one layout: their number, and the norms of their parts."""
 
     num: int = 0
     of: dict[str, Norms] = field(default_factory=dict)
 
     def add(self, norms: Mapping[str, float]) -> None:
-        """Record the norms of an accepted update."""
+        """Record the norms of an accepted update, by part: parameters, statistics, bundles."""
         self.num += 1
         for name, norm in norms.items():
             self.of.setdefault(name, Norms()).add(norm)
@@ -90,13 +95,14 @@ class Accepted:
 
 @dataclass
 class BoundedMemory(MergeMemory):
-    """Norms of accepted updates and of the model.
+    """State of `Bounded` on the server: norms of accepted updates and of the model.
 
     Attributes:
-        norms: accepted updates by the fingerprint of their layout.
-        measured: assignment and norms of the update measured last, and whether it is large; None = it was received.
+        norms: records of accepted updates, by the fingerprint of their layout.
+        measured: assignment and norms of the update measured last, and whether it is large; None = it was received
+            already.
         large: whether a large update waits for the merge.
-        model: a version, and the norm of its parameters; None = the norm was not measured.
+        model: a version of the model and the norm of its parameters; None = the norm is not known.
     """
 
     key = MEMORY
@@ -106,7 +112,7 @@ class BoundedMemory(MergeMemory):
     model: tuple[int, float] | None = None
 
     def to_plain(self) -> dict[str, object]:
-        """Return the record's fields by name, with the records in them converted likewise."""
+        """Return the record's fields by name as plain data."""
         return {**super().to_plain(), "norms": {layout: asdict(one) for layout, one in self.norms.items()}}
 
     @classmethod
@@ -121,27 +127,26 @@ class BoundedMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class Bounded(Wrapped):
-    """Merge wrapper that refuses an update that is far too large, or whose merge would overflow; the outermost wrapper.
+    """Outermost wrapper of a merge: refuses updates that are far too large, or whose merge would overflow.
 
-    Norms: those of an update's parameters, of its running statistics (as differences, see
-    `raafl.parts.protect.robust`), of each bundle, and of numbers that replace tensors. Each is compared with updates of
-    the same layout. "Far too large" means above
-    ``max_norm_ratio`` times the largest value that the median of the last `WINDOW` accepted norms has ever had: norms shrink as
-    training converges, and a late client with other data must not be refused for that. Until `WARM_UP` norms are accepted,
-    parameters and numbers are compared with the model's norm (at least 1, unless it is 0).
+    Norms are compared among updates of the same layout, separately for parameters, running statistics (as differences),
+    each bundle, and numbers that replace tensors. A norm is far too large above ``max_norm_ratio`` times the largest
+    value that the median of the last `WINDOW` accepted norms has ever had. The largest value counts because norms
+    shrink as training converges, and a late client with other data must not be refused for that. Until `WARM_UP` norms
+    are accepted, parameters and numbers are compared with the model's norm (at least 1, unless it is 0).
 
-    Overflow: an update above `SAFE` is scaled by `HEADROOM` and merged with all waiting updates, the result is checked,
-    and the merge is undone. The same is done, without scaling, for each update that arrives while a large one waits.
-    The actual merge then computes the same result, which is finite.
+    Overflow is found by trial. A large update (above `SAFE`) is scaled up by `HEADROOM` and merged with all waiting
+    updates; the result is checked, and the merge is undone. The same is done, unscaled, for each update that arrives
+    while a large one waits. So the actual merge, which computes the same result, stays finite.
 
     Attributes:
-        max_norm_ratio: multiple of the median above which a norm is refused; None = norms are not bounded.
+        max_norm_ratio: multiple of the usual norm above which an update is refused; None = no bound.
     """
 
     max_norm_ratio: float | None
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the inner merge's reason, or `HUGE_NORM` if a norm is far too large."""
+        """Return the wrapped merge's reason to refuse the update, or `HUGE_NORM` if it is far too large."""
         reason = super().reject_reason(state, update, spec, staleness)
         if reason is not None:
             return reason
@@ -151,9 +156,9 @@ class Bounded(Wrapped):
         return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Try to merge a large update, or one that arrives while a large one waits, with all waiting updates.
+        """Try the merge with a large update, or with one that arrives while a large one waits; return whether it overflows.
 
-        Both ways in which the merge may happen are tried: with the update received last, and after `detach`.
+        Both orders are tried: a merge right after this update, and one after `detach`.
         """
         _, is_large = self._measured(state, update, spec)
         if not is_large and not state.memory.of(BoundedMemory).large:
@@ -161,7 +166,7 @@ class Bounded(Wrapped):
         return not all(self._is_sound(state, update, spec, staleness, is_large, keep) for keep in (False, True))
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Record the update's norms, and pass the update to the inner merge."""
+        """Record the update's norms, and pass the update to the wrapped merge."""
         memory = state.memory.of(BoundedMemory)
         norms, is_large = self._measured(state, update, spec)
         memory.measured = None
@@ -172,7 +177,7 @@ class Bounded(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the inner merge; `overflows` has checked that its result is finite."""
+        """Apply the wrapped merge; `overflows` has already checked that its result is finite."""
         state.memory.of(BoundedMemory).large = False
         super().apply(state)
 

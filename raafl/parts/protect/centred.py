@@ -22,7 +22,7 @@ Stored = tuple[Spec, int, FlatTensors]
 
 @dataclass
 class CentredMemory(MergeMemory):
-    """Updates since the last merge, and that merge's centre; the centre is None before the first merge."""
+    """State of `Centred`: updates since the last merge, and that merge's centre (None before the first merge)."""
 
     key = "centred"
     stored: list[Stored] = field(default_factory=list)
@@ -31,26 +31,27 @@ class CentredMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class Centred(Wrapped):
-    """Merge wrapper for centred clipping: ``v <- v + 1/K sum_i (d_i - v) min(1, tau / ||d_i - v||)``, from the last merge's v.
+    """Wrapper of a merge for centred clipping: limits how far each update may be from the last merge's mean change v.
 
-    This is equation 3 of Karimireddy et al. 2021 with one iteration. d_i is an update's difference as in
-    `raafl.parts.protect.robust`, K the number of updates that cover an element. At the first merge v is the
-    coordinate-wise median. Without a radius, tau is the median distance of the merge's updates. Distances are over
-    parameters; those of submodels are compared by their root mean square, since otherwise a small submodel would always
-    be near. Weights are equal. v replaces every update in the inner merge (`feed`); on elements that no update covers
-    it stays for the next merge. The result is deterministic. Memory: K updates, and three tensors of the model's size.
+    ``v <- v + 1/K sum_i (d_i - v) min(1, tau / ||d_i - v||)`` (Karimireddy et al. 2021, equation 3, one iteration). d_i
+    is an update's change of the model, and K the number of updates that trained an element. At the first merge v is the
+    coordinate-wise median. Without a radius, tau is the median distance of the updates. Distances are over parameters;
+    between submodels they are compared as root mean squares, since a small submodel would otherwise always be near. All
+    updates have the same weight. The wrapped merge receives v in place of every update (`feed`). Elements that no
+    update trained keep their v. Memory: K updates, and three tensors of the model's size.
 
-    The paper's clients send momentum, which makes honest updates similar over time. Here they send a task's change: clients
-    with very different data are as far from each other as from an attacker, and no distance tells them apart.
+    The paper's clients send momentum, by which honest updates become similar over time. Here they send the change of
+    one task. If clients' data differ a lot, honest updates are as far apart as an attacker's, and no distance
+    distinguishes them.
 
     Attributes:
-        radius: tau, the L2 distance beyond which an update is clipped; None = the median distance.
+        radius: L2 distance tau beyond which an update is clipped; None = the median distance.
     """
 
     radius: float | None
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and a warning if joint updates make one of its options ineffective."""
+        """Return the wrapped merge's notes, and a warning if joint results make one of its options ineffective."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -61,7 +62,7 @@ class Centred(Wrapped):
         """Do nothing: stored updates are copies already."""
 
     def apply(self, state: GlobalState) -> None:
-        """Move the centre v towards the stored updates, and pass it to the inner merge in their place."""
+        """Move the centre v towards the stored updates, and pass it to the wrapped merge in their place."""
         memory = state.memory.of(CentredMemory)
         stored, memory.stored = memory.stored, []
         centre = memory.centre = self._median(state, stored) if memory.centre is None else memory.centre
@@ -112,7 +113,7 @@ class Centred(Wrapped):
         return moved
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "guard", that updates were combined by centred clipping, and its radius."""
+        """Return the clipping radius and that centred clipping was used, under the name "guard"."""
         inner = super().report(state)
         return {**inner, "guard": {**inner.get("guard", {}), "combine": "centred_clip", "radius": self.radius}}
 

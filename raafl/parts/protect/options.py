@@ -16,18 +16,17 @@ class Guard:
     """Protection of the merge from bad updates.
 
     Attributes:
-        clip_norm: scale an update's difference down to at most this L2 norm; null = no clipping.
-        outlier: refuse an update whose norm exceeds this multiple of the median of accepted norms; null = refuse none.
-        warm_up: number of updates of a size that are accepted before one is judged.
-        combine: mean (the algorithm's own), trimmed_mean or median of each coordinate over the updates that cover it, or
-            centred_clip, a mean of updates that are clipped around the last one.
-        max_weight: largest weight of a client with data of its own (`raafl join --data`), as a multiple of the median
-            of the clients' samples; null = as the client reports. Other clients have the number of samples in their
-            share of the run's data.
-            clients' samples; null = as it reports. Other clients have the number of samples in their share of the run's data.
-        max_norm_ratio: refuse an update whose norm exceeds this multiple of the median of accepted norms of the same layout, once
-            eight are accepted; null = refuse none. See `raafl.parts.protect.bounded`.
-        own_data: let clients train on data of their own; false = refuse such a client when it joins.
+        clip_norm: largest L2 norm of an update's change; a larger change is scaled down. null = no clipping.
+        outlier: multiple of the median of accepted norms above which an update is refused; null = refuse none.
+        warm_up: number of accepted updates of similar size before `outlier` applies.
+        combine: rule for combining updates: mean (the algorithm's own); trimmed_mean or median of each element over the
+            updates that trained it; or centred_clip, a mean of updates that are clipped around the last result.
+        max_weight: largest weight of a client with its own data (`raafl join --data`), as a multiple of the median of the
+            clients' numbers of samples; null = as the client reports. Other clients count with their share of the run's
+            data.
+        max_norm_ratio: multiple of the median norm of accepted updates with the same layout above which an update is
+            refused, once eight are accepted; null = refuse none. See `raafl.parts.protect.bounded`.
+        own_data: whether clients may train on their own data; false = such a client is refused when it joins.
         trim: share that trimmed_mean drops at each end, from 0 to below 0.5.
     """
 
@@ -59,20 +58,22 @@ class Guard:
 
     @property
     def is_on(self) -> bool:
-        """Whether clipping, refusal of outliers or a robust mean is requested; `max_norm_ratio`, on by default, does not count."""
+        """Whether clipping, refusal of outliers or a robust mean is on; `max_norm_ratio`, on by default, does not count."""
         return self.clip_norm is not None or self.outlier is not None or self.combine != "mean"
 
 
 @dataclass(frozen=True, slots=True)
 class Privacy:
-    """Client-level differential privacy; off unless a clipping norm is given.
+    """Options of client-level differential privacy; it is off unless a clipping norm is given.
 
     Attributes:
         clip_norm: L2 norm to which each update is clipped (S or C); null = no differential privacy.
         noise_multiplier: standard deviation of the noise on a merge's sum, as a multiple of clip_norm (z or sigma).
-        delta: probability with which epsilon may fail to hold; below 1 / clients.
-        divisor: number by which the noisy sum is divided; null = updates expected in a merge (cohort, buffer size or 1).
-        max_epsilon: largest epsilon that any client may spend: the run ends before a merge that would exceed it; null = no limit.
+        delta: probability that the guarantee epsilon does not hold; below 1 / clients.
+        divisor: number by which the noisy sum is divided; null = the number of updates expected in a merge (cohort,
+            buffer size or 1).
+        max_epsilon: largest epsilon that any client may spend; the run ends before a merge would exceed it. null = no
+            limit.
         seed_file: file with the secret seed of the noise, created if missing; null = derive it from the run's seed.
     """
 
@@ -108,17 +109,17 @@ class Privacy:
 
 @dataclass(frozen=True, slots=True)
 class SecureAggregation:
-    """Sums of masked updates, of which the server reads nothing else; off unless a least coverage is given.
+    """Options of secure aggregation, where the server can read only sums of updates; off unless min_cover is given.
 
     Attributes:
-        min_cover: number of clients that must have contributed to an element for its sum to be opened; null = updates
-            are not masked.
+        min_cover: smallest number of clients that must have trained an element for the server to learn its sum; null =
+            no secure aggregation.
         bound: largest magnitude of an element of a client's change; an update beyond it is refused (out-of-range).
-        clip_norm: L2 norm to which each client scales its change down before it is masked; null = no clipping.
-        threshold: share of a group's clients; more than this share must help to open its sum. From 0.5 to below 1.
-        simulate_masks: mask simulated updates, too; false = updates are added unmasked, which gives the same model to
-            the bit.
-        step_s: seconds that a client has for each step of the exchange in a wall-clock run.
+        clip_norm: L2 norm to which each client scales its change down before masking; null = no clipping.
+        threshold: share of a group's clients, from 0.5 to below 1; more than this share must help to unmask the sum.
+        simulate_masks: whether simulated updates are masked, too; false = they are added unmasked, which gives the same
+            model to the bit.
+        step_s: seconds that a client has for each step of the protocol in a wall-clock run.
     """
 
     min_cover: int | None = None
@@ -143,20 +144,21 @@ class SecureAggregation:
 
     @property
     def is_on(self) -> bool:
-        """Whether updates are masked."""
+        """Whether secure aggregation is on."""
         return self.min_cover is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Conditions on which a round closes without its last clients, for methods in rounds; by default a round waits for all.
+    """Conditions under which a round closes without its slowest clients; by default a round waits for all.
 
-    An update that arrives after its round closed is refused (refused:late), which counts for its client like any refusal.
+    An update that arrives after its round has closed is refused (refused:late), which counts for its client like any
+    refusal.
 
     Attributes:
-        close_at: share of the round's tasks whose updates close it, rounded up; 1 = all.
-        deadline: time after which the round closes, as a multiple, above 1, of the median time from its start to an update;
-            null = none.
+        close_at: share of the round's tasks, rounded up, after whose updates the round closes; 1 = all.
+        deadline: time after which the round closes, as a multiple above 1 of the median time from its start to an
+            update; null = none.
     """
 
     close_at: float = 1.0

@@ -48,17 +48,17 @@ MECHANISM = "Gaussian noise on the sum of clipped updates at each merge; compose
 
 
 def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes) -> Algorithm:
-    """Return ``algorithm`` with a private merge; unchanged if privacy is off.
+    """Return ``algorithm`` with a differentially private merge; unchanged if privacy is off.
 
     Args:
         algorithm: the algorithm whose merge is wrapped.
-        privacy: the run's privacy options.
+        privacy: privacy options of the run.
         num_clients: number of clients N.
-        key: seed of the noise, as bytes.
+        key: secret seed of the noise, as bytes.
 
     Raises:
-        BadInput: no accountant is installed, delta is too large for so few clients, or the algorithm needs each
-            client's own update.
+        BadInput: the package for accounting is not installed, delta is too large for so few clients, or the algorithm
+            needs each client's own update.
     """
     if privacy.clip_norm is None:
         return algorithm
@@ -79,7 +79,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
 
 
 def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
-    """Return the usual number of updates in a merge: those of a cohort (or all clients), of a full buffer, or one."""
+    """Return the usual number of updates in a merge: a cohort's (or all clients'), a full buffer's, or 1."""
     trigger: Any = algorithm.trigger
     if trigger.restart == "merge":
         return float(getattr(algorithm.sample, "cohort", None) or num_clients)
@@ -87,12 +87,16 @@ def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
 
 
 def noise_key(privacy: Privacy, seed: int) -> bytes:
-    """Return the 32 bytes from which all noise derives: read from `Privacy.seed_file`, or derived from the run's ``seed``.
+    """Return the 32 bytes from which all noise is generated: read from `Privacy.seed_file`, or derived from the run's ``seed``.
 
-    A missing file is created from the operating system's randomness, readable by its owner alone.
+    If the file is missing, it is created from the operating system's randomness, readable only by its owner.
+
+    Args:
+        privacy: privacy options of the run.
+        seed: seed of the run.
 
     Raises:
-        BadInput: the file cannot be read or created, or contains something else.
+        BadInput: the file cannot be read or created, or has another content.
     """
     if privacy.seed_file is None:
         return hashlib.blake2b(f"raafl noise/{seed}".encode(), digest_size=32).digest()
@@ -110,15 +114,15 @@ def noise_key(privacy: Privacy, seed: int) -> bytes:
 
 @lru_cache(4096)
 def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float | None:
-    """Return the epsilon of repeated Gaussian mechanisms of sensitivity 1, by dp-accounting; None if it is infinite.
+    """Return the epsilon that a client spends in repeated Gaussian mechanisms of sensitivity 1; None if it is infinite.
 
-    Their composition is one Gaussian mechanism with ``noise_multiplier / sqrt(compositions)`` (Dong et al. 2019, corollary 3.3),
-    whose epsilon is exact (Balle and Wang 2018, theorem 8).
+    Together they are one Gaussian mechanism with ``noise_multiplier / sqrt(compositions)`` (Dong et al. 2019, corollary
+    3.3), whose epsilon dp-accounting computes exactly (Balle and Wang 2018, theorem 8).
 
     Args:
-        noise_multiplier: standard deviation of the noise of one mechanism.
-        compositions: number of mechanisms.
-        delta: probability with which epsilon may fail to hold.
+        noise_multiplier: standard deviation of the noise in one mechanism.
+        compositions: number of mechanisms that are composed.
+        delta: probability that the guarantee epsilon does not hold.
     """
     if compositions == 0:
         return 0.0
@@ -131,10 +135,14 @@ def epsilon(noise_multiplier: float, compositions: int, delta: float) -> float |
 
 
 def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
-    """Yield ``num`` standard normal numbers, float64, in pieces of `CHUNK`; they depend on ``key`` alone.
+    """Yield ``num`` standard normal numbers, float64, in pieces of `CHUNK`; they depend only on ``key``.
 
-    The numbers are Box and Muller's transform of SHAKE-256's output. torch's CPU generator has only 2^32 seeds, which
-    an attacker could try one by one until the noise of a published model is found.
+    Args:
+        key: secret seed.
+        num: number of numbers.
+
+    They are computed from the output of SHAKE-256 by the Box-Muller transform. torch's own generator has only 2^32
+    seeds; an attacker could try all of them to find the noise of a published model.
     """
     for number, start in enumerate(range(0, num, CHUNK)):
         pairs = -(-min(CHUNK, num - start) // 2)
@@ -149,13 +157,13 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
 
 @dataclass
 class PrivacyMemory(MergeMemory):
-    """Privacy budget spent so far, and updates since the last merge.
+    """State of `Private`: the privacy budget spent so far, and the updates since the last merge.
 
     Attributes:
-        updates: number of a client's updates that were released, by client.
-        squares: sum over releases of the squared number of a client's updates in each, by client.
-        sums: sum of clipped differences, by spec.
-        received: spec, staleness, client and assignment of each update since the last merge.
+        updates: number of a client's updates that were merged, by client.
+        squares: sum over merges of the squared number of a client's updates in each, by client.
+        sums: sum of clipped changes, by submodel.
+        received: submodel, staleness, client and assignment of each update since the last merge.
     """
 
     key = "privacy"
@@ -167,22 +175,23 @@ class PrivacyMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class Private(Wrapped):
-    """Merge wrapper that releases ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m`` to the inner merge.
+    """Wrapper of a merge that passes on only a noisy mean of clipped updates, for differential privacy.
 
-    d_n is an update's difference as in `raafl.parts.protect.robust`, with its norm over everything it trains; noise is
-    added to every element that an update of the merge covers. m does not depend on data: it is fixed before the run,
-    also for elements that few submodels cover. Each weight is 1, whatever number of samples a client claims. The
-    release is scaled by the mean of its updates' staleness factors. Memory: one sum per distinct submodel in a merge.
+    The mean is ``(sum_n d_n min(1, C / ||d_n||) + N(0, (sigma C)^2)) / m``. d_n is an update's change of the model,
+    with its norm over everything that it trains. Noise is added to every element that an update of the merge trains. m
+    is fixed before the run, since it must not depend on data. All updates have weight 1, whatever number of samples a
+    client reports. The result is scaled by the mean of the updates' staleness factors. Memory: one sum for each
+    distinct submodel in a merge.
 
-    The noise of a merge derives from the key and the ids of its assignments, which no other merge has, so that runs replay and
-    resume bit for bit, and a merge lost in a crash shares no noise with the one that replaces it.
+    The noise of a merge is generated from the key and the ids of its assignments, which are unique. So runs replay and
+    resume to the bit, and a merge that a crash has lost shares no noise with the one that replaces it.
 
     Attributes:
-        clip_norm: norm C to which differences are clipped.
-        noise_multiplier: sigma, standard deviation of the noise as a multiple of C.
-        delta: delta for which epsilon is reported.
-        divisor: m, the number by which the noisy sum is divided.
-        key: seed of the noise, as bytes.
+        clip_norm: norm C to which changes are clipped.
+        noise_multiplier: standard deviation sigma of the noise, as a multiple of C.
+        delta: probability for which epsilon is reported.
+        divisor: number m by which the noisy sum is divided.
+        key: secret seed of the noise, as bytes.
         max_epsilon: largest epsilon that a client may spend; None = no limit.
     """
 
@@ -194,7 +203,7 @@ class Private(Wrapped):
     max_epsilon: float | None = None
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems, and privacy's: running statistics, which noise would spoil, or too small a budget."""
+        """Return the wrapped merge's problems, and those of privacy: running statistics in the model, or too small a budget."""
         trained = state.submodels.layout(part="trained").entries
         problems = super().check(state)
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
@@ -214,7 +223,7 @@ class Private(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, one on the meaning of epsilon, and a warning if joint updates disable an option."""
+        """Return the wrapped merge's notes, one on the meaning of epsilon, and a warning if joint results disable an option."""
         noisy = [f"privacy: epsilon is between runs that differ in {NEIGHBOURS}, at delta {self.delta:g}"]
         return super().notes(state, num_clients) + joint_notes(self.inner) + (noisy if self.noise_multiplier else [])
 
@@ -234,7 +243,7 @@ class Private(Wrapped):
         """Do nothing: the sums are separate storage already."""
 
     def apply(self, state: GlobalState) -> None:
-        """Release the noisy mean to the inner merge, and charge it to the privacy budget."""
+        """Pass the noisy mean to the wrapped merge, and charge it to the privacy budget."""
         memory = state.memory.of(PrivacyMemory)
         received, sums = memory.received, memory.sums
         memory.received, memory.sums = [], {}
@@ -252,12 +261,12 @@ class Private(Wrapped):
     def release_sum(
         self, state: GlobalState, total: FlatTensors, received: Sequence[tuple[Spec, int, int, int]]
     ) -> None:
-        """Release the noisy mean of clients that have clipped their changes themselves, when only their sum is known.
+        """Merge a noisy mean when only the sum of updates is known, whose clients have clipped their changes themselves.
 
         Args:
             state: the global model.
             total: sum of the changes, in the layout of the whole model; changed in place.
-            received: spec, staleness, client and assignment of each update in the sum.
+            received: submodel, staleness, client and assignment of each update in the sum.
         """
         self._make_noisy(total, [assignment for *_, assignment in received])
         specs = dict.fromkeys(spec for spec, *_ in received)
@@ -272,7 +281,7 @@ class Private(Wrapped):
             memory.squares[client] = memory.squares.get(client, 0) + num**2
 
     def on_rollback(self, state: GlobalState, merged: Sequence[tuple[int, int]]) -> None:
-        """Charge releases that a crash has rolled back to the privacy budget, since clients have seen them."""
+        """Charge merges that a crash has lost to the privacy budget, since clients have seen their results."""
         for version in {version for _, version in merged}:
             self._spend(state, Counter(client for client, of in merged if of == version))
         super().on_rollback(state, merged)
@@ -305,7 +314,10 @@ class Private(Wrapped):
         return epsilon(self.noise_multiplier, compositions, self.delta)
 
     def ends_run(self, state: GlobalState) -> str | None:
-        """Return `EPSILON` if merging the waiting updates would take a client above ``max_epsilon``."""
+        """Return `EPSILON` if merging the updates that wait would exceed a client's ``max_epsilon``.
+
+        Else ask the wrapped merge.
+        """
         if self.max_epsilon is not None:
             memory = state.memory.of(PrivacyMemory)
             waiting = Counter(client for *_, client, _ in memory.received)
@@ -316,12 +328,12 @@ class Private(Wrapped):
         return super().ends_run(state)
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
-        """Return the inner merge's columns, and the epsilon spent by the client that contributed most often."""
+        """Return the wrapped merge's numbers, and the epsilon of the client that has contributed most often."""
         squares = state.memory.of(PrivacyMemory).squares
         return {**super().figures(state), "epsilon": self._epsilon(max(squares.values(), default=0))}
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "privacy", the budget spent: each client's epsilon, and that of the client that contributed most often."""
+        """Return each client's epsilon, and that of the client that has contributed most often, under the name "privacy"."""
         memory = state.memory.of(PrivacyMemory)
         compositions = max(memory.squares.values(), default=0)
         spent = {

@@ -37,13 +37,13 @@ WINDOW = 101
 
 
 def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> FlatTensors:
-    """Return the change that ``update`` makes to the model: its own tensors, read only, if it is a delta; otherwise new storage.
+    """Return the change that ``update`` makes to the model; read only if it shares the update's own tensors.
 
     Args:
         state: the global model.
         update: the client's update.
         spec: submodel of the update.
-        sends: content of the update: "values", or "delta", which is the change itself.
+        sends: content of the update: "values", or "delta", which already is the change.
     """
     if sends == "delta":
         return update.tensors
@@ -54,17 +54,17 @@ def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> Fl
 
 
 def scaled(state: GlobalState, update: Update, spec: Spec, sends: str, factor: float) -> FlatTensors:
-    """Scale the change that ``update`` makes to the model by ``factor``, in new storage.
+    """Return a copy of an update in which the change that it makes to the model is multiplied by ``factor``.
 
     Args:
         state: the global model.
         update: the client's update.
         spec: submodel of the update.
-        sends: content of the update: "values", or "delta", which is the change itself.
+        sends: content of the update: "values", or "delta", which already is the change.
         factor: number by which the change is multiplied.
 
     Returns:
-        Values or a delta, like the update's own tensors.
+        Values or a change, as in the update's own tensors.
     """
     if sends == "delta":
         buffers = {dtype: buffer * factor for dtype, buffer in update.tensors.buffers.items()}
@@ -76,9 +76,13 @@ def scaled(state: GlobalState, update: Update, spec: Spec, sends: str, factor: f
 
 
 def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
-    """Return the L2 norm over the parameters of a trained part, summed in double precision, where no finite update overflows.
+    """Return the L2 norm of an update over its parameters, summed in double precision so that it cannot overflow.
 
-    Running statistics are not counted: their scale is unrelated to that of parameters.
+    Running statistics are left out, since their scale is unrelated to that of parameters.
+
+    Args:
+        tensors: trained values or changes of a submodel.
+        submodels: submodels of the model.
     """
     squares = []
     for dtype, buffer in tensors.buffers.items():
@@ -94,12 +98,13 @@ def norm_of(tensors: FlatTensors, submodels: Submodels) -> float:
 
 @dataclass
 class GuardMemory(MergeMemory):
-    """Norms of accepted updates, and counts of clipped ones.
+    """State of `NormFilter`: norms of accepted updates, and the number of clipped ones.
 
     Attributes:
-        norms: latest accepted norms, by class of sizes.
+        norms: norms of the latest accepted updates, by size class of the submodel.
         clipped: number of updates that were clipped.
-        measured: assignment and norm of an update that passed the checks and is received next; None = there is none.
+        measured: assignment and norm of an update that has passed the checks and is received next; None = there is
+            none.
     """
 
     key = "guard"
@@ -110,17 +115,18 @@ class GuardMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class NormFilter(Wrapped):
-    """Merge wrapper that clips and refuses updates by norm (norm bounding: Sun et al. 2019, section 4).
+    """Wrapper of a merge that clips updates and refuses outliers, by their norm (Sun et al. 2019, section 4).
 
-    Clipping: ``d <- d * min(1, C / ||d||)``, with the parameters' norm; running statistics are scaled along, but not
-    bounded. Refusing: ``||d|| > outlier * median`` of the last `WINDOW` accepted norms (before clipping) in the same
-    size class. The class is the number of trained parameters in octaves, so that small submodels are compared with
-    small ones. Updates of the warm-up are accepted without this check. Memory: `WINDOW` numbers per size class.
+    Clipping: ``d <- d * min(1, C / ||d||)``, with the norm over parameters; running statistics are scaled, too, but do
+    not count in the norm. Refusing: ``||d|| > outlier * median`` of the last `WINDOW` accepted norms (before clipping)
+    of the same size class. A size class has submodels whose numbers of parameters differ by less than a factor of 2, so
+    that small ones are compared with small ones. The first ``warm_up`` updates of a class are never refused. Memory:
+    `WINDOW` numbers per size class.
 
     Attributes:
         clip_norm: norm C to which changes are clipped; None = no clipping.
         outlier: multiple of the median above which an update is refused; None = refuse none.
-        warm_up: number of accepted norms of a class before an update is judged.
+        warm_up: number of accepted updates of a size class before others are refused.
     """
 
     clip_norm: float | None
@@ -128,7 +134,7 @@ class NormFilter(Wrapped):
     warm_up: int
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "outlier" for a norm far above those of its class; otherwise the inner merge's reason."""
+        """Return "outlier" for a norm far above the usual ones, else the wrapped merge's reason to refuse the update."""
         if self.outlier is not None:
             norm = self._measure(state, update, spec)
             accepted = state.memory.of(GuardMemory).norms.get(_size_class(update.tensors), [])
@@ -138,7 +144,7 @@ class NormFilter(Wrapped):
         return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Clip the update and pass it to the inner merge; within bounds it stays unchanged, bit for bit."""
+        """Clip the update if needed, and pass it to the wrapped merge; an update within bounds stays unchanged to the bit."""
         memory = state.memory.of(GuardMemory)
         number, norm = memory.measured or (None, 0.0)
         memory.measured = None
@@ -155,7 +161,7 @@ class NormFilter(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "guard", the number of clipped updates and the limits; refused updates are counted elsewhere."""
+        """Return the number of clipped updates and the limits, under the name "guard"."""
         memory = state.memory.of(GuardMemory)
         counts = {"clip_norm": self.clip_norm, "clipped": memory.clipped, "outlier": self.outlier}
         return _reported(super().report(state), counts)
@@ -181,11 +187,11 @@ def _size_class(tensors: FlatTensors) -> int:
 
 
 def num_dropped(combine: Combine, trim: float, num: int) -> int:
-    """Return the number of values dropped at each end of ``num``: floor(trim * num); for a median all but the middle one or two.
+    """Return how many values are dropped at each end: floor(trim * num), or for a median all but the middle one or two.
 
     Args:
-        combine: way of combining the values.
-        trim: share dropped at each end by trimmed_mean.
+        combine: rule for combining values, such as "trimmed_mean" or "median".
+        trim: share that trimmed_mean drops at each end.
         num: number of values to combine.
     """
     if combine == "median":
@@ -196,7 +202,10 @@ def num_dropped(combine: Combine, trim: float, num: int) -> int:
 
 @functools.cache
 def comparators(num: int) -> tuple[tuple[int, int], ...]:
-    """Return the compare-exchanges that sort ``num`` values: Batcher's merge exchange (Knuth, volume 3, 5.2.2, algorithm M)."""
+    """Return the pairs of positions to compare and swap, in order, that sort ``num`` values.
+
+    This is Batcher's merge exchange (Knuth, volume 3, 5.2.2, algorithm M).
+    """
     pairs = []
     top = 1 << max((num - 1).bit_length() - 1, 0)
     step = top
@@ -214,11 +223,12 @@ def comparators(num: int) -> tuple[tuple[int, int], ...]:
 def trimmed(values: Tensor, drop: Tensor) -> Tensor:
     """Return the mean of each column without its smallest and largest values; inf marks a missing value.
 
-    A network of elementwise minima and maxima sorts all columns at once, several times faster than `torch.sort` on few values each.
+    All columns are sorted at once by elementwise minima and maxima, several times faster than `torch.sort` for few
+    rows.
 
     Args:
-        values: values to average, shape (K, n); overwritten.
-        drop: numbers of values to drop, shape (K + 1,); entry k is for each end of a column with k values.
+        values: values to average, shape (K, n); overwritten by this call.
+        drop: number of values to drop at each end of a column with k values, at index k; shape (K + 1,).
 
     Returns:
         Means of the columns, shape (n,); NaN for a column without values.
@@ -243,16 +253,16 @@ def trimmed(values: Tensor, drop: Tensor) -> Tensor:
 def locate(
     state: GlobalState, stored: Sequence[tuple[Spec, FlatTensors]], combine: Combine, trim: float
 ) -> dict[Spec, FlatTensors]:
-    """Return the trimmed mean or median of each coordinate over the updates that cover it, cut to each spec.
+    """Return the trimmed mean or median of each element over the updates that trained it, for each submodel.
 
-    Memory beside ``stored``: one result of the submodel's size if all updates share a spec; else the K updates and the result at
-    the size of the whole model.
+    Memory besides ``stored``: one result of the submodel's size if all updates have the same submodel; else the K
+    updates and the result, all at the size of the whole model.
 
     Args:
         state: the global model.
-        stored: spec and tensors of each update.
-        combine: way of combining, trimmed_mean or median.
-        trim: share dropped at each end by trimmed_mean.
+        stored: submodel and tensors of each update.
+        combine: rule for combining values, "trimmed_mean" or "median".
+        trim: share that trimmed_mean drops at each end.
     """
     drop = torch.tensor([num_dropped(combine, trim, num) for num in range(len(stored) + 1)])
     specs = dict.fromkeys(spec for spec, _ in stored)
@@ -282,17 +292,17 @@ def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors
 def feed(
     merge: Merge, state: GlobalState, received: Sequence[tuple[Spec, int]], values: Mapping[Spec, FlatTensors]
 ) -> None:
-    """Pass one joint result to ``merge`` in place of the updates that it replaces, and apply the merge.
+    """Pass one joint result to a merge in place of the updates from which it was computed, and apply the merge.
 
-    Each update in ``received`` is replaced by the joint result on its submodel, with weight 1. A mean of such updates
-    over each element's coverage is again the joint result, scaled by the mean of their staleness factors. Elements that
-    no update covers stay unchanged. If all are equally stale, one update of each spec suffices.
+    Each update is replaced by the joint result on its submodel, with weight 1. Since the merge averages these, its
+    result is again the joint one, scaled by the mean of the updates' staleness factors. Elements that no update trained
+    stay unchanged. If all updates are equally late, one for each submodel is enough.
 
     Args:
-        merge: the inner merge.
+        merge: merge that receives the joint result.
         state: the global model.
-        received: spec and staleness of each update.
-        values: the joint result on each spec.
+        received: submodel and staleness of each update.
+        values: joint result on each submodel.
     """
     if len({staleness for _, staleness in received}) == 1:
         received = list(dict.fromkeys(received))
@@ -305,7 +315,7 @@ def feed(
 
 @dataclass
 class PendingUpdates(OneValue[list[tuple[Spec, int, FlatTensors]]]):
-    """Copies of the updates since the last merge, each with its spec and staleness."""
+    """Copies of the updates since the last merge, each with its submodel and staleness."""
 
     key = "located"
     value: list[tuple[Spec, int, FlatTensors]] = field(default_factory=list)
@@ -313,24 +323,23 @@ class PendingUpdates(OneValue[list[tuple[Spec, int, FlatTensors]]]):
 
 @dataclass(frozen=True)
 class CoordinateWise(Wrapped):
-    """Merge wrapper: coordinate-wise trimmed mean or median of the updates that cover each element (Yin et al. 2018).
+    """Wrapper of a merge that takes the trimmed mean or median of each element over the updates that trained it.
 
-    These are the paper's definitions 1 and 2. Of the k updates that cover an element, floor(beta * k) are dropped at
-    each end, so where k < 1/beta nothing is dropped and the trimmed mean is the mean; a median is the mean of the middle
-    one or two. Weights are equal: a client that claims more samples gets no more weight. The inner merge receives this
-    result in place of each update; it is deterministic. Memory: every update is stored until the merge, K times an
-    update's bytes.
+    See Yin et al. 2018, definitions 1 and 2. Of the k updates that trained an element, floor(beta * k) are dropped at
+    each end. If k < 1/beta nothing is dropped, so the trimmed mean is the mean; a median is the mean of the middle one
+    or two. All updates have the same weight, so that a client gains nothing by claiming more samples. The wrapped merge
+    receives the result in place of each update. Memory: all updates are stored until the merge.
 
     Attributes:
-        combine: way of combining, trimmed_mean or median.
-        trim: beta, share dropped at each end by trimmed_mean.
+        combine: rule for combining values, "trimmed_mean" or "median".
+        trim: share beta that trimmed_mean drops at each end.
     """
 
     combine: Combine
     trim: float
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and a warning if joint updates make one of its options ineffective."""
+        """Return the wrapped merge's notes, and a warning if joint results make one of its options ineffective."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -341,13 +350,13 @@ class CoordinateWise(Wrapped):
         """Do nothing: stored updates are copies already."""
 
     def apply(self, state: GlobalState) -> None:
-        """Combine the stored updates, and pass the result to the inner merge in their place."""
+        """Combine the stored updates, and pass the result to the wrapped merge in their place."""
         stored, state.memory.of(PendingUpdates).value = state.memory.of(PendingUpdates).value, []
         values = locate(state, [(spec, tensors) for spec, _, tensors in stored], self.combine, self.trim)
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "guard", the way of combining updates and its trim."""
+        """Return the rule by which updates are combined, and its trim, under the name "guard"."""
         combined = {"combine": self.combine, **({"trim": self.trim} if self.combine == "trimmed_mean" else {})}
         return _reported(super().report(state), combined)
 

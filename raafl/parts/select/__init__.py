@@ -53,11 +53,11 @@ SELECTORS: dict[str, Callable[..., Spec]] = {
 
 
 def width_of(rate: float) -> float:
-    """Return the rate of every axis at which the model nominally keeps the share ``rate``: its square root.
+    """Return the width (share of each axis) at which the model keeps about the share ``rate`` of its parameters: sqrt(rate).
 
-    A weight between two axes then keeps ``rate`` of its elements (HeteroFL: width 1/2 is 1/4 of the parameters); with
-    blocks as one more axis, width and depth have a square root each (Co-S2P: ``r_w = r_d = sqrt(r)``). A tensor on one
-    axis only (the first and the last layer, embeddings over an uncut width) keeps more.
+    A weight between two axes then keeps ``rate`` of its elements, as in HeteroFL, where width 1/2 means 1/4 of the
+    parameters. With blocks as one more axis, width and depth get a square root each (Co-S2P: ``r_w = r_d = sqrt(r)``).
+    A tensor on one axis only, such as the first and the last layer, keeps more.
 
     Raises:
         BadInput: the rate is not in (0, 1].

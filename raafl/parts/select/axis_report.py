@@ -17,14 +17,14 @@ Shares = dict[str, dict[str, float]]
 
 
 def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict[str, Any]:
-    """Return the axes of a model, the shares that remain at given rates, and the dimensions that stay whole.
+    """Report as plain data which axes of a model can shrink, how much remains at given rates, and which dimensions cannot shrink.
 
-    Axes over which norms compute statistics (the residual width) stay whole at every rate.
+    Axes over which norms compute statistics (the residual width) are not shrunk.
 
     Args:
-        submodels: submodels of the model, whose axes are proven.
+        submodels: submodels of the model.
         rates: shares of each axis to report, in (0, 1].
-        batch_size: batch size of the step whose FLOPs are counted.
+        batch_size: batch size of the training step whose FLOPs are counted.
     """
     spanned = frozenset() if not submodels.axes or submodels.discovered is None else submodels.discovered.spanned
     cut = {name: axis for name, axis in submodels.axes.items() if name not in spanned}
@@ -37,7 +37,7 @@ def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict
 
 
 def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
-    """Return the axes in the model's order, each with the names of its parameters and buffers."""
+    """Return the axes in the model's order as plain data, each with the names of its parameters and buffers."""
     return [
         {"name": axis.name, "size": axis.size, "parameters": list(dict.fromkeys(m.name for m in axis.members))}
         for axis in submodels.axes.values()
@@ -45,12 +45,12 @@ def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
 
 
 def leaves(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[[Spec], Cost]) -> Shares:
-    """Return the shares of the whole model's parameters and FLOPs that remain at each rate.
+    """Return the shares of the model's parameters and FLOPs that remain at each rate.
 
     Args:
-        axes: axes that shrink; all others stay whole.
-        rates: rate of each axis, by a name that the report gives it.
-        cost: function that predicts the cost of a spec.
+        axes: axes that are shrunk; all others stay whole.
+        rates: rates by the names that the report gives them.
+        cost: function that predicts the cost of a submodel.
     """
     whole = cost(FULL)
     costs = {name: cost(leading(axes, rate)) for name, rate in rates.items()}
@@ -69,7 +69,7 @@ def share(value: float) -> str:
 
 
 def sentence_of(shares: Shares) -> str:
-    """Describe in a sentence how much of the model each rate keeps, given the result of `leaves`."""
+    """Describe in a sentence what share of the model each rate keeps, given the result of `leaves`."""
     percents = {
         rate: (percent(share_of["parameters"]), percent(share_of["flops"])) for rate, share_of in shares.items()
     }

@@ -17,17 +17,17 @@ _INF = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits on the cost of a task, all of which must be met; infinite = no limit.
+    """Limits on the cost of a task; a task must meet all of them. Infinite = no limit.
 
     Attributes:
-        memory_bytes: largest number of bytes of the client's tensors (`Cost.peak_bytes`).
+        memory_bytes: largest peak memory of a task in bytes (`Cost.peak_bytes`).
         flops: largest number of training FLOPs of a task.
-        wire_bytes: largest number of bytes of a task, download and upload together.
-        seconds: largest predicted time of a task on ``profile``: download, computation, upload.
-        params: largest number of parameters present.
-        profile: device profile of the client, needed for ``seconds``.
+        wire_bytes: largest number of bytes that a task transfers, download and upload together.
+        seconds: longest predicted time of a task on ``profile``: download, computation and upload.
+        params: largest number of parameters in the submodel.
+        profile: profile of the client's device, needed for ``seconds``.
         samples: number of samples on which a task trains, needed for ``flops`` and ``seconds``.
-        tested: number of samples on which the client then evaluates, needed for ``seconds``.
+        tested: number of test samples on which the client then evaluates, needed for ``seconds``.
     """
 
     memory_bytes: float = _INF
@@ -44,7 +44,7 @@ class Budget:
             positive(name, getattr(self, name))
 
     def needs(self, cost: Cost) -> dict[str, float]:
-        """Return a task's needs, each by the name of the limit that it is compared with."""
+        """Return what a task with this cost needs, by the name of each limit."""
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,
@@ -54,12 +54,12 @@ class Budget:
         }
 
     def over(self, cost: Cost) -> dict[str, float]:
-        """Return the needs that exceed their limits, by the limit's name; empty if the task is within the budget."""
+        """Return the needs that exceed their limit, by the limit's name; empty if the task fits the budget."""
         return {name: need for name, need in self.needs(cost).items() if need > getattr(self, name)}
 
 
 def steps(axes: Axes) -> list[float]:
-    """Return every rate at which some axis keeps one more unit, ascending; the last is 1."""
+    """Return all rates at which some axis keeps one more unit, ascending; the last one is 1."""
     return sorted({number / size for size in set(map(size_of, axes.values())) for number in range(1, size + 1)} | {1.0})
 
 
@@ -71,17 +71,17 @@ def largest_rate(
     rates: Sequence[float],
     who: str = "the client",
 ) -> float:
-    """Return the largest of ``rates`` whose spec is within the budget, by bisection; the result has been checked.
+    """Return the largest of ``rates`` whose submodel fits the budget, found by bisection.
 
     Args:
-        spec_of_rate: function that returns the spec of a rate.
-        cost_of: function that predicts the cost of a spec; a larger rate must not cost less.
-        budget: limits that the spec must meet.
+        spec_of_rate: function that returns the submodel of a rate.
+        cost_of: function that predicts the cost of a submodel; it must not decrease with the rate.
+        budget: limits that the submodel must meet.
         rates: rates to choose from, ascending, such as `steps` of the axes.
         who: subject of the error message, such as "client 3".
 
     Raises:
-        BadInput: not even the smallest rate is within the budget; the message has each exceeded limit with the need.
+        BadInput: not even the smallest rate fits the budget; the message lists each exceeded limit and what is needed.
     """
     if not budget.over(cost_of(spec_of_rate(rates[-1]))):
         return rates[-1]

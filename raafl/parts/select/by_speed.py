@@ -17,13 +17,13 @@ Table = Literal["measured", "predicted"]
 
 @dataclass
 class SpeedMemory(MergeMemory):
-    """Speeds of the clients that are present.
+    """State of `BySpeed`: speeds of the clients that are present.
 
     Attributes:
-        measured: client -> seconds of a step of the submodel that it had last, of clients with a ratio.
-        predicted: client -> the same as predicted, of clients without one; before a first task, of the whole model.
-        ratio: client -> real time of its latest task by the predicted time.
-        latest: the newest ratio of any client, which stands for clients that have none.
+        measured: seconds of one step in a client's latest submodel, by client, for clients with a measured ratio.
+        predicted: predicted seconds of one step, by client, for clients without a measured ratio.
+        ratio: measured divided by predicted time of a client's latest task, by client.
+        latest: newest ratio of any client, used for clients without one.
     """
 
     key = "by_speed"
@@ -35,15 +35,15 @@ class SpeedMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class BySpeed(WrappedSelect):
-    """Select wrapper that sets each task's steps by speed: dynamic local updates (Liu et al. 2024, section 5).
+    """Wrapper of a select part that gives fast clients more steps (dynamic local updates, Liu et al. 2024, section 5).
 
-    A client whose step takes s_i seconds makes ``floor(H min_j s_j / s_i)`` steps, but at least `least`, where H is
-    `train.num_steps` and j runs over the clients that are present. s_i is of the submodel that the inner select assigns, so that
-    a client with a narrower one makes more steps. It is predicted from the client's profile, and scaled by the ratio of measured to
-    predicted time of its last task.
+    A client whose step takes s_i seconds makes ``floor(H min_j s_j / s_i)`` steps, but at least `least`. H is
+    `train.num_steps`, and the minimum is over all clients that are present. s_i refers to the submodel that the wrapped
+    part selects, so that a client with a narrower one makes more steps. It is predicted from the device profile, and
+    scaled by the ratio of measured to predicted time of the client's last task.
 
     Attributes:
-        least: smallest number of steps.
+        least: smallest number of steps in a task.
     """
 
     least: int = 5
@@ -62,20 +62,20 @@ class BySpeed(WrappedSelect):
         return replace(work, num_steps=min(max(math.floor(most * share + 1e-9), self.least), most))
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Predict the client's speed, and delete its measured ratio, since it may be on another device."""
+        """Predict the client's speed, and delete its measured ratio, since it may have joined from another device."""
         super().on_join(client, fleet)
         fleet.state.memory.of(SpeedMemory).ratio.pop(client.id, None)
         self._record(client, Work(), fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget the client's speed."""
+        """Delete the record of the lost client's speed."""
         super().on_loss(client, fleet)
         fleet.state.memory.of(SpeedMemory).ratio.pop(client.id, None)
         for table in get_args(Table):
             _forget(table, client.id, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Update the client's ratio of measured to predicted time."""
+        """Update the client's ratio of measured to predicted time from its task."""
         super().on_update(client, assignment, seconds, fleet)
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
         predicted_s = fleet.cost_s(client, work)
@@ -86,7 +86,7 @@ class BySpeed(WrappedSelect):
         memory.latest = memory.ratio[client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return the inner select's problems, and one if local work is not given in steps."""
+        """Return the wrapped select part's problems, and one if local training is not set in steps."""
         if fleet.training.num_steps is not None:
             return super().check(fleet)
         return [

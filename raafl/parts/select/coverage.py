@@ -26,12 +26,14 @@ Taken = tuple[tuple[int, ...], ...]
 
 
 def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]:
-    """Return m_n of each client for 4 regions (section 6.2): L-Arb gives 2, S-Arb 1, MIX-Arb 2 to one half and 1 to the other.
+    """Return m_n, the number of regions (out of 4) that each client trains at a level of heterogeneity in the paper (section 6.2).
+
+    L-Arb gives 2 regions, S-Arb 1, and MIX-Arb 2 to one half of the clients and 1 to the other.
 
     Args:
         level: name of the level, L-Arb, S-Arb or MIX-Arb.
         num_clients: number of clients N.
-        seed: seed that decides which half gets 2 regions.
+        seed: seed that decides which half of the clients gets 2 regions.
 
     Raises:
         BadInput: the level is unknown, or there is no client.
@@ -46,22 +48,22 @@ def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class RegionCoverage:
-    """Schedule of regions, a pure function of seed and round.
+    """Schedule that says which client trains which regions (parts of the model's width) in each round.
 
-    Without ``rest`` each round is drawn independently, and ``coverage`` is the least of each round. With ``rest``, the
-    S regions of a round and a client's regions among them rotate, so that each client has trained all regions after
-    ``period`` rounds; a larger ``rest`` than that needs is used to vary the order of rounds. With ``hold`` one
-    assignment is used in all rounds, and regions beyond S are trained by no client. With either, the least covered
-    region has exactly ``coverage`` clients in every round.
+    It depends only on the seed and the round. Without ``rest`` each round is drawn independently. With ``rest``, the
+    trained regions and their distribution over clients rotate, so that each client has trained all regions after
+    ``period`` rounds; if ``rest`` allows more rounds, the order varies. With ``hold`` all rounds are the same, and
+    regions beyond ``trained`` are never trained. With ``rest`` or ``hold``, the least covered region has exactly
+    ``coverage`` clients in every round.
 
     Attributes:
-        takes: number of regions m_n that client n trains in a round, by client.
-        regions: number of regions (K).
-        trained: number of regions trained in each round (S*); None = all K.
-        coverage: least number of clients that train a trained region (Gamma*); None = 1, or with rest or hold as many
-            as an even spread gives.
-        rest: largest number of consecutive rounds in which a client skips a region (tau); None = no limit.
-        hold: whether one assignment is kept for all rounds.
+        takes: number m_n of regions that client n trains in a round, by client.
+        regions: number K of regions in the model.
+        trained: number of regions that are trained in each round (S*); None = all K.
+        coverage: smallest number of clients that train a region (Gamma*); None = 1, or an even spread with ``rest`` or
+            ``hold``.
+        rest: largest number of rounds in a row in which a client skips a region (tau); None = no limit.
+        hold: whether each client keeps its regions in all rounds.
     """
 
     takes: tuple[int, ...]
@@ -142,7 +144,7 @@ class RegionCoverage:
 
     @property
     def num_trained(self) -> int:
-        """Number of regions trained in a round (S)."""
+        """Number of regions that are trained in a round (S)."""
         return self.regions if self.trained is None else self.trained
 
     @property
@@ -155,7 +157,12 @@ class RegionCoverage:
         return -(-self.num_trained // min(self.takes))
 
     def taken(self, round: int, seed: int = 0) -> Taken:
-        """Return the regions that each client trains in ``round``, ascending."""
+        """Return the regions that each client trains in a round, ascending.
+
+        Args:
+            round: number of the round.
+            seed: seed of all random choices.
+        """
         if self.hold:
             taken = self._turn(random.Random(derive_seed(seed, "hold")), 0, 0)
         else:
@@ -202,12 +209,12 @@ class RegionCoverage:
 
 
 def topped_up(taken: Taken, takes: Sequence[int], rng: random.Random) -> Taken:
-    """Add regions to a round: each client trains those in ``taken``, plus random ones that other clients train already.
+    """Give clients more regions in a round, drawn from those that other clients already train.
 
-    The set of trained regions stays the same; coverage and rests stay the same or improve.
+    The set of trained regions stays the same, so no guarantee of the schedule gets worse.
 
     Args:
-        taken: regions that each client trains already.
+        taken: regions that each client already trains.
         takes: number of regions that each client should train.
         rng: random generator of the draws.
     """
@@ -220,14 +227,14 @@ def topped_up(taken: Taken, takes: Sequence[int], rng: random.Random) -> Taken:
 
 
 def of_regions(axes: Axes, taken: Iterable[int], regions: int) -> Spec:
-    """Return the submodel of the regions ``taken`` out of ``regions`` equal ranges of every axis.
+    """Return the submodel that consists of the given regions, where a region is an equal range of the units of every axis.
 
-    On an axis with fewer units than regions, neighbouring regions share a unit.
+    If an axis has fewer units than there are regions, neighbouring regions share a unit.
 
     Args:
         axes: axes of the model, by name.
-        taken: indices of the regions.
-        regions: number of regions (K).
+        taken: numbers of the regions to include.
+        regions: number K of regions in the model.
     """
     parts = shared_fragments(axes, [1.0] * regions)
     chosen = [parts[i] for i in taken]

@@ -17,17 +17,17 @@ State = Mapping[str, Tensor]
 
 
 def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return the units with the largest L2 norm, taken over all slices that belong to a unit (for a head: q, k, v and o).
+    """Select the units with the largest L2 norm of all their weights (for an attention head: q, k, v and o).
 
     Args:
         axes: axes of the model, by name.
-        rate: share of each axis to keep.
+        rate: share of each axis's units to keep.
         state: parameters of the model, by name.
-        seed: not used by this selector.
-        round: not used by this selector.
+        seed: ignored by this selector.
+        round: ignored by this selector.
 
     Raises:
-        BadInput: ``state`` is None, or has no parameter of an axis.
+        BadInput: ``state`` is None, or lacks a parameter of an axis.
     """
     if state is None:
         raise BadInput("state is None: units are chosen by importance, give the model's parameters")
@@ -41,15 +41,15 @@ def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int =
 
 @torch.no_grad()
 def unit_scores(axis: Axis | Stack, state: State, *, squared: bool = True) -> Tensor:
-    """Return a score for each unit: the sum of its elements' squares, or of the elements; shape (size,), float64, on the CPU.
+    """Return a score for each unit, the sum of its elements' squares: shape (size,), float64, on the CPU.
 
     Args:
-        axis: axis to score, or a stack of blocks, which are then the units.
+        axis: axis whose units are scored, or a stack, whose blocks are scored.
         state: tensors of the model, by name.
-        squared: whether to sum the squares of the elements.
+        squared: whether to square the elements; False = sum the elements themselves.
 
     Raises:
-        BadInput: ``state`` has no tensor of the axis.
+        BadInput: ``state`` has no tensor that lies on the axis.
     """
     scores = torch.zeros(size_of(axis), dtype=torch.float64)
     has_tensor = False

@@ -17,15 +17,16 @@ from raafl.submodel import Spec, Submodels
 
 @dataclass(frozen=True)
 class LeadingBlocks(Select):
-    """Select that gives each client the lowest blocks, all exits up to their top, and the leading units of each axis.
+    """Select part that gives each client the lowest blocks with all exits among them, and the first units of each axis.
 
-    Submodels are nested: every client trains the lowest blocks. A client gets fewer blocks if its share exceeds its
-    memory. A model without a stack of blocks keeps its depth; one without exits ends with its own last layers.
+    An exit is an output head after a block. Submodels are nested, since every client trains the lowest blocks. A client
+    gets fewer blocks if its share does not fit its memory. A model without a stack of blocks keeps its depth; one
+    without exits ends with its own last layers.
 
     Attributes:
         depths: share of the blocks that a client gets: one number for all; a list that clients 1, 2, ... take in turn;
             or a mapping from device name.
-        widths: share of each axis that a client gets, in the same form.
+        widths: share of each axis's units that a client gets, in the same form.
     """
 
     depths: Rates = 1.0
@@ -56,12 +57,12 @@ class LeadingBlocks(Select):
         return found
 
     def spec(self, submodels: Submodels, num_blocks: int, width: float) -> Spec:
-        """Return the submodel of the lowest blocks, each axis cut to its leading units.
+        """Return the submodel of the lowest blocks with the first units of each axis.
 
         Args:
             submodels: submodels of the model.
-            num_blocks: number of blocks; fewer if no exit follows the last of them.
-            width: share of each axis to keep.
+            num_blocks: number of blocks; fewer are used if no exit follows the last of them.
+            width: share of each axis's units to keep.
         """
         stack, exits = stack_of(submodels), exit_depths(submodels)
         kept = dict(leading(submodels.axes, width).kept)
@@ -78,15 +79,15 @@ class LeadingBlocks(Select):
         return RollingWindows().window(submodels, 0, num_blocks, kept, distils=True)
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or that no submodel fits."""
+        """Return a problem for each client that has no rate, or whose memory is too small for any submodel."""
         return fleet.problems(lambda client: self._largest(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's cached submodel; those of others do not depend on it."""
+        """Delete the client's cached submodel; it does not influence other clients."""
         fleet.cache.pop(client.id, None)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return notes on the cuts of depth and width that the model does not allow."""
+        """Return notes on what the model does not allow: fewer blocks, or narrower layers."""
         notes = window_notes(fleet.state.submodels)
         return notes if self.widths != 1.0 else [note for note in notes if not note.startswith("the model's width")]
 

@@ -11,10 +11,10 @@ _KEY, _CLIENT, _COSTS = 0, 1, 2
 
 
 class Ranking:
-    """Clients ordered by capability, best first, each with its cost of every fragment.
+    """Clients ordered by speed, fastest first, each with its costs of all fragments; kept up to date as clients join and leave.
 
-    Adding or removing a client shifts those behind it (about 0.1 ms among 100,000 clients); costs are neither predicted nor sorted
-    again. Among equally capable clients the earliest comes first.
+    Adding or removing one of 100,000 clients takes about 0.1 ms; nothing is predicted or sorted again. Among equally
+    fast clients the earliest comes first.
     """
 
     def __init__(self, sizes: Sequence[float], clients: Iterable[tuple[int, float, Sequence[float]]]) -> None:
@@ -35,12 +35,12 @@ class Ranking:
         return self._num
 
     def add(self, client: int, capability: float, costs: Sequence[float]) -> None:
-        """Insert a client behind those of equal capability.
+        """Insert a client after those of equal speed.
 
         Args:
             client: id of the client.
-            capability: a number that is higher for a faster client.
-            costs: the client's cost of each fragment, in seconds.
+            capability: speed of the client; higher means faster.
+            costs: time that the client needs for each fragment, in seconds.
         """
         table, num = self._table, self._num
         if num == table.shape[1]:
@@ -52,7 +52,12 @@ class Ranking:
         self._num = num + 1
 
     def remove(self, client: int, capability: float) -> None:
-        """Remove a client; ``capability`` is the one with which it was added."""
+        """Remove a client.
+
+        Args:
+            client: id of the client.
+            capability: speed with which the client was added.
+        """
         table, num = self._table, self._num
         start, stop = (int(np.searchsorted(table[_KEY, :num], -capability, side=side)) for side in ("left", "right"))
         i = start + int(np.flatnonzero(table[_CLIENT, start:stop] == client)[0])
@@ -60,12 +65,12 @@ class Ranking:
         self._num = num - 1
 
     def bound(self) -> float:
-        """Return K, the largest cost in the offline assignment of fragments to clients (Fed-RAA, appendix B).
+        """Return the time limit K: the largest cost when fragments are assigned by size and speed (Fed-RAA, appendix B).
 
-        Clients are ordered by capability and fragments by size, both descending. With N clients and M fragments, fragment j goes to
-        clients ``(j-1) floor(N/M) + 1 .. j floor(N/M)``, and the remaining clients take the smallest fragment. If N < M the same
-        rule assigns fragments to clients, each of which trains its fragments in turn, and the remaining fragments go to the weakest
-        client.
+        Clients are ordered by speed and fragments by size, both descending. With N clients and M fragments, fragment j
+        goes to clients ``(j-1) floor(N/M) + 1 .. j floor(N/M)``; remaining clients get the smallest fragment. If N < M,
+        each client gets several fragments by the same rule and trains them in turn; remaining fragments go to the
+        slowest client.
         """
         num, num_fragments, costs = self._num, len(self._fragments), self._table[_COSTS:]
         if num < num_fragments:

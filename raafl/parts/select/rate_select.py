@@ -28,10 +28,10 @@ _NOTICED = 0.1
 
 @dataclass
 class RateMemory(MergeMemory):
-    """Measured times of the clients that are present.
+    """State of `RateSelect`: measured speeds of the clients that are present.
 
     Attributes:
-        ratio: client -> real by predicted seconds of a task; clients without an entry count as predicted.
+        ratio: measured divided by predicted seconds of a client's latest task, by client; absent = as predicted.
     """
 
     key = "rate_select"
@@ -41,27 +41,28 @@ class RateMemory(MergeMemory):
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class RateSelect(Select):
-    """Select that gives each client its share of the model, reduced to fit its memory and the task's limits.
+    """Select part that gives each client a share of the model, reduced to fit the client's memory and limits on a task.
 
-    A rate is the largest share that a client gets. Of the sizes up to it, the client gets the largest one whose predicted peak is
-    within its memory and whose task meets all given limits; so ``RateSelect()`` gives every client as much as fits. A model
-    without axes is trained whole, whatever the rates.
+    A client's rate is the largest share that it may get. It gets the largest submodel up to that share that fits its
+    memory and all given limits; ``RateSelect()`` gives every client as much as fits. A model without axes is trained
+    whole.
 
     Attributes:
-        selector: choice of units: leading (HeteroFL), rolling (FedRolex), random or magnitude.
+        selector: rule for choosing units: leading (HeteroFL), rolling (FedRolex), random or magnitude.
         rates: rate of a client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a mapping
             from device name.
-        rate_of: quantity of which a rate is a share: model = nominal size, where each axis keeps the square root of the rate
-            (`width_of`); width = each axis; parameters = counted parameters, for which the width is searched.
-        rounds: counter that moves rolling windows and random draws on: each client's own merged updates, or the server's
-            versions.
-        seconds: limit on a task's predicted time, links included; None = no limit.
+        rate_of: quantity of which a rate is a share: model = the model's nominal size, where each axis keeps the square
+            root of the rate (`width_of`); width = each axis; parameters = the counted parameters, for which a width is
+            searched.
+        rounds: number that moves rolling windows and random draws on: each client's own merged updates ("client"), or
+            the model's version ("server").
+        seconds: limit on a task's predicted time, including transfers; None = no limit.
         flops: limit on a task's training FLOPs; None = no limit.
-        wire_bytes: limit on a task's bytes, download and upload together; None = no limit.
-        steps_within_s: seconds within which a task must be predicted to finish, links included: it gets as many of the local
-            steps that `train` sets as fit, and at least 1, so that no client delays others longer; None = all steps.
-        measured: whether ``seconds`` counts at the client's measured speed: predicted times are multiplied by the ratio of real
-            to predicted seconds of the client's last task, once it has changed by more than a tenth.
+        wire_bytes: limit on the bytes that a task transfers, download and upload together; None = no limit.
+        steps_within_s: seconds in which a task should finish, including transfers. The client makes as many of the
+            local steps in `train` as fit, and at least 1. None = all steps.
+        measured: whether ``seconds`` refers to the client's measured speed. Predicted times are then multiplied by the
+            ratio of measured to predicted time of the client's last task, once it has changed by more than a tenth.
     """
 
     selector: Literal["leading", "rolling", "random", "magnitude"] = "leading"
@@ -99,7 +100,11 @@ class RateSelect(Select):
         return list(self.rates) if isinstance(self.rates, Sequence) else [self.rates]
 
     def rate(self, client: ClientInfo) -> float:
-        """Return the largest rate that ``client`` may get by the config; raises `BadInput` for a device without a rate."""
+        """Return the largest rate that ``client`` may get by the config.
+
+        Raises:
+            BadInput: the client's device has no rate.
+        """
         if not isinstance(self.rates, dict):
             rates = self._all_rates()
             return rates[(client.id - 1) % len(rates)]
@@ -123,21 +128,21 @@ class RateSelect(Select):
         return Work(spec, region=client.id, num_steps=self._steps(client, spec, fleet))
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or that no submodel fits."""
+        """Return a problem for each client that has no rate, or whose memory and limits allow no submodel."""
         return fleet.problems(lambda client: self._size(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's cached size; those of other clients do not depend on it."""
+        """Delete the client's cached size; it does not influence other clients."""
         fleet.cache.pop(client.id, None)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's measured ratio, since it may be on another device."""
+        """Delete the client's measured ratio, since it may have joined from another device."""
         if self.measured:
             fleet.state.memory.of(RateMemory).ratio.pop(client.id, None)
         super().on_join(client, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Compare the task's real with its predicted time, where sizes go by measured times."""
+        """Update the client's ratio of measured to predicted time, if sizes depend on measured speed."""
         if not self.measured:
             return
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
@@ -150,7 +155,7 @@ class RateSelect(Select):
             self.forget(client, fleet)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a warning if rates have no effect, since the model has no axes."""
+        """Return a warning if the model has no axes, so that rates have no effect."""
         submodels = fleet.state.submodels
         cuts = min(self._all_rates()) < 1 and not submodels.axes
         return uncut(submodels, "cut by rates") if cuts else []
@@ -221,14 +226,14 @@ def by_rate(
     levels: Sequence[float],
     rounds: Rounds = "client",
 ) -> Select:
-    """Return ``submodel`` if it is given, else a `RateSelect` whose rates are shares of the width.
+    """Return the user's own select part ``submodel`` if there is one, else a `RateSelect` with shares of the width.
 
     Args:
-        submodel: the user's own select; None = select by rate.
-        selector: choice of units, as in `RateSelect.selector`.
-        rates: share of the width by client; None = ``levels``, which clients take in turn.
+        submodel: the user's own select part; None = select by rate.
+        selector: rule for choosing units, as in `RateSelect.selector`.
+        rates: share of each axis's units by client; None = ``levels``, which clients take in turn.
         levels: shares of the width that the paper uses.
-        rounds: counter that moves rolling windows and random draws on, as in `RateSelect.rounds`.
+        rounds: number that moves rolling windows and random draws on, as in `RateSelect.rounds`.
 
     Raises:
         BadInput: both ``submodel`` and ``rates`` are given.

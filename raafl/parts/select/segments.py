@@ -23,13 +23,15 @@ from raafl.submodel.axes import Member
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Segments of one axis: segment i contains the units ``bounds[i]`` to ``bounds[i + 1] - 1``.
+    """Division of one axis into segments, each of which a mask keeps or drops as a whole.
+
+    Segment i contains the units ``bounds[i]`` to ``bounds[i + 1] - 1``.
 
     Attributes:
         bounds: unit at which each segment begins, ascending, from 0 to the size of the axis.
-        is_heads: whether the axis's units are heads of an attention.
-        block: index of the block, in the model's only stack, that contains the axis; None = the axis reaches outside a block, or
-            the model has no such stack.
+        is_heads: whether the units of the axis are attention heads.
+        block: index of the block that contains the axis; None = no single block does, or the model does not have
+            exactly one stack of blocks.
         can_train: whether a mask of the axis can be trained; see `readers`.
     """
 
@@ -47,7 +49,12 @@ class Segments:
 
 
 def cuts_of(submodels: Submodels, number: int) -> dict[str, Segments]:
-    """Return the segments of each axis, by its name: one per head; otherwise ``number`` nearly equal ranges, or one per unit."""
+    """Return the segments of each axis, by name: one per attention head, or else ``number`` nearly equal ranges of units.
+
+    Args:
+        submodels: submodels of the model.
+        number: number of segments of an axis without heads; a small axis has one per unit.
+    """
     return submodels.cached(
         "segments", number, lambda: {name: _cut(submodels, axis, number) for name, axis in submodels.axes.items()}
     )
@@ -63,15 +70,19 @@ def _cut(submodels: Submodels, axis: Axis, number: int) -> Segments:
 
 
 def stack_of(submodels: Submodels) -> Stack | None:
-    """Return the only stack of blocks; None if the model has none, or several."""
+    """Return the only stack of blocks in the model; None if there is none, or several."""
     return next(iter(submodels.stacks.values())) if len(submodels.stacks) == 1 else None
 
 
 def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
-    """Return the weights whose columns read the axis's units; zeroing these columns removes the units' effect, as cutting does.
+    """Return the weights that read an axis's units by their columns; zeroing these columns has the effect of removing the units.
 
-    The result is empty if no set of columns does that, as for a recurrent layer's state, or a width that a layer norm
-    spans.
+    The result is empty if no columns have this effect, as for the state of a recurrent layer, or a width over which a
+    layer norm computes statistics.
+
+    Args:
+        submodels: submodels of the model.
+        axis: axis whose units are read.
     """
     weights = []
     for member in axis.members:
@@ -95,10 +106,10 @@ def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
 
 
 class Gates:
-    """Gates on the weights that read an axis's units, one for each segment, in a module whose axes are whole.
+    """Gates that emulate a mask in the whole module, by multiplying the weights that read an axis's units; one per segment.
 
-    Setting them gives the Hadamard product of weight matrices and a mask: with gates of 0 and 1, the loss and the gradients of kept
-    parameters equal those of the small module that the mask cuts.
+    With gates of 0 and 1, the loss and the gradients of kept parameters equal those of the small module that the mask
+    would give. Gates between 0 and 1 have gradients.
     """
 
     def __init__(self, module: nn.Module, submodels: Submodels, segments: Mapping[str, Segments]) -> None:
@@ -120,7 +131,7 @@ class Gates:
 
     @contextmanager
     def set(self, gates: Mapping[str, Tensor]) -> Iterator[None]:
-        """Return a context in which the module runs with these gates, given by axis, each of shape (segments,)."""
+        """Return a context in which the module runs with the given gates, by axis, each of shape (segments,)."""
         own: list[Any] = [layer._parameters["weight"] for layer, _, _ in self._places]
         try:
             for (layer, axis, spread), weight in zip(self._places, own, strict=True):

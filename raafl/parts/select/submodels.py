@@ -28,14 +28,14 @@ Choice = Literal["gre_raa", "random", "fewest_updates"]
 
 @dataclass(frozen=True, slots=True)
 class Full(Select):
-    """Select that gives every client the whole model."""
+    """Select part that gives every client the whole model."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the whole model."""
         return Work()
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory cannot hold the whole model."""
+        """Return a problem for each client whose memory is too small for the whole model."""
         spec = Work().spec
         return [
             f"client {client.id}: memory_bytes is {client.profile.memory_bytes:.4g}, the full model needs "
@@ -50,11 +50,11 @@ class Full(Select):
 
 
 def uncut(submodels: Submodels, what: str) -> list[str]:
-    """Return a warning if the model has no axes, so that every client trains all of it; else an empty list.
+    """Return a warning if the model has no axes, so that every client trains all of it; otherwise no warning.
 
     Args:
         submodels: submodels of the model.
-        what: verb for the use of axes by the method, such as "prune".
+        what: verb for what the method does with axes, such as "prune".
     """
     if submodels.axes:
         return []
@@ -62,10 +62,13 @@ def uncut(submodels: Submodels, what: str) -> list[str]:
 
 
 def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
-    """Return the share of each fragment: for a number, a row of the paper's Table 4; else the given ratios, scaled to sum to 1.
+    """Return the share of the model in each fragment: a row of the paper's Table 4, or the given ratios scaled to sum to 1.
+
+    Args:
+        fragments: number of fragments, for a row of Table 4; or a list of relative sizes.
 
     Raises:
-        BadInput: Table 4 has no row for the number; or there are no ratios, or one is not above 0.
+        BadInput: Table 4 has no such row, or the list is empty or has a number that is not above 0.
     """
     if isinstance(fragments, int):
         if fragments not in TABLE_4:
@@ -82,32 +85,36 @@ def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
 
 
 def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec, ...]:
-    """Cut every axis into consecutive disjoint ranges by ``ratios``, and return one spec per fragment.
+    """Cut every axis into consecutive disjoint ranges by ``ratios``; return one submodel per range, called a fragment.
 
-    Every fragment contains the parameters that lie on no axis (the output bias, norms over an uncut width). On an axis with
-    fewer units than fragments each fragment has one unit, and several share it (`shared_fragments`). A model without axes is
-    one fragment.
+    Every fragment also contains the parameters that lie on no axis, such as the output bias. If an axis has fewer units
+    than there are fragments, each fragment has one unit, and some share it (`shared_fragments`). A model without axes
+    is one fragment.
+
+    Args:
+        submodels: submodels of the model.
+        ratios: share of the units in each fragment.
     """
     return shared_fragments(submodels.axes, ratios if submodels.axes else [1.0])
 
 
 class OneOf(Select):
-    """Base of selects that assign one of a fixed set of submodels for each task (Fed-RAA, Algorithm 2); subclasses define the set.
+    """Base class of select parts that assign one out of a fixed set of submodels (Fed-RAA, Algorithm 2).
 
-    For an idle client n, let c(n, j) be the predicted time of a task on submodel j, q(j) the number of its merges, and
-    ``S = {j : c(n, j) <= K}`` the submodels that the client can train in time. Then
+    For a client n, c(n, j) is the predicted time of a task on submodel j, and q(j) is how often j was merged so far.
+    ``S = {j : c(n, j) <= K}`` are the submodels that the client can train within the time K.
 
-    - gre_raa chooses the one in S with the smallest q(j), ties at random;
-    - random chooses any in S;
-    - fewest_updates (the paper's MP) chooses the smallest q(j) of all, whatever its time.
+    - gre_raa chooses from S the submodel with the smallest q(j), at random among equals;
+    - random chooses any submodel of S;
+    - fewest_updates (the paper's MP) chooses the submodel with the smallest q(j), whatever its time.
 
     A submodel that exceeds the client's memory is never chosen. c(n, j) is `SelectContext.task_time`: the paper's
-    ``|theta_j| |D_n| / cmp_n``, that is, training FLOPs divided by the client's FLOP/s, plus download, upload and the client's own
-    evaluation.
+    ``|theta_j| |D_n| / cmp_n`` (training FLOPs divided by the client's FLOP/s), plus download, upload and the client's
+    own evaluation.
 
     Attributes:
         how: rule of choice: gre_raa, random or fewest_updates.
-        bound_s: bound K in seconds; None = the offline bound of the present clients.
+        bound_s: time limit K in seconds; None = computed from the present clients (`Ranking.bound`).
     """
 
     how: Choice
@@ -115,7 +122,7 @@ class OneOf(Select):
 
     @abstractmethod
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
-        """Return the submodels of the set, in the order of their numbers j = 1, 2, ..."""
+        """Return all submodels of the set, in the order of their numbers j = 1, 2, ..."""
 
     @abstractmethod
     def what(self) -> str:
@@ -142,14 +149,14 @@ class OneOf(Select):
         return Work(self.specs(fleet)[j - 1], region=j)
 
     def specs(self, fleet: SelectContext) -> tuple[Spec, ...]:
-        """Return the submodels of the set, in the order of their numbers j = 1, 2, ...; cached."""
+        """Return all submodels of the set, in the order of their numbers j = 1, 2, ...; cached."""
         if "specs" not in fleet.cache:
             fleet.cache["specs"] = self.pieces(fleet.state.submodels)
         specs: tuple[Spec, ...] = fleet.cache["specs"]
         return specs
 
     def bound(self, fleet: SelectContext) -> float:
-        """Return the bound K in seconds: the one given, or the offline bound of the present clients."""
+        """Return the time limit K in seconds: the given one, or that computed from the present clients."""
         if self.bound_s is not None:
             return self.bound_s
         cache = fleet.cache
@@ -169,24 +176,24 @@ class OneOf(Select):
         return ranking
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Add the client to the ranking."""
+        """Add the client to the ranking by speed."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].add(client.id, client.profile.flops_per_s, self._costs(client, fleet))
         self.forget(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Remove the client from the ranking."""
+        """Remove the client from the ranking by speed."""
         if "ranking" in fleet.cache:
             fleet.cache["ranking"].remove(client.id, client.profile.flops_per_s)
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the cached bound K, which depends on all clients, and this client's set S."""
+        """Delete the cached time limit K, which depends on all clients, and the set S of this client."""
         fleet.cache.pop("K", None)
         fleet.cache.get("S", {}).pop(client.id, None)
 
     def allowed(self, client: ClientInfo, fleet: SelectContext) -> list[int]:
-        """Return the set S of submodels that ``client`` may get, by their numbers from 1; cached."""
+        """Return the numbers, from 1, of the submodels in the client's set S; cached."""
         # K is the cost of some fragment on some client, which rounding must not exclude
         limit = float("inf") if self.how == "fewest_updates" else self.bound(fleet) * (1 + 1e-9)
         cached: dict[int, list[int]] = fleet.cache.setdefault("S", {})
@@ -200,7 +207,7 @@ class OneOf(Select):
         return cached[client.id]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that can train none of the submodels within K and its memory."""
+        """Return a problem for each client that can train no submodel of the set within K and its memory."""
         return [self._problem(c, fleet) for c in fleet.clients.values() if not self.allowed(c, fleet)]
 
     def _costs(self, client: ClientInfo, fleet: SelectContext) -> list[float]:
@@ -234,12 +241,12 @@ class OneOf(Select):
 
 @dataclass(frozen=True, slots=True)
 class Fragments(OneOf):
-    """Choice among disjoint fragments of the width (Fed-RAA).
+    """Select part that chooses among disjoint fragments, slices of the model's width (Fed-RAA).
 
     Attributes:
         ratios: share of the units in each fragment.
         how: rule of choice: gre_raa, random or fewest_updates.
-        bound_s: bound K in seconds; None = the offline bound of the present clients.
+        bound_s: time limit K in seconds; None = computed from the present clients.
     """
 
     ratios: tuple[float, ...]
@@ -255,5 +262,5 @@ class Fragments(OneOf):
         return uncut(fleet.state.submodels, "cut into fragments") if len(self.ratios) > 1 else []
 
     def what(self) -> str:
-        """Describe the fragments' ratios in a few words, for logs."""
+        """Describe the sizes of the fragments in a few words, for logs."""
         return f"fragments {'/'.join(f'{100 * r:g}' for r in self.ratios)} %"

@@ -44,7 +44,7 @@ def size_of(axis: Axis | Stack) -> int:
 
 
 def count(size: int, rate: float) -> int:
-    """Return the number of units that a rate keeps of ``size``: ``ceil(rate * size)``, at least 1 (HeteroFL, section 3.1).
+    """Return how many of ``size`` units a rate keeps: ``ceil(rate * size)``, at least 1 (HeteroFL, section 3.1).
 
     Raises:
         BadInput: the rate is not in (0, 1].
@@ -55,10 +55,14 @@ def count(size: int, rate: float) -> int:
 
 
 def counts(axes: Axes, rate: Rate) -> dict[str, int]:
-    """Return the number of kept units of each axis that shrinks.
+    """Return how many units a rate keeps on each axis that shrinks.
+
+    Args:
+        axes: axes of the model, by name.
+        rate: share of each axis's units to keep, one number or by axis.
 
     Raises:
-        BadInput: a rate is not in (0, 1], or names a missing axis.
+        BadInput: a rate is not in (0, 1], or is given for an axis that does not exist.
     """
     if isinstance(rate, Mapping):
         for name in rate:
@@ -72,14 +76,14 @@ def counts(axes: Axes, rate: Rate) -> dict[str, int]:
 
 
 def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
-    """Return the spec that keeps these units; axes that are not named stay whole.
+    """Return the submodel that keeps the given units; axes that are not named stay whole.
 
     Args:
-        axes: axes and stacks of the model, by name.
+        axes: axes and stacks of blocks of the model, by name.
         kept: indices of the kept units, by name of the axis.
 
     Raises:
-        SpecError: an axis is missing, keeps no unit, or keeps a unit that it does not have.
+        SpecError: an axis does not exist, would keep no unit, or does not have a given unit.
     """
     width: dict[str, list[int] | range] = {}
     depth: dict[str, list[int] | range] = {}
@@ -99,29 +103,29 @@ def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
 
 
 def leading(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return the first units of every axis, so that submodels are nested (HeteroFL, Diao et al. 2021, section 3.1).
+    """Select the first units of every axis, so that small submodels are contained in larger ones (HeteroFL, section 3.1).
 
     Args:
         axes: axes of the model, by name.
-        rate: kept share of each axis.
-        state: not used by this selector.
-        seed: not used by this selector.
-        round: not used by this selector.
+        rate: share of each axis's units to keep.
+        state: ignored by this selector.
+        seed: ignored by this selector.
+        round: ignored by this selector.
     """
     return spec_of(axes, {name: range(number) for name, number in counts(axes, rate).items()})
 
 
 def rolling(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return a window of units that moves on by one each round (FedRolex, Alam et al. 2022, section 3.2).
+    """Select a window of units that moves on by one in each round (FedRolex, Alam et al. 2022, section 3.2).
 
-    On an axis with K units the window starts at ``j = round mod K`` and wraps around. Within K rounds each unit is trained equally
-    often. (The paper rounds the size of the window down; this rounds up, as every selector does.)
+    On an axis with K units the window starts at unit ``round mod K`` and wraps around, so that within K rounds each
+    unit is trained equally often. (The paper rounds the window's size down; this rounds up, as every selector does.)
 
     Args:
         axes: axes of the model, by name.
-        rate: kept share of each axis.
-        state: not used by this selector.
-        seed: not used by this selector.
+        rate: share of each axis's units to keep.
+        state: ignored by this selector.
+        seed: ignored by this selector.
         round: number of the round.
     """
     windows = {}
@@ -132,12 +136,12 @@ def rolling(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, roun
 
 
 def at_random(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, round: int = 0) -> Spec:
-    """Return units drawn without replacement, independently in each round (Federated Dropout, Caldas et al. 2018).
+    """Select random units, drawn anew in each round (Federated Dropout, Caldas et al. 2018).
 
     Args:
         axes: axes of the model, by name.
-        rate: kept share of each axis.
-        state: not used by this selector.
+        rate: share of each axis's units to keep.
+        state: ignored by this selector.
         seed: seed of the draws.
         round: number of the round.
     """
@@ -151,11 +155,15 @@ def at_random(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, ro
 
 
 def shared_fragments(axes: Axes, ratios: Sequence[float]) -> tuple[Spec, ...]:
-    """Cut every axis into consecutive ranges by ``ratios``, one spec per ratio; each has at least one unit of every axis.
+    """Cut every axis into consecutive ranges by ``ratios``; return one submodel per range, with at least one unit of every axis.
 
-    On an axis with at least as many units as fragments the ranges are disjoint: an empty one takes a unit from its neighbour. On an
-    axis with fewer (two heads, three fragments) each fragment has one unit, and neighbours share it. Either way every unit is in a
-    fragment, and fragments are in order.
+    If an axis has enough units, the ranges are disjoint; a range that would be empty takes a unit from its neighbour.
+    Otherwise (two heads, three fragments) each fragment has one unit, and neighbours share it. Every unit is in some
+    fragment.
+
+    Args:
+        axes: axes of the model, by name.
+        ratios: relative sizes of the ranges.
 
     Raises:
         BadInput: a ratio is not above 0.

@@ -18,19 +18,20 @@ from raafl.submodel import Spec, Submodels
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class WindowPieces(OneOf):
-    """Choice among windows of consecutive blocks (`RollingWindows`), each cut into disjoint slices of its width, for every rate.
+    """Select part that chooses among pieces of the model: some consecutive blocks, and a slice of their width.
 
-    A rate r gives windows of ``ceil(r_d L)`` blocks, and ``ceil(1 / r_w)`` slices of ``ceil(r_w S)`` heads and segments
-    each, which together cover all of them. Each piece is a region j with its own count q(j) of merges. Gre-RAA then
-    gives a client the piece that was merged least often, among the pieces that it finishes within K.
+    A rate r gives windows of ``ceil(r_d L)`` consecutive blocks (`RollingWindows`). Each is cut into ``ceil(1 / r_w)``
+    slices of ``ceil(r_w S)`` heads or segments, which together cover all of them. The number q(j) of merges is counted
+    for each piece j. Gre-RAA then gives a client the piece merged least often, among those that it finishes within the
+    time K.
 
     Attributes:
-        rates: shares r of the model, one for each set of pieces.
-        ratio: ratio by which width and depth share r, see `raafl.parts.select.windows.split_rate`.
-        segments: number of ranges into which an axis without heads is cut.
-        distils: whether to keep the exits inside a window, so that they train, too.
+        rates: shares r of the model that a piece has, one for each set of pieces.
+        ratio: division of the share r between width and depth; see `raafl.parts.select.windows.split_rate`.
+        segments: number of equal segments into which an axis without attention heads is divided.
+        distils: whether to keep the exits inside a window, so that they are trained, too.
         how: rule of choice: gre_raa, random or fewest_updates.
-        bound_s: bound K in seconds; None = the offline bound.
+        bound_s: time limit K in seconds; None = computed from the present clients.
     """
 
     rates: list[float] = field(default_factory=lambda: [1.0, 0.5625, 0.25, 0.0625])
@@ -52,7 +53,7 @@ class WindowPieces(OneOf):
         return RollingWindows(ratio=self.ratio, segments=self.segments, mask_rounds=0, distils=self.distils)
 
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
-        """Return the windows and slices of every rate, the largest rate first."""
+        """Return all pieces: the windows and slices of every rate, largest rate first."""
         windows, stack, cuts = self._windows(), stack_of(submodels), cuts_of(submodels, self.segments)
         pieces: dict[Spec, None] = {}
         for rate in sorted(self.rates, reverse=True):
@@ -67,7 +68,7 @@ class WindowPieces(OneOf):
         return tuple(pieces)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return notes on differences from Co-S2P, and on cuts that the model does not allow."""
+        """Return notes on differences from Co-S2P, and on what the model does not allow."""
         return [
             "windows of Co-S2P without its training: slices of the width are fixed, no mask is trained, no exit has a loss of its "
             "own and nothing is distilled",
@@ -75,7 +76,7 @@ class WindowPieces(OneOf):
         ]
 
     def what(self) -> str:
-        """Describe the pieces' rates in a few words, for logs."""
+        """Describe the sizes of the pieces in a few words, for logs."""
         return (
             f"windows of blocks and slices of their width, {', '.join(f'{rate:g}' for rate in self.rates)} of the model"
         )

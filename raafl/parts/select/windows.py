@@ -27,9 +27,14 @@ STEPS = 16
 
 
 def split_rate(rate: float, ratio: float) -> tuple[float, float]:
-    """Return r_w and r_d with ``r_w * r_d = rate`` and ``log r_w = ratio * log r_d`` (Table VIII).
+    """Split the share of a model into a share r_w of its width and a share r_d of its depth (Table VIII).
 
-    Ratio 1 cuts width and depth equally, ``sqrt(rate)`` each; 0 cuts depth alone, infinity width alone.
+    ``r_w * r_d = rate`` and ``log r_w = ratio * log r_d``. So ratio 1 shrinks both equally, 0 shrinks the depth only,
+    and infinity the width only.
+
+    Args:
+        rate: share of the model, in (0, 1].
+        ratio: division between width and depth.
     """
     share = 1.0 if ratio == float("inf") else ratio / (1.0 + ratio)
     width: float = rate**share
@@ -38,7 +43,7 @@ def split_rate(rate: float, ratio: float) -> tuple[float, float]:
 
 
 def window_notes(submodels: Submodels) -> list[str]:
-    """Return notes on the cuts of depth and width that this model does not allow."""
+    """Return notes on what this model does not allow: fewer blocks, or narrower layers."""
     notes: list[str] = []
     if stack_of(submodels) is None:
         what = "several stacks" if submodels.stacks else "no stack"
@@ -51,21 +56,29 @@ def window_notes(submodels: Submodels) -> list[str]:
 
 
 def window_starts(num_blocks: int, rate: float) -> list[int]:
-    """Return the first blocks of all windows of ``ceil(rate * num_blocks)`` blocks.
+    """Return the first block of each window of ``ceil(rate * num_blocks)`` consecutive blocks.
 
-    Windows follow each other without a gap, and the last ends with the last block: of all sequences of windows this trains the
-    blocks most evenly, as Co-S2P requires.
+    Windows follow each other without a gap, and the last one ends with the last block. This trains all blocks as evenly
+    as possible, as Co-S2P requires.
+
+    Args:
+        num_blocks: number of blocks in the model.
+        rate: share of the blocks in a window.
     """
     length = count(num_blocks, rate)
     return [min(start, num_blocks - length) for start in range(0, num_blocks, length)]
 
 
 def first_window(client: int, num: int) -> int:
-    """Return the index of a client's first window, out of ``num``, so that clients are spread over all windows.
+    """Return the number of the window with which a client starts, so that clients are spread over all windows.
 
-    The index is the digit sum of ``client - 1`` to base ``num``, modulo ``num``. Client 1 starts with the lowest
-    window. Any ``num`` consecutive clients cover all windows, and so do clients at equal distances, such as those of
-    one kind of device.
+    It is the digit sum of ``client - 1`` to base ``num``, modulo ``num``; client 1 starts with the lowest window. Any
+    ``num`` consecutive clients cover all windows, and so do clients at equal distances, such as those of one kind of
+    device.
+
+    Args:
+        client: id of the client.
+        num: number of windows.
     """
     left, total = client - 1, 0
     while left and num > 1:
@@ -91,7 +104,7 @@ class _Size:
     masks: tuple[tuple[str, ...], ...] = ()
 
     def turn(self, merged: int) -> tuple[int, tuple[str, ...]]:
-        """Return the client's round after ``merged`` merged tasks, and the axes whose scores train in the next task."""
+        """Return the client's round, and the axes whose mask scores train in its next task; ``merged`` counts its merged tasks."""
         for round, axes in enumerate(self.masks):
             if not axes or merged == 0:
                 if merged == 0:
@@ -107,26 +120,27 @@ class _Size:
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class RollingWindows(Select):
-    """Select that gives a window of ``ceil(r_d L)`` blocks, which moves up each round, and a share r_w of each axis.
+    """Select part of Co-S2P: a window of consecutive blocks that moves up in each round, narrowed by the client's own mask.
 
-    Blocks below the window are frozen and as narrow as the client's mask; blocks above are absent, and the exit at the window's top
-    ends the submodel. Clients start with different windows (`first_window`).
+    The window has ``ceil(r_d L)`` of L blocks and the share r_w of each axis. Blocks below it are frozen and equally
+    narrow; blocks above are absent, and the exit at the window's top ends the submodel. Clients start with different
+    windows (`first_window`).
 
     A client's mask keeps, on each axis, the ``ceil(r_w S)`` of S segments with the largest scores. In a client's first
-    ``mask_rounds`` visits of a block (for axes outside all blocks: of any window) a task that trains the block's scores
-    precedes the one that trains the window; after these visits the scores stay constant.
+    ``mask_rounds`` visits to a block it first gets a task that trains the block's scores, then one that trains the
+    window. Afterwards the scores stay constant. Axes outside all blocks count as visited with any window.
 
     Attributes:
         rates: rate r of a client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
             mapping from device name.
-        ratio: ratio by which width and depth share r, see `split_rate`.
-        linear: masks of axes without heads: trained, or random, drawn anew for each task.
-        attention: masks of heads: trained or random.
+        ratio: division of the rate r between width and depth; see `split_rate`.
+        linear: origin of the masks on axes without heads: trained, or random, drawn anew for each task.
+        attention: origin of the masks on attention heads: trained or random.
         segments: number S of segments of an axis without heads.
-        mask_rounds: number of a client's visits of each block that begin with training its scores.
-        mask_epochs: local epochs of a task that trains scores.
-        mask_steps: local steps of such a task, instead of epochs; None = epochs.
-        distils: whether to keep the exits inside the window, so that they train, too.
+        mask_rounds: number of visits to a block in which a client first trains the block's mask scores.
+        mask_epochs: number of local epochs in a task that trains mask scores.
+        mask_steps: number of local steps in such a task, instead of epochs; None = use epochs.
+        distils: whether to keep the exits inside the window, so that they are trained, too.
     """
 
     rates: Rates = 1.0
@@ -218,14 +232,14 @@ class RollingWindows(Select):
     def window(
         self, submodels: Submodels, start: int, stop: int, kept: Mapping[str, Sequence[int]], *, distils: bool
     ) -> Spec:
-        """Return the submodel that trains a window, with the exit at its top and, for distillation, the exits inside.
+        """Return the submodel that trains a window of blocks, with the exit at its top.
 
         Args:
             submodels: submodels of the model.
-            start: index of the first block that trains.
-            stop: index after the last block.
+            start: index of the window's first block.
+            stop: index after the window's last block.
             kept: indices of the kept units, for each narrowed axis.
-            distils: whether to keep the exits inside the window.
+            distils: whether to keep also the exits inside the window.
         """
         stack, exits = stack_of(submodels), exit_depths(submodels)
         none = () if exits else None
@@ -247,7 +261,7 @@ class RollingWindows(Select):
         return Spec(spec.kept, spec.blocks, (), spec.exits)
 
     def starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
-        """Return the first blocks of the windows, such that each window ends at an exit or at the model's own end.
+        """Return the first block of each window, such that every window ends at an exit or with the model itself.
 
         Args:
             submodels: submodels of the model.
@@ -313,15 +327,15 @@ class RollingWindows(Select):
     # ---- the fleet ----
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose share of the model (its rate) is not given, or whose memory no submodel fits."""
+        """Return a problem for each client that has no rate, or whose memory is too small for any submodel."""
         return fleet.problems(lambda client: self._size(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's cached size; those of other clients do not depend on it."""
+        """Delete the client's cached size; it does not influence other clients."""
         fleet.cache.pop(("size", client.id), None)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return notes on the cuts that the model or a client does not allow."""
+        """Return notes on what the model or a client does not allow: fewer blocks, or narrower layers."""
         submodels, notes = fleet.state.submodels, window_notes(fleet.state.submodels)
         stack = stack_of(submodels)
         random_ones = [name for name, cut in self._cuts(submodels).items() if len(cut) > 1 and not cut.can_train]

@@ -27,21 +27,21 @@ def _is_whole(waiting: TriggerContext) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WholeRounds(AllReported):
-    """Trigger of rounds that never merges only a part of a group."""
+    """Trigger for rounds that merges only complete groups, for secure aggregation."""
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check that every task of the round has reported or was lost."""
+        """Check whether every task of the round has reported or was lost."""
         return _is_whole(waiting) and AllReported.due(self, waiting)
 
 
 @dataclass(frozen=True, slots=True)
 class WholeGroups(Buffered):
-    """Trigger that merges each group of K clients once its updates have arrived, except those of clients that dropped out."""
+    """Trigger that merges each group of K clients when its updates have arrived, except those of clients that dropped out."""
 
     folds_rest: ClassVar[bool] = False
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check that all updates of the group have arrived."""
+        """Check whether all updates of the group have arrived."""
         return _is_whole(waiting)
 
     def __str__(self) -> str:
@@ -52,19 +52,19 @@ def secured(
     algorithm: Algorithm, options: SecureAggregation, rounds: Rounds, guard: Guard, privacy: Privacy, num_clients: int,
     up: str = "none",
 ) -> Algorithm:  # fmt: skip
-    """Return ``algorithm`` with a merge of sums and a trigger of whole groups; unchanged if secure aggregation is off.
+    """Return ``algorithm`` with secure aggregation, in which the server can read only sums; unchanged if it is off.
 
     Args:
-        algorithm: algorithm wrapped in the run's other options.
+        algorithm: algorithm with all other options of the run.
         options: the run's options of secure aggregation.
-        rounds: conditions on which a round closes early.
+        rounds: conditions under which a round closes early.
         guard: protection from bad updates.
-        privacy: client-level differential privacy.
+        privacy: differential privacy of the clients.
         num_clients: number of clients N.
         up: compressor of what clients send, as in ``compress.up``.
 
     Raises:
-        BadInput: an option or the algorithm does not work with secure aggregation; the message has a line for each
+        BadInput: the algorithm or an option does not work with secure aggregation; the message has a line for each
             problem.
     """
     if options.min_cover is None:
@@ -83,7 +83,7 @@ def secured(
 
 
 def group_size(algorithm: Algorithm, num_clients: int) -> int:
-    """Return the largest number of clients in a group: those of a round, or of a buffer."""
+    """Return the largest number of clients in a group: the size of a round or of a buffer."""
     if isinstance(algorithm.trigger, Buffered):
         return algorithm.trigger.size
     return min(algorithm.sample.cohort or num_clients, num_clients)

@@ -23,15 +23,20 @@ MAX_CELLS = 4096
 
 
 def typed(layout: Layout, dtype: torch.dtype) -> Layout:
-    """Return a layout that has the same tensors as ``layout``, but of another dtype."""
+    """Return a layout with the same tensors as ``layout`` and another dtype.
+
+    Args:
+        layout: layout to copy.
+        dtype: dtype of all tensors.
+    """
     return Layout.pack((entry.name, entry.shape, dtype) for entry in layout.entries)
 
 
 class Ring:
-    """Layouts and copy plans of whole numbers that replace a submodel's trained values; each has one flat buffer of int32.
+    """Layouts and copy plans of the integers that replace a submodel's trained values; each has one flat int32 buffer.
 
     Attributes:
-        submodels: submodels of the model, which trains only float32 (`secure.merge` checks it).
+        submodels: submodels of the model; all trained parameters must be float32.
     """
 
     def __init__(self, submodels: Submodels) -> None:
@@ -39,14 +44,24 @@ class Ring:
         self.submodels = submodels
 
     def layout(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> Layout:
-        """Return the layout of a submodel's whole numbers, in the order of its trained tensors."""
+        """Return the layout of a submodel's integers, in the order of its trained tensors.
+
+        Args:
+            spec: submodel whose values are replaced.
+            dtype: dtype of the integers.
+        """
         spec = self.submodels.normal(spec.cut)
         return self.submodels.cached(
             "ring layout", (spec, dtype), lambda: typed(self.submodels.layout(spec, "trained"), dtype)
         )
 
     def plan(self, spec: Spec, dtype: torch.dtype = torch.int32) -> CopyPlan:
-        """Return the copy plan between a whole model's whole numbers and a submodel's."""
+        """Return the plan that copies integers between the whole model and a submodel.
+
+        Args:
+            spec: submodel whose values are replaced.
+            dtype: dtype of the integers.
+        """
         spec = self.submodels.normal(spec.cut)
 
         def make() -> CopyPlan:
@@ -55,21 +70,26 @@ class Ring:
         return self.submodels.cached("ring plan", (spec, dtype), make)
 
     def zeros(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> FlatTensors:
-        """Return whole numbers for a submodel, all zero, on the CPU."""
+        """Return the integers of a submodel, all zero, on the CPU.
+
+        Args:
+            spec: submodel whose values are replaced.
+            dtype: dtype of the integers.
+        """
         return FlatTensors.zeros(self.layout(spec, dtype))
 
 
 def buffer_of(flat: FlatTensors) -> torch.Tensor:
-    """Return the only buffer of ``flat``; an empty one if nothing trains."""
+    """Return the only buffer of ``flat``; an empty one if there are no trained values."""
     return next(iter(flat.buffers.values()), torch.zeros(0, dtype=torch.int32))
 
 
 class Coverage:
-    """Cells of a group: sets of elements that exactly the same members' submodels contain.
+    """Division of a model's elements into cells; the elements of a cell belong to the submodels of exactly the same members.
 
     Attributes:
-        holders: keys of the members whose submodels contain a cell, for each cell.
-        specs: submodel of each member, by key.
+        holders: keys of the members whose submodels contain the cell, for each cell.
+        specs: submodel of each member of the group, by key.
     """
 
     def __init__(self, ring: Ring, specs: Mapping[int, Spec]) -> None:
@@ -105,7 +125,7 @@ class Coverage:
         self._cells: dict[Spec, np.ndarray] = {}
 
     def cells_of(self, key: int) -> np.ndarray:
-        """Return the number of the cell of each element that a member sends, in order."""
+        """Return the number of the cell to which each element of a member's submodel belongs, in order."""
         spec = self.specs[key]
         if spec not in self._cells:
             plan = self._ring.plan(spec, torch.int64)
@@ -113,21 +133,36 @@ class Coverage:
         return self._cells[spec]
 
     def own(self, key: int) -> list[int]:
-        """Return the cells that a member's submodel contains, ascending."""
+        """Return the cells in a member's submodel, ascending."""
         return [cell for cell, holders in enumerate(self.holders) if key in holders]
 
     def open_cells(self, survivors: frozenset[int], min_cover: int) -> list[int]:
-        """Return the cells that at least ``min_cover`` of the survivors contain, ascending."""
+        """Return the cells that at least ``min_cover`` of the remaining members have, ascending.
+
+        Args:
+            survivors: keys of the members that have not dropped out.
+            min_cover: smallest number of members.
+        """
         return [cell for cell, holders in enumerate(self.holders) if len(holders & survivors) >= min_cover]
 
     def common(self, key: int, other: int) -> np.ndarray | slice:
-        """Return the elements of member ``key``'s submodel that member ``other`` has, too: a mask, or a slice of all."""
+        """Return which elements of a member's submodel another member has, too: a mask, or a slice if it has all.
+
+        Args:
+            key: key of the member.
+            other: key of the other member.
+        """
         held = np.array([other in holders for holders in self.holders])
         cells = self.cells_of(key)
         return slice(None) if held[cells].all() else held[cells]
 
     def within(self, key: int, cell: int) -> np.ndarray | slice:
-        """Return the elements of member ``key``'s submodel that lie in ``cell``: a mask, or a slice of all."""
+        """Return which elements of a member's submodel lie in a cell: a mask, or a slice if all do.
+
+        Args:
+            key: key of the member.
+            cell: number of the cell.
+        """
         cells = self.cells_of(key)
         chosen = cells == cell
         return slice(None) if chosen.all() else chosen

@@ -19,18 +19,18 @@ OUT_OF_RANGE = "out-of-range"
 
 
 class OutOfRange(ValueError):
-    """Raised if an update has an element that fixed point cannot hold: it is beyond the bound, or not finite."""
+    """Raised if an update has an element that fixed-point numbers cannot hold: it exceeds the bound or is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedPoint:
-    """Fixed-point numbers up to ``bound`` in steps of ``2**-bits``, of which ``num_members`` add up without overflow.
+    """Fixed-point format in which several clients' changes add up without overflow: values up to ``bound``, steps ``2**-bits``.
 
-    An element is rounded towards zero, so that no bound on an update's norm is exceeded by rounding; its error is below one step.
+    An element is rounded towards zero by less than one step, so that rounding never increases the norm of an update.
 
     Attributes:
-        bound: largest magnitude of an element (B).
-        num_members: largest number of updates in a sum (K).
+        bound: largest magnitude B of an element.
+        num_members: largest number K of updates in a sum.
     """
 
     bound: float
@@ -45,7 +45,7 @@ class FixedPoint:
 
     @property
     def bits(self) -> int:
-        """Number of binary places after the point: ``floor(log2((2^31 - 1) / (K B)))``."""
+        """Number of binary digits after the point: ``floor(log2((2^31 - 1) / (K B)))``."""
         return math.floor(math.log2(LARGEST / (self.num_members * self.bound)))
 
     @property
@@ -54,14 +54,14 @@ class FixedPoint:
         return 2.0**-self.bits
 
     def scale(self, values: Tensor, clip_norm: float | None = None) -> float:
-        """Return the factor, at most 1, that clips a change to a norm.
+        """Return the factor, at most 1, by which a change must be multiplied to clip its norm.
 
         Args:
-            values: the client's change, one flat buffer.
-            clip_norm: L2 norm to which ``values`` are scaled down; None = no clipping.
+            values: change of the client, as one flat buffer.
+            clip_norm: largest L2 norm of ``values``; None = no clipping.
 
         Raises:
-            OutOfRange: an element is beyond the bound after clipping, or not finite.
+            OutOfRange: after clipping, an element exceeds the bound or is not finite.
         """
         wide, factor = values.double(), 1.0
         if clip_norm is not None and (norm := float(torch.linalg.vector_norm(wide))) > clip_norm:
@@ -71,11 +71,11 @@ class FixedPoint:
         return factor
 
     def encode(self, values: Tensor, share: float = 1.0, scale: float = 1.0) -> Tensor:
-        """Return ``share * scale * values`` as whole numbers of steps, int32, on the same device.
+        """Encode ``share * scale * values`` as integers, in units of one step: int32, on the same device.
 
         Args:
-            values: the client's change, one flat buffer, which `scale` has accepted.
-            share: weight of the client as a share of the largest weight in the sum, from 0 to 1.
+            values: change of the client, as one flat buffer, checked by `scale`.
+            share: weight of the client, divided by the largest weight in the sum; from 0 to 1.
             scale: factor that `scale` returned for these values.
         """
         wide = values.double() if scale == 1.0 else values.double() * scale
@@ -87,7 +87,12 @@ class FixedPoint:
 
 
 def add_(total: Tensor, more: Tensor | np.ndarray) -> None:
-    """Add int32 tensors modulo 2^32, in place, on the CPU. NumPy does it, since torch does not define an overflow's result."""
+    """Add int32 tensors modulo 2^32, in place, on the CPU. NumPy does it, since torch does not define what an overflow gives.
+
+    Args:
+        total: tensor that is changed.
+        more: tensor or array to add.
+    """
     words = total.numpy().view(np.uint32)
     other = more.numpy() if isinstance(more, Tensor) else more
     np.add(words, other.view(np.uint32), out=words)

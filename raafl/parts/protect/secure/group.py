@@ -26,11 +26,11 @@ COMMITMENT_BYTES = 16
 
 
 class CannotOpen(Exception):
-    """Raised if the sum of a group cannot be read.
+    """Raised if the sum of a group's updates cannot be unmasked.
 
     Attributes:
-        reason: reason code: too-few (members are left), bad-share (a member's shares do not restore a key), or
-            bad-group (the group is not the one that a client agreed to).
+        reason: reason code: too-few (too few members are left), bad-share (the members' shares do not restore a key),
+            or bad-group (the group is not the one to which a client agreed).
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -40,12 +40,12 @@ class CannotOpen(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """One member of a group, as the other members know it.
+    """One member of a group, as the other members see it.
 
     Attributes:
-        key: id of the member's assignment, unique in the run.
-        mask_key: the member's public key for masks, 32 bytes.
-        share_key: the member's public key for shares, 32 bytes.
+        key: number of the member: the id of its assignment.
+        mask_key: public key with which others agree on masks, 32 bytes.
+        share_key: public key with which others encrypt shares, 32 bytes.
         spec: submodel of the member.
     """
 
@@ -57,13 +57,13 @@ class GroupMember:
 
 @dataclass(frozen=True)
 class Group:
-    """Group of clients whose updates are read as one sum.
+    """Group of clients of whose updates the server can read only the sum.
 
     Attributes:
-        id: hex text that identifies the group in the run.
+        id: hex text that identifies the group within the run.
         members: members of the group, ordered by key.
-        threshold: number of members that must help to open the sum.
-        min_cover: number of members that must have contributed to an element for it to be opened.
+        threshold: number of members that must help to unmask the sum.
+        min_cover: number of members that must have trained an element for the server to learn its sum.
     """
 
     id: str
@@ -77,53 +77,63 @@ class Group:
         return {member.key: member for member in self.members}
 
     def point(self, key: int) -> int:
-        """Return the point at which a member's shares are evaluated in Shamir's field, counted from 1."""
+        """Return the point, from 1, at which a member's Shamir shares are evaluated."""
         return [member.key for member in self.members].index(key) + 1
 
     def coverage(self, ring: Ring) -> Coverage:
-        """Compute the cells of the members' submodels."""
+        """Divide the model's elements into cells, by which members have them."""
         return Coverage(ring, {member.key: member.spec for member in self.members})
 
 
 def threshold_of(num_members: int, share: float) -> int:
-    """Return the number of members that must help to open a sum: more than the share ``share`` of ``num_members``."""
+    """Return how many members must help to unmask a sum: more than the share ``share`` of all.
+
+    Args:
+        num_members: number of members in the group.
+        share: share of the members, from 0.5 to below 1.
+    """
     return min(int(share * num_members + 1e-9) + 1, num_members)
 
 
 def share_bytes(coverage: Coverage, sender: int) -> int:
-    """Return the number of bytes of one encrypted share of a sender's secret: its private key and a seed for each of its cells."""
+    """Return the bytes of one encrypted message with a sender's shares: of its private key, and of a seed for each of its cells.
+
+    Args:
+        coverage: cells of the group's submodels.
+        sender: key of the member that sends.
+    """
     return SEED_BYTES * (1 + len(coverage.own(sender))) + TAG_BYTES
 
 
 def reveal_bytes(coverage: Coverage, key: int, survivors: frozenset[int], min_cover: int) -> int:
-    """Return the number of bytes that each survivor reveals about a member; arguments as for `open_of`."""
+    """Return how many bytes each remaining member reveals about a member; arguments as for `open_of`."""
     return SEED_BYTES * (len(open_of(coverage, key, survivors, min_cover)) if key in survivors else 1)
 
 
 def open_of(coverage: Coverage, key: int, survivors: frozenset[int], min_cover: int) -> list[int]:
-    """Return the opened cells of a member, as positions among its own cells.
+    """Return the cells of a member that the server may unmask, as positions among the member's own cells.
 
     Args:
         coverage: cells of the group's submodels.
         key: key of the member.
-        survivors: members that have contributed.
-        min_cover: smallest number of survivors that must have a cell for it to be opened.
+        survivors: keys of the members that have sent their numbers.
+        min_cover: smallest number of survivors that must have a cell.
     """
     opened = set(coverage.open_cells(survivors, min_cover))
     return [place for place, cell in enumerate(coverage.own(key)) if cell in opened]
 
 
 def commitment(seed: bytes) -> bytes:
-    """Return a digest that binds a member to a random seed without revealing anything about it."""
+    """Return a digest by which a member commits to a random seed without revealing it."""
     return hashlib.blake2b(seed, digest_size=COMMITMENT_BYTES, person=b"raafl seed").digest()
 
 
 def mask_seed(private: X25519PrivateKey, public: bytes, group: str, one: int, other: int) -> bytes:
-    """Return the seed on which two members agree; both derive the same one.
+    """Derive the seed of the mask that two members share; both get the same one.
 
     Args:
-        private: private mask key of one member.
-        public: public mask key of the other member.
+        private: one member's private key for masks.
+        public: the other member's public key for masks.
         group: id of the group.
         one: key of one of the members.
         other: key of the other member.
@@ -133,11 +143,11 @@ def mask_seed(private: X25519PrivateKey, public: bytes, group: str, one: int, ot
 
 
 def share_key(private: X25519PrivateKey, public: bytes, group: str, sender: int, receiver: int) -> bytes:
-    """Return the key that encrypts the one message from a sender to a receiver; each direction has its own.
+    """Derive the key that encrypts the shares from a sender to a receiver; each direction has its own key.
 
     Args:
-        private: private share key of one of the two members.
-        public: public share key of the other member.
+        private: one member's private key for shares.
+        public: the other member's public key for shares.
         group: id of the group.
         sender: key of the member that encrypts.
         receiver: key of the member that decrypts.
@@ -154,20 +164,25 @@ def _agreed(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
 
 
 def expand(seed: bytes, num: int) -> np.ndarray:
-    """Return ``num`` words of 32 bits that look random to anyone without the seed; equal on every machine."""
+    """Expand a seed to ``num`` random-looking 32-bit words, equal on every machine.
+
+    Args:
+        seed: secret seed.
+        num: number of words.
+    """
     # the counter starts at 0: a seed is expanded for one mask only
     stream = Cipher(algorithms.AES(seed), modes.CTR(bytes(16))).encryptor().update(bytes(4 * num))
     return np.frombuffer(stream, "<u4").astype(np.uint32, copy=False)
 
 
 def add_mask_(words: np.ndarray, where: np.ndarray | slice, seed: bytes, sign: int) -> None:
-    """Add a mask to the chosen elements modulo 2^32, in place.
+    """Add a mask to the chosen elements of a member's numbers, modulo 2^32, in place.
 
     Args:
-        words: a member's numbers, uint32.
-        where: elements to mask, as a boolean mask over ``words`` or a slice of all.
+        words: numbers of the member, uint32.
+        where: elements to mask: a boolean mask over ``words``, or a slice of all.
         seed: seed from which the mask is expanded.
-        sign: 1 adds the mask, -1 subtracts it.
+        sign: direction: 1 adds the mask, -1 subtracts it.
     """
     num = len(words) if isinstance(where, slice) else int(np.count_nonzero(where))
     combine: Callable[..., np.ndarray] = np.add if sign > 0 else np.subtract
@@ -178,5 +193,10 @@ def add_mask_(words: np.ndarray, where: np.ndarray | slice, seed: bytes, sign: i
 
 
 def pair_sign(key: int, other: int) -> int:
-    """Return the sign with which member ``key`` adds the mask that it shares with ``other``; the other has the opposite one."""
+    """Return the sign with which a member adds the mask that it shares with another; the other one uses the opposite.
+
+    Args:
+        key: key of the member.
+        other: key of the other member.
+    """
     return 1 if key < other else -1

@@ -36,10 +36,10 @@ _NONCE = bytes(12)
 
 
 class Member:
-    """One client's part in one group. Each group needs a new object, since its keys are used once.
+    """A client's side of secure aggregation in one group; each group needs a new object, since its keys are used once.
 
     Attributes:
-        public: the client's public keys, for masks and for shares.
+        public: public keys of the client, for masks and for shares.
     """
 
     def __init__(self, min_cover: int, threshold: float) -> None:
@@ -56,15 +56,15 @@ class Member:
         self._has_revealed = False
 
     def join(self, group: Group, key: int, ring: Ring) -> tuple[dict[int, bytes], bytes]:
-        """Agree to a group; return encrypted shares for the other members, by key, and commitments to the seeds.
+        """Agree to a group: return encrypted shares for the other members, by key, and commitments to this client's seeds.
 
         Args:
-            group: the group, as the server describes it.
+            group: description of the group that the server sent.
             key: key of this member.
-            ring: layouts of the model's whole numbers.
+            ring: layouts of the integers that replace the model's values.
 
         Raises:
-            CannotOpen: bad-group: the group is too small, has another threshold or coverage than agreed, or lacks this
+            CannotOpen: bad-group: the group is too small, has another threshold or min_cover than agreed, or lacks this
                 member.
         """
         self._check(group, key)
@@ -96,11 +96,11 @@ class Member:
             raise CannotOpen("bad-group", f"elements of {group.min_cover} clients are to be opened")
 
     def mask_(self, numbers: FlatTensors, encrypted: Mapping[int, bytes]) -> None:
-        """Decrypt the other members' shares, and mask this client's numbers in place.
+        """Decrypt the other members' shares, and mask this client's numbers, in place.
 
         Args:
-            numbers: encoded change of this member's submodel, in its layout of whole numbers.
-            encrypted: shares for this member, by sender; a sender that is missing has dropped out.
+            numbers: encoded change of this client's submodel.
+            encrypted: shares for this member, by sender; a missing sender has dropped out.
 
         Raises:
             CannotOpen: too-few: not enough members sent shares; bad-share: a share cannot be decrypted.
@@ -122,15 +122,15 @@ class Member:
             add_mask_(words, self.coverage.common(key, other), seed, pair_sign(key, other))
 
     def reveal(self, survivors: Collection[int]) -> dict[int, bytes]:
-        """Return the shares that open the sum, by member: of seeds for survivors, of private keys for members that dropped out.
+        """Return the shares that unmask the sum, by member: of seeds if it remains, of its private key if it dropped out.
 
-        Both are never revealed of one member, and seeds only of cells with enough contributors.
+        Of one member never both are revealed; seeds are revealed only for cells that enough members have.
 
         Args:
             survivors: keys of the members whose masked numbers the server has received.
 
         Raises:
-            CannotOpen: there are too few survivors, this client is none of them, or it has revealed its shares before.
+            CannotOpen: too few members are left, this client is not among them, or it has revealed its shares before.
         """
         left = frozenset(survivors)
         if self._has_revealed or not left <= self._held.keys() or self.key not in left:

@@ -28,18 +28,18 @@ from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 
 @dataclass
 class SecureMemory(MergeMemory):
-    """Sums since the last merge, and counts for the summary.
+    """State of `SecureSum`: sums since the last merge, and counts for the summary.
 
     Attributes:
-        missing: ids of the assignments of the present group whose updates have not been received.
-        scale: scale of the present group; see `SumGroup.scale`.
-        group: spec, weight and factor of each received update of the present group.
-        numbers: sum of the group's numbers modulo 2^32; None = nothing was received since a group was complete.
-        total: sum of complete groups' changes, float32; None = no group was complete.
-        weights: total weight in each opened element.
-        received: spec, staleness, client and assignment of each update since the last merge.
+        missing: ids of the current group's assignments whose updates have not arrived yet.
+        scale: scale of the current group; see `SumGroup.scale`.
+        group: submodel, weight and factor of each update that has arrived from the current group.
+        numbers: sum of the current group's numbers modulo 2^32; None = none has arrived.
+        total: sum of the changes of all complete groups, float32; None = no group is complete.
+        weights: total weight of each unmasked element.
+        received: submodel, staleness, client and assignment of each update since the last merge.
         num_sums: number of groups that were summed.
-        num_unsound: number of groups whose sum was discarded, since it was larger than its clients' bounds allow.
+        num_unsound: number of groups whose sum was discarded, since it exceeded what its clients' bounds allow.
     """
 
     key = "secure"
@@ -55,7 +55,7 @@ class SecureMemory(MergeMemory):
 
 
 def weighing(merge: Merge) -> Mean | Deltas | None:
-    """Return the mean inside ``merge`` whose weights can be applied to a sum; None if the merge needs more than a sum."""
+    """Return the mean inside ``merge`` if its weights can be applied by the clients; None if the merge needs single updates."""
     inner = merge.inner if isinstance(merge, Private | LabelSplit) else merge
     inner = inner.inner if isinstance(inner, LabelSplit) else inner
     return inner if isinstance(inner, Mean | Deltas) and type(inner) in (Mean, Deltas) else None  # a subclass does more
@@ -63,12 +63,13 @@ def weighing(merge: Merge) -> Mean | Deltas | None:
 
 @dataclass(frozen=True)
 class SecureSum(Wrapped):
-    """Merge wrapper: ``theta <- theta + sum_n w_n a_n d_n / sum_n w_n`` over the clients n of whole groups that cover an element.
+    """Wrapper of a merge for secure aggregation: the model moves by the mean change of whole groups, known only as sums.
 
-    d_n is client n's change, which it multiplies by ``w_n a_n / scale``, encodes in fixed point and masks. w_n and a_n,
-    the weight and factor of the inner mean, are public. An element that fewer than ``min_cover`` clients of a group
-    have is not opened, and that group leaves it unchanged. A group's sum is read once all of its updates are received.
-    With privacy every weight is 1, and the sum is released by `Private.release_sum`.
+    ``theta <- theta + sum_n w_n a_n d_n / sum_n w_n`` over the clients n that trained an element. Client n multiplies
+    its change d_n by ``w_n a_n / scale``, encodes it as fixed-point numbers and masks it. w_n and a_n, the weight and
+    staleness factor of the wrapped mean, are public. An element that fewer than ``min_cover`` clients of a group have
+    is not unmasked and stays unchanged by that group. With privacy every weight is 1, and `Private.release_sum` adds
+    the noise.
 
     Attributes:
         point: fixed-point format in which changes are encoded.
@@ -80,12 +81,12 @@ class SecureSum(Wrapped):
 
     @property
     def min_cover(self) -> int:
-        """Smallest number of contributors with which an element is opened."""
+        """Smallest number of clients that must have trained an element for it to be unmasked."""
         return self.options.min_cover or 0
 
     @property
     def clip_norm(self) -> float | None:
-        """L2 norm to which clients have clipped their changes; None = no clipping."""
+        """L2 norm to which clients clip their changes; None = no clipping."""
         return self.options.clip_norm
 
     def __post_init__(self) -> None:
@@ -95,7 +96,12 @@ class SecureSum(Wrapped):
     # ---- weights, and what a client makes of them ----
 
     def weigh(self, num_samples: int, staleness: int) -> tuple[float, float]:
-        """Return the weight w_n and factor a_n of an update from a client with ``num_samples`` samples."""
+        """Return the weight w_n and factor a_n of an update.
+
+        Args:
+            num_samples: number of samples of the client.
+            staleness: number of merges since the update's assignment.
+        """
         inner = weighing(self.inner)
         assert inner is not None
         if isinstance(self.inner, Private):  # it discounts staleness itself, on the mean
@@ -103,17 +109,17 @@ class SecureSum(Wrapped):
         return inner.weigh(Update(0, 0, 0, FlatTensors.empty(Layout(())), num_samples), staleness)
 
     def scale(self, change: FlatTensors) -> float:
-        """Return the factor that clips a client's change; raises `OutOfRange` for an element beyond the bound."""
+        """Return the factor that clips a client's change; raise `OutOfRange` if an element then exceeds the bound."""
         return self.point.scale(buffer_of(change).cpu(), self.clip_norm)
 
     def encoded(self, submodels: Submodels, spec: Spec, change: FlatTensors, share: float, scale: float) -> FlatTensors:
-        """Encode a client's change as whole numbers, in new storage on the CPU.
+        """Encode a client's change as integers, in new storage on the CPU.
 
         Args:
             submodels: submodels of the model.
             spec: submodel of the client.
             change: trained values minus the received ones.
-            share: the client's share ``w_n a_n / scale``, from 0 to 1.
+            share: weight ``w_n a_n / scale`` of the client, from 0 to 1.
             scale: factor that `scale` returned for this change.
         """
         numbers = Ring(submodels).zeros(spec)
@@ -124,7 +130,7 @@ class SecureSum(Wrapped):
     # ---- the merge ----
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems, and one if the model trains anything but parameters of single precision."""
+        """Return the wrapped merge's problems, and one if trained parameters are not all of single precision."""
         problems, trained = super().check(state), state.submodels.layout(part="trained").entries
         others = [entry for entry in trained if entry.dtype != torch.float32]
         if others:
@@ -142,7 +148,7 @@ class SecureSum(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and one on the precision of a sum."""
+        """Return the wrapped merge's notes, and one on the precision of a sum."""
         own = [] if isinstance(self.inner, Private) else joint_notes(self.inner)
         return [
             *super().notes(state, num_clients), *own,
@@ -151,7 +157,7 @@ class SecureSum(Wrapped):
         ]  # fmt: skip
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
-        """Return the layout of the whole numbers that replace the trained values of ``spec``."""
+        """Return the layout of the integers that replace the trained values of ``spec``."""
         return Ring(state.submodels).layout(spec)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
@@ -159,11 +165,11 @@ class SecureSum(Wrapped):
         return None if update.group is not None and update.assignment in update.group.members else "no-group"
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Return False: a masked update cannot be judged by itself, and a sum is checked once it is complete."""
+        """Return False: a masked update cannot be checked by itself; the sum is checked when it is complete."""
         return False
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add an update to its group's sum; once the group is complete, read the sum."""
+        """Add an update to its group's sum; when the group is complete, read the sum."""
         memory, ring = state.memory.of(SecureMemory), Ring(state.submodels)
         assert update.group is not None
         if update.assignment not in memory.missing:
@@ -224,7 +230,7 @@ class SecureSum(Wrapped):
         """Do nothing: sums have storage of their own already."""
 
     def apply(self, state: GlobalState) -> None:
-        """Add the mean of everything opened since the last merge to the model; elements that were not opened keep their bits."""
+        """Move the model by the mean of all sums read since the last merge; elements without one keep their bits."""
         memory = state.memory.of(SecureMemory)
         total, weights, received = memory.total, memory.weights, memory.received
         memory.total, memory.weights, memory.received = None, None, []
@@ -243,7 +249,7 @@ class SecureSum(Wrapped):
         theta.copy_(torch.where(shares > 0, theta + sums / shares, theta))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, as "secure_aggregation", the number of sums and their precision."""
+        """Return the number of sums and their precision, under the name "secure_aggregation"."""
         memory = state.memory.of(SecureMemory)
         told = {
             "sums": memory.num_sums, "unsound": memory.num_unsound, "min_cover": self.min_cover,

@@ -27,12 +27,12 @@ from raafl.submodel import FlatTensors
 
 
 class Opening:
-    """The server's part in opening the sum of one group.
+    """The server's side of unmasking the sum of one group.
 
     Attributes:
-        group: the group with its members.
+        group: description of the group and its members.
         coverage: cells of the members' submodels.
-        commitments: digests of each member's seeds, for members that sent shares.
+        commitments: digests by which each member committed to its seeds.
     """
 
     def __init__(self, group: Group, ring: Ring) -> None:
@@ -43,10 +43,10 @@ class Opening:
         self._dropped: dict[int, X25519PrivateKey] = {}
 
     def restore(self, survivors: frozenset[int], revealed: Mapping[int, Mapping[int, bytes]]) -> None:
-        """Restore the seeds of the survivors and the private keys of the members that dropped out.
+        """Restore the seeds of the remaining members, and the private keys of those that dropped out, from the revealed shares.
 
         Args:
-            survivors: keys of the members whose masked numbers arrived.
+            survivors: keys of the members whose masked numbers have arrived.
             revealed: shares that each helping member revealed, by member; see `Member.reveal`.
 
         Raises:
@@ -80,7 +80,12 @@ class Opening:
         self._dropped[key] = private
 
     def unmask_(self, key: int, numbers: FlatTensors) -> None:
-        """Remove a survivor's masks from its opened cells, in place: its own, and those shared with members that dropped out."""
+        """Remove all masks from a member's numbers, in place, in the cells that may be read.
+
+        Args:
+            key: key of the member, which has not dropped out.
+            numbers: masked numbers that the member sent.
+        """
         words = buffer_of(numbers).numpy().view(np.uint32)
         for cell, seed in self._own[key].items():
             add_mask_(words, self.coverage.within(key, cell), seed, -1)

@@ -16,15 +16,17 @@ def mask_and_open_(
     numbers: Mapping[int, FlatTensors], specs: Mapping[int, Spec], ring: Ring, min_cover: int, threshold: float,
     dropped: Collection[int] = (),
 ) -> None:  # fmt: skip
-    """Mask every member's numbers, then open their sum; ``numbers`` then holds what the server has at a merge.
+    """Run the whole protocol of one group in this process: mask every member's numbers, then unmask their sum.
+
+    Afterwards ``numbers`` holds what the server would have.
 
     Args:
         numbers: encoded changes by the member's key; changed in place.
         specs: submodel of each member, by key.
-        ring: layouts of the model's whole numbers.
-        min_cover: smallest number of contributors with which an element is opened.
-        threshold: share of the members; more than this share must help.
-        dropped: keys of members that drop out once they have sent their shares; their numbers stay masked.
+        ring: layouts of the integers that replace the model's values.
+        min_cover: smallest number of members that must have trained an element for it to be unmasked.
+        threshold: share of the members; more than this share must help to unmask.
+        dropped: keys of the members that drop out after sending their shares; their numbers stay masked.
 
     Raises:
         CannotOpen: too few members are left.

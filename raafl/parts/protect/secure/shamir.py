@@ -34,7 +34,9 @@ def _times(values: np.ndarray, factor: int) -> np.ndarray:
 
 
 def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
-    """Split a secret into shares of its own length, for the points 1, 2 and so on.
+    """Split a secret into shares, of which ``threshold`` restore it; each is as long as the secret.
+
+    The shares belong to the points 1, 2, and so on.
 
     Args:
         secret: bytes to share.
@@ -52,7 +54,7 @@ def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
-    """Restore a secret from as many shares as the threshold, by their points; too few or wrong shares give another secret."""
+    """Restore a secret from at least ``threshold`` shares, by their points; too few or wrong shares give a wrong secret."""
     total = np.zeros(len(next(iter(shares.values()))), np.uint8)
     for point, text in shares.items():
         exponent = sum(int(_LOGS[other]) - int(_LOGS[other ^ point]) for other in shares if other != point)

@@ -338,7 +338,7 @@ class RaFLoRA(FlexLoRA):
 
 
 def rank_energy(state: GlobalState) -> dict[str, float]:
-    """Return how the energy of the global model's adapters (squared singular values of ``s B A``) is spread over ranks.
+    """Return the distribution over ranks of the global adapters' energy (squared singular values of ``s B A``).
 
     Returns:
         share of the energy by range of ranks: ``rank_energy/1``, ``2``, ``3-4``, ``5-8`` and so on up to the model's

@@ -138,7 +138,7 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
     """Yield ``num`` standard normal numbers, float64, in pieces of `CHUNK`; they depend only on ``key``.
 
     Args:
-        key: secret seed.
+        key: secret seed of the noise.
         num: number of numbers.
 
     They are computed from the output of SHAKE-256 by the Box-Muller transform. torch's own generator has only 2^32

@@ -44,7 +44,7 @@ def size_of(axis: Axis | Stack) -> int:
 
 
 def count(size: int, rate: float) -> int:
-    """Return how many of ``size`` units a rate keeps: ``ceil(rate * size)``, at least 1 (HeteroFL, section 3.1).
+    """Return the number of units that a rate keeps out of ``size``: ``ceil(rate * size)``, at least 1 (HeteroFL, section 3.1).
 
     Raises:
         BadInput: the rate is not in (0, 1].
@@ -55,7 +55,7 @@ def count(size: int, rate: float) -> int:
 
 
 def counts(axes: Axes, rate: Rate) -> dict[str, int]:
-    """Return how many units a rate keeps on each axis that shrinks.
+    """Return the number of units that a rate keeps on each axis that shrinks.
 
     Args:
         axes: axes of the model, by name.

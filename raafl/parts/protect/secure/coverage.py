@@ -146,7 +146,7 @@ class Coverage:
         return [cell for cell, holders in enumerate(self.holders) if len(holders & survivors) >= min_cover]
 
     def common(self, key: int, other: int) -> np.ndarray | slice:
-        """Return which elements of a member's submodel another member has, too: a mask, or a slice if it has all.
+        """Return the elements of a member's submodel that another member has, too: a mask, or a slice if it has all.
 
         Args:
             key: key of the member.
@@ -157,7 +157,7 @@ class Coverage:
         return slice(None) if held[cells].all() else held[cells]
 
     def within(self, key: int, cell: int) -> np.ndarray | slice:
-        """Return which elements of a member's submodel lie in a cell: a mask, or a slice if all do.
+        """Return the elements of a member's submodel that lie in a cell: a mask, or a slice if all do.
 
         Args:
             key: key of the member.

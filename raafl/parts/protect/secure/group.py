@@ -86,7 +86,7 @@ class Group:
 
 
 def threshold_of(num_members: int, share: float) -> int:
-    """Return how many members must help to unmask a sum: more than the share ``share`` of all.
+    """Return the number of members that must help to unmask a sum: more than the share ``share`` of all.
 
     Args:
         num_members: number of members in the group.
@@ -106,7 +106,7 @@ def share_bytes(coverage: Coverage, sender: int) -> int:
 
 
 def reveal_bytes(coverage: Coverage, key: int, survivors: frozenset[int], min_cover: int) -> int:
-    """Return how many bytes each remaining member reveals about a member; arguments as for `open_of`."""
+    """Return the number of bytes that each remaining member reveals about a member; arguments as for `open_of`."""
     return SEED_BYTES * (len(open_of(coverage, key, survivors, min_cover)) if key in survivors else 1)
 
 
@@ -167,7 +167,7 @@ def expand(seed: bytes, num: int) -> np.ndarray:
     """Expand a seed to ``num`` random-looking 32-bit words, equal on every machine.
 
     Args:
-        seed: secret seed.
+        seed: secret seed to be expanded.
         num: number of words.
     """
     # the counter starts at 0: a seed is expanded for one mask only

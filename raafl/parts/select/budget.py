@@ -44,7 +44,7 @@ class Budget:
             positive(name, getattr(self, name))
 
     def needs(self, cost: Cost) -> dict[str, float]:
-        """Return what a task with this cost needs, by the name of each limit."""
+        """Return the needs of a task with this cost, by the name of the limit to which each is compared."""
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,

@@ -22,13 +22,13 @@ ROW = 32
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Encoder of tensors from one layout to another, with its decoder.
+    """Encoder and decoder that convert tensors to a smaller layout for the wire, and back.
 
     Attributes:
         only: names of the floating-point tensors to compress; None = all of them.
-        draws: whether encoding draws random numbers from its seed.
-        feeds_back: whether the compression error is added to the next tensors sent (error feedback).
-        differences: whether uploads are differences from what the client received, whatever the merge asks for.
+        draws: whether encoding uses random numbers.
+        feeds_back: whether the error of compression is added to the tensors of the next message (error feedback).
+        differences: whether this compressor needs differences from the received values, even if the merge wants values.
     """
 
     only: frozenset[str] | None = None
@@ -37,24 +37,24 @@ class Compressor(ABC):
     differences: ClassVar[bool] = True
 
     def takes(self, entry: TensorEntry) -> bool:
-        """Check whether the tensor ``entry`` is compressed."""
+        """Check whether this compressor compresses the tensor ``entry``."""
         return is_merged(entry.dtype) and entry.numel > 0 and (self.only is None or entry.name in self.only)
 
     def taken(self, layout: Layout) -> tuple[TensorEntry, ...]:
-        """Return the tensors of ``layout`` that are compressed."""
+        """Return the tensors of ``layout`` that this compressor compresses."""
         return _split(self, layout)[0]
 
     def layout(self, layout: Layout) -> Layout:
-        """Return the layout on the wire for tensors in ``layout``: compressed tensors first, then the others unchanged."""
+        """Return the layout on the wire: compressed tensors first, then all others unchanged."""
         return _wire(self, layout)
 
     def encode(self, values: FlatTensors, out: FlatTensors, seed: int = 0) -> None:
-        """Compress ``values`` into ``out``, in place; values that are not finite make ``out`` not finite as well.
+        """Compress ``values`` into ``out``, in place. Values that are not finite make ``out`` not finite, too.
 
         Args:
             values: tensors to compress; unchanged.
-            out: storage in ``layout(values.layout)`` on the same device.
-            seed: seed of every random draw.
+            out: storage in ``layout(values.layout)``, on the same device.
+            seed: seed of all random numbers.
         """
         taken, others = _split(self, values.layout)
         for entry in others:
@@ -67,10 +67,11 @@ class Compressor(ABC):
         Args:
             wire: tensors in ``layout(out.layout)``.
             out: storage for the result.
-            finite: whether values that are not finite are refused.
+            finite: whether to refuse values that are not finite.
 
         Raises:
-            InvalidPayload: ``wire`` cannot come from `encode` of finite tensors; ``out`` may be partly written.
+            InvalidPayload: ``wire`` cannot be the result of `encode` for finite tensors; ``out`` may be partly
+                overwritten.
         """
         if finite and not wire.is_finite():
             raise InvalidPayload("non-finite")
@@ -113,10 +114,10 @@ def _reals_of(values: FlatTensors, entry: TensorEntry) -> Tensor:
 
 @dataclass(frozen=True)
 class BFloat16(Compressor):
-    """Compressor that rounds to the nearest bfloat16: 8 bits of precision, the range of float32."""
+    """Compressor that rounds to bfloat16, which has 8 bits of precision and the range of float32."""
 
     def takes(self, entry: TensorEntry) -> bool:
-        """Check whether the tensor ``entry`` is compressed, which is so if its elements have more than 16 bits."""
+        """Check whether this compressor compresses the tensor ``entry``: only elements of more than 16 bits."""
         return super().takes(entry) and entry.dtype.itemsize > 2
 
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -133,11 +134,12 @@ class BFloat16(Compressor):
 
 @dataclass(frozen=True)
 class Int8(Compressor):
-    """Compressor to int8: ``x ~ s q``, ``s = max|x| / 127``, ``q = floor(x / s + u)``, u uniform in [0, 1); unbiased: E[s q] = x.
+    """Compressor to 8-bit integers with random rounding, which is right on average.
 
-    QSGD's stochastic rounding (Alistarh et al. 2017, section 3.1) with 127 levels and the maximum as the norm. There is a
-    float32 scale for each row (an output neuron or channel) of a matrix or kernel with at least `ROW` elements to a row,
-    else one for the tensor.
+    ``x ~ s q`` with ``s = max|x| / 127`` and ``q = floor(x / s + u)``, u uniform in [0, 1), so that E[s q] = x. This is
+    QSGD's stochastic rounding (Alistarh et al. 2017, section 3.1) with 127 levels and the maximum as the norm. Each row
+    of a matrix or kernel (an output neuron or channel) has a float32 scale s if rows have at least `ROW` elements;
+    other tensors have one scale.
     """
 
     draws: ClassVar[bool] = True
@@ -173,7 +175,7 @@ class Int8(Compressor):
 
 
 def num_rows(shape: tuple[int, ...]) -> int:
-    """Return the number of int8 scales of a tensor with this shape."""
+    """Return the number of scales for a tensor of this shape: one per row of a large matrix, else 1."""
     return shape[0] if len(shape) > 1 and math.prod(shape[1:]) >= ROW else 1
 
 
@@ -183,10 +185,11 @@ def _scales(entry: TensorEntry) -> str:
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """Compressor that sends the elements of largest magnitude, over all tensors of one dtype, with their positions.
+    """Compressor that sends only the elements of largest magnitude, over all tensors of one dtype, with their positions.
 
-    Of n elements ``max(1, round(share n))`` are sent (Stich et al. 2018, definition 2.1); the rest is 0 at the other end and is
-    added to the next tensors sent (error feedback, algorithm 1). Positions are int32 in ascending order, int64 from 2^31 elements.
+    Of n elements ``max(1, round(share n))`` are sent (Stich et al. 2018, definition 2.1). The receiver gets 0 for all
+    others; the sender adds them to its next message (error feedback, algorithm 1). Positions are ascending, int32, or
+    int64 from 2^31 elements on.
 
     Attributes:
         share: share of the elements that are sent.
@@ -235,7 +238,7 @@ def _by_dtype(entries: Sequence[TensorEntry]) -> dict[torch.dtype, list[TensorEn
 
 @dataclass(frozen=True)
 class Bits(Compressor):
-    """Exact compressor of tensors of zeros and ones: eight elements in a byte, the first in the lowest bit."""
+    """Lossless compressor for tensors of zeros and ones: eight elements per byte, the first one in the lowest bit."""
 
     differences: ClassVar[bool] = False
 
@@ -266,7 +269,7 @@ def _places(like: Tensor) -> Tensor:
 
 
 def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None) -> Compressor | None:
-    """Return the compressor of a name; None for "none", and for scalars, which are not tensors.
+    """Return the compressor with the given name; None for "none", and for "scalars", which sends no tensors.
 
     Args:
         name: name of the compressor, such as bf16, int8 or top_k.
@@ -274,7 +277,7 @@ def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None
         only: names of the tensors to compress; None = all.
 
     Raises:
-        BadInput: no compressor has that name.
+        BadInput: there is no compressor of that name.
     """
     match name:
         case "none" | "scalars":
@@ -291,10 +294,14 @@ def compressor(name: str, share: float = 0.1, only: frozenset[str] | None = None
 
 
 def up_name(compress: Compress, fixed: str | None) -> str:
-    """Return the name of the compressor for updates: the algorithm's own (`Local.up_as`) if it has one, else ``compress.up``.
+    """Return the name of the compressor for updates: the method's own (`Local.up_as`), or else ``compress.up``.
+
+    Args:
+        compress: the run's options of compression.
+        fixed: compressor that the method requires; None = none.
 
     Raises:
-        BadInput: both are given and differ.
+        BadInput: both are given, and they differ.
     """
     if fixed is not None and compress.up not in ("none", fixed):
         raise BadInput(f"compress.up is '{compress.up}', but this algorithm's updates travel as {fixed}: leave it out")

@@ -13,13 +13,13 @@ NAMES: tuple[Name, ...] = ("none", "bf16", "int8", "top_k")
 
 @dataclass(frozen=True, slots=True)
 class Compress:
-    """Compression of tensors on the wire; off by default.
+    """Compression of tensors between server and clients; off by default.
 
     Attributes:
-        down: compressor of tensors sent to clients: none, bf16, int8 or top_k (of changes since the client's last
+        down: compressor of tensors sent to clients: none, bf16, int8 or top_k (on the changes since the client's last
             task).
-        up: compressor of tensors sent back, as differences from those received: none, bf16, int8 or top_k.
-        top_k: share of the elements that top_k sends, above 0, at most 1.
+        up: compressor of tensors sent to the server, as changes of the received ones: none, bf16, int8 or top_k.
+        top_k: share of the elements that top_k sends, above 0 and at most 1.
     """
 
     down: Name = "none"

@@ -23,17 +23,17 @@ WAYS: tuple[Way, Way] = ("sent", "trained")
 
 
 class CompressionPlan:
-    """Compressors of a run, with the wire layouts that follow from them; stateless, and equal on server and clients.
+    """Compressors of a run in both directions, and the layouts on the wire; the same on server and clients.
 
-    Parameters and bundles are compressed. Running statistics and other buffers are sent uncompressed, since they are
-    small and are no steps in a direction.
+    Parameters and bundles are compressed. Running statistics and other buffers are sent unchanged, since they are small
+    and not gradients or steps.
 
     Attributes:
-        payload: layouts of the tensors that are sent, before compression.
-        submodels: submodels of the model, or of the part of it that is sent.
-        down: compressor of what clients receive; None = no compression.
-        up: compressor of what clients send; None = no compression.
-        adds_back: whether updates are sent as differences although the merge asks for values; the server then adds the
+        payload: layouts of the tensors that travel, before compression.
+        submodels: submodels of the model, or of the part of it that travels.
+        down: compressor of tensors for clients; None = no compression.
+        up: compressor of tensors from clients; None = no compression.
+        adds_back: whether clients send differences although the merge wants values, so that the server must add the
             values that it had sent.
     """
 
@@ -50,16 +50,16 @@ class CompressionPlan:
     def of(
         cls, submodels: Submodels, compress: Compress, sends: Literal["values", "delta"], local: Local
     ) -> CompressionPlan | None:
-        """Build the plan for a config's section and an algorithm's payload; None if tensors are sent as they are.
+        """Build the plan from the config's section ``compress``; None if nothing is compressed.
 
         Args:
             submodels: submodels of the model.
-            compress: section ``compress`` of the config.
+            compress: section ``compress`` of the run's config.
             sends: content of the algorithm's updates, "values" or "delta".
             local: local part of the algorithm, which names its bundles.
 
         Raises:
-            BadInput: the config's section and the algorithm contradict each other.
+            BadInput: the section and the algorithm contradict each other.
         """
         exchange = local.exchange(submodels)
         payload = local.payload(submodels if exchange is None else exchange.client)
@@ -71,43 +71,62 @@ class CompressionPlan:
 
     @classmethod
     def on(cls, coordinator: Coordinator) -> CompressionPlan:
-        """Return the plan of a coordinator's run."""
+        """Return the compression plan of a coordinator's run."""
         plan = coordinator.fleet.plan
         return plan if isinstance(plan, cls) else cls(coordinator.payload)
 
     @property
     def sender_unpacks(self) -> bool:
-        """Whether the server must know exactly what a client received while its task is in progress."""
+        """Whether the server must know exactly what a client has received until its task ends."""
         return self.adds_back or (self.down is not None and self.down.feeds_back)
 
     @property
     def remembers(self) -> bool:
-        """Whether a transfer depends on the client's earlier transfers, as with top_k or error feedback."""
+        """Whether a transfer depends on earlier transfers of the client, as with top_k or error feedback."""
         return any(one is not None and one.feeds_back for one in (self.down, self.up))
 
     def compressor(self, way: Way) -> Compressor | None:
-        """Return the compressor of one direction: "sent" is to the client, "trained" back to the server."""
+        """Return the compressor of one direction.
+
+        Args:
+            way: direction of travel: "sent" to the client, or "trained" back to the server.
+        """
         return self.down if way == "sent" else self.up
 
     def layout(self, spec: Spec, way: Way) -> Layout:
-        """Return the wire layout of one direction for a task of ``spec``."""
+        """Return the layout on the wire for a task, in one direction.
+
+        Args:
+            spec: submodel of the task.
+            way: direction of travel: "sent" to the client, or "trained" back to the server.
+        """
         one, plain = self.compressor(way), self.payload.layout(spec, way)
         return plain if one is None else one.layout(plain)
 
     def added_back(self, layout: Layout) -> list[TensorEntry]:
-        """Return the tensors of an update in ``layout`` (bundles too) that arrive as differences though the merge wants values."""
+        """Return the tensors of an update that arrive as differences although the merge wants values."""
         if self.up is None or not self.adds_back:
             return []
         return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the copy plan from the whole model to ``spec`` for one direction, without tensors that are not sent."""
+        """Return the plan that copies a task's tensors from those of the whole model, in one direction.
+
+        Args:
+            spec: submodel of the task.
+            way: direction of travel: "sent" to the client, or "trained" back to the server.
+        """
         return self.payload.plan(spec, way)
 
     # ---- what it costs ----
 
     def cost(self, cost: Cost, spec: Spec) -> Cost:
-        """Return the cost of a task of ``spec`` with compression, given its ``cost`` without."""
+        """Return ``cost`` with the bytes that remain after compression.
+
+        Args:
+            cost: predicted cost of the task without compression.
+            spec: submodel of the task.
+        """
         down, up, held = self._more(self.submodels.normal(spec).leading)
         return replace(
             cost, down_bytes=cost.down_bytes + down, up_bytes=cost.up_bytes + up, peak_bytes=cost.peak_bytes + held
@@ -128,7 +147,7 @@ class CompressionPlan:
         return more[0], more[1], held
 
     def notes(self, num_clients: int) -> list[str]:
-        """Return notes for the start of a run: what is compressed, and the memory that the server needs for it."""
+        """Return notes for the start of a run: what is compressed, and the memory that this takes on the server."""
         if self.down is None and self.up is None:
             return []
         texts, held = [], 0

@@ -30,7 +30,7 @@ COPY, RESIDUAL = "compressed copy", "compressed residual"
 
 @dataclass
 class Lives(OneValue[dict[int, list[int]]]):
-    """For each simulated client, its incarnation and the bytes sent to it for its last task."""
+    """For each simulated client, how often it joined before, and the bytes that were sent to it for its last task."""
 
     key = "compressed lives"
     value: dict[int, list[int]] = field(default_factory=dict)
@@ -69,23 +69,27 @@ class _End:
 
 
 class DownlinkCodec(_End):
-    """Codec for what one client receives, used at both ends. Without a compressor tensors pass through unchanged."""
+    """Encoder and decoder for all that one client receives, used on both sides; without a compressor, tensors stay unchanged."""
 
     @property
     def copy(self) -> FlatTensors | None:
-        """The client's copy of the whole model, NaN where it has received nothing; None = no copy is needed."""
+        """The client's copy of the whole model, NaN where it has received nothing yet; None = no copy is needed."""
         return self._kept.find(COPY, self._client)
 
     def layout(self, spec: Spec) -> Layout:
-        """Return the wire layout of the next task, which trains ``spec``."""
+        """Return the layout on the wire for the client's next task, which trains ``spec``."""
         if self._is_whole(spec):
             return self._plan.payload.layout(spec, "sent")
         return self._plan.layout(spec, "sent")
 
     def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
-        """Encode ``snapshot`` for the wire; the result is valid until the next call.
+        """Encode the values of a task for the wire; the result is valid until the next call.
 
-        The sender's copy of what the peer has does not change here, but in `unpack`.
+        The server's record of what the client has changes only in `unpack`.
+
+        Args:
+            assignment: assignment of the task.
+            snapshot: values to send.
         """
         one, spec = self._plan.down, assignment.spec
         if one is None or self._is_whole(spec):
@@ -100,15 +104,15 @@ class DownlinkCodec(_End):
         return wire
 
     def unpack(self, spec: Spec, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Decode what the client received and update its copy; return the values.
+        """Decode the tensors that a client has received, and update its copy; return the values.
 
         Args:
             spec: submodel of the task.
-            wire: tensors as received.
-            out: storage for the result; None = storage of the codec, valid until the next call.
+            wire: tensors as they arrived.
+            out: storage for the result; None = storage that is valid until the next call.
 
         Raises:
-            InvalidPayload: ``wire`` does not come from `pack`.
+            InvalidPayload: the tensors cannot be the result of `pack`.
         """
         one, layout = self._plan.down, self._plan.payload.layout(spec, "sent")
         if one is None:
@@ -147,24 +151,24 @@ class DownlinkCodec(_End):
 
 
 class UplinkCodec(_End):
-    """Codec for one client's updates, used at both ends. Without a compressor tensors pass through unchanged."""
+    """Encoder and decoder for the updates of one client, used on both sides; without a compressor, tensors stay unchanged."""
 
     @property
     def residual(self) -> FlatTensors | None:
-        """The client's accumulated compression error over all trained parameters; None = there is none."""
+        """The client's accumulated error of compression, over all trained parameters; None = there is none."""
         return self._kept.find(RESIDUAL, self._client)
 
     def forget(self) -> None:
-        """Discard the client's accumulated compression error."""
+        """Discard the client's accumulated error of compression."""
         self._kept.forget(RESIDUAL, self._client)
 
     def pack(self, assignment: Assignment, trained: FlatTensors, received: FlatTensors) -> FlatTensors:
-        """Encode the result of a task for the wire, and store the compression error; the result is valid until the next call.
+        """Encode the result of a task for the wire, and store the error of compression; the result is valid until the next call.
 
         Args:
             assignment: assignment of the task.
-            trained: tensors that the client sends.
-            received: values, as the client received them.
+            trained: tensors that the client wants to send.
+            received: values that the client received for the task.
         """
         one = self._plan.up
         if one is None:
@@ -201,12 +205,12 @@ class UplinkCodec(_End):
         plan.scatter_(self._kept.of(RESIDUAL, self._client, plan.full_layout, change.device), change)
 
     def unpack(self, spec: Spec, wire: FlatTensors, received: FlatTensors | None) -> FlatTensors:
-        """Decode an update to the tensors that the merge asks for; they are valid until the next call.
+        """Decode an update to the tensors that the merge wants; they are valid until the next call.
 
         Args:
             spec: submodel of the task.
-            wire: tensors as received.
-            received: values that the client was sent; used only with `CompressionPlan.adds_back`.
+            wire: tensors as they arrived.
+            received: values that the client was sent; needed only with `CompressionPlan.adds_back`.
 
         Raises:
             InvalidPayload: the update cannot be decoded to tensors that may be merged.
@@ -224,16 +228,16 @@ class UplinkCodec(_End):
         return out
 
     def nothing(self, spec: Spec, device: torch.device) -> FlatTensors:
-        """Return an update of zeros, used in place of a refused one."""
+        """Return an update of zeros, which takes the place of a refused one."""
         out = self._scratch("update", self._plan.payload.layout(spec, "trained"), device)
         return out.zero_()
 
 
 class CompressedSnapshots(Snapshots):
-    """Snapshots and updates as they are after compression and decompression, computed in one process for simulations and replays.
+    """Values and updates of simulated clients as compression would change them, without sending them over a network.
 
-    Updates are packed and unpacked when they are taken from the executor, in the order of the events, whichever process
-    trained them and when. In tasks with an exchange only the client's part is packed.
+    Updates are compressed and decompressed in the order of events, whichever process trained them and when. In methods
+    that exchange messages during a task, only the client's part is compressed.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -245,7 +249,7 @@ class CompressedSnapshots(Snapshots):
 
     @property
     def remembers(self) -> bool:
-        """Whether compression has state: an update's compression error is added to the client's next update (error feedback)."""
+        """Whether compression has state: the error of an update is added to the client's next update (error feedback)."""
         return self._plan.remembers
 
     def _both(self, assignment: Assignment) -> tuple[DownlinkCodec, UplinkCodec]:
@@ -265,7 +269,7 @@ class CompressedSnapshots(Snapshots):
         return self._state.memory.of(Lives).value.setdefault(assignment.client, [assignment.incarnation, 0])
 
     def cut(self, assignment: Assignment) -> FlatTensors:
-        """Return the values that the client receives; they stay unchanged until they are given back."""
+        """Return the values that the client receives; they stay unchanged until `give_back`."""
         one = self._plan.down
         if one is None:
             return super().cut(assignment)
@@ -302,18 +306,18 @@ class CompressedSnapshots(Snapshots):
         return self._scratch(f"part {way}", layout, values.device).take_(values)
 
     def more_bytes(self, assignment: Assignment) -> int:
-        """Return the bytes sent beyond the prediction for a client's newest task; its first tasks get whole tensors."""
+        """Return the bytes sent for a client's latest task beyond the prediction: its first tasks get whole tensors."""
         if self._plan.down is None or not self._plan.down.feeds_back:
             return 0
         return self._life(assignment)[1] - self._plan.layout(assignment.spec, "sent").num_bytes
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
-        """Replace the tensors of ``update`` by those that the server receives, in place.
+        """Replace the tensors of ``update`` by those that the server receives, after compression.
 
         Args:
             assignment: assignment of the task.
             update: result of the task; changed in place.
-            received: values, as the client received them.
+            received: values that the client received for the task.
         """
         if update.refusal == OUT_OF_MEMORY:  # nothing was sent
             if self._part is not None:
@@ -337,5 +341,5 @@ class CompressedSnapshots(Snapshots):
             self.refused(assignment)
 
     def refused(self, assignment: Assignment) -> None:
-        """Discard the accumulated compression error of a client whose task with an exchange was refused."""
+        """Discard the accumulated error of a client whose task was refused in a method with exchanges."""
         self._both(assignment)[1].forget()

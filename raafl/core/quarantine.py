@@ -16,7 +16,7 @@ DAMAGED = frozenset({"bad-magic", "bad-version", "bad-checksum", "bad-record", "
 
 
 class RefusalBackoff:
-    """Counts refused updates of each client and suspends clients that have too many in a row.
+    """Record of each client's refused updates in a row, which suspends clients that have too many.
 
     After ``most`` refusals in a row a client is suspended for 10 s, next time for 20 s, and so on up to an hour. An
     accepted update resets the count. A client that returns from a suspension is suspended again at its next refusal.

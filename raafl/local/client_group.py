@@ -34,12 +34,12 @@ _TORCHRUN = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 
 def num_processes() -> int:
-    """Return the number of processes that torchrun started for this client; 1 where torchrun did not start this one."""
+    """Return the number of processes that torchrun has started for this client; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
 
 
 class ClientProcesses:
-    """One process's view of the process group that trains for one client."""
+    """One process's connection to the process group that trains one client together."""
 
     def __init__(
         self, rank: int, size: int, begin_sum: BeginSum,
@@ -62,7 +62,7 @@ class ClientProcesses:
         self._stepped = True
 
     def begin(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Share:
-        """Begin a task in all processes; return this process's part of the client's data.
+        """Start a task in all processes of the client; return this process's share of the client's data.
 
         Args:
             assignment: assignment of the task.
@@ -74,14 +74,14 @@ class ClientProcesses:
         return self._share
 
     def seed(self, seed: int) -> int:
-        """Derive the seed of this process's random draws, so that dropout differs between processes.
+        """Derive a seed for this process's random draws, so that dropout differs between processes.
 
-        The order of data does not.
+        The order of the data is the same in all processes.
         """
         return seed if self.rank == 0 else derive_seed(seed, f"process {self.rank}")
 
     def weighed(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` with a weight, so that the mean over processes equals the mean over the whole batch."""
+        """Return the loss times a weight, such that the mean over processes equals the mean over the whole batch."""
         weight = 1.0 if self._share is None else self._share.weight
         return loss if weight == 1.0 else loss * weight
 
@@ -89,7 +89,7 @@ class ClientProcesses:
     def summing(self, module: nn.Module) -> Iterator[None]:
         """Return a context for the last backward pass before `average`.
 
-        Inside, gradients are summed over processes as they come.
+        Within it, each gradient is summed over the processes as soon as it exists.
         """
         self._buckets = buckets = Buckets((p for p in module.parameters() if p.requires_grad), self._begin_sum)
         register: Any = Tensor.register_post_accumulate_grad_hook
@@ -102,10 +102,10 @@ class ClientProcesses:
 
     @torch.no_grad()
     def average(self, stop: bool) -> bool:
-        """Replace the gradients summed since `summing` by their mean; return whether any process wants to ``stop``.
+        """Replace the summed gradients by their mean; return whether any process wants to ``stop``.
 
         Raises:
-            BadInput: the method does not step by the gradients of the module.
+            BadInput: the method does not use the gradients of the module for its steps.
         """
         self._check_stepped()
         buckets, self._buckets = self._buckets, None
@@ -125,7 +125,7 @@ class ClientProcesses:
         return False
 
     def stepped(self) -> None:
-        """Record that the module's optimiser has made its step."""
+        """Record that the module's optimizer has made its step."""
         self._stepped = True
 
     def _total(self, tensor: Tensor) -> None:
@@ -133,15 +133,15 @@ class ClientProcesses:
 
     @torch.no_grad()
     def finish(self, module: nn.Module, loss: float, recorder: Recorder) -> float:
-        """Return the mean loss of all processes at the end of a task.
+        """Finish a task in all processes; return the mean of their losses.
 
         Args:
             module: module that was trained.
             loss: mean loss of this process.
-            recorder: recorder that receives the values logged by all processes.
+            recorder: recorder that receives the logged values of all processes.
 
         Raises:
-            BadInput: the processes have different parameters.
+            BadInput: the processes have ended with different parameters.
         """
         self._check_stepped()
         self._compare(module)
@@ -178,10 +178,10 @@ class ClientProcesses:
 
 
 class Buckets:
-    """Gradients of one step, summed over processes in buckets.
+    """Groups of gradients of one step, each summed over the processes at once.
 
-    A backward pass reaches parameters in about reverse order. A bucket's sum is started when all of its gradients exist
-    and earlier buckets were started, so that all processes sum the same tensors at the same time.
+    A backward pass computes gradients in about the reverse order of parameters. The sum of a bucket starts when all of
+    its gradients exist and earlier buckets have started, so that all processes sum the same tensors at the same time.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], begin_sum: BeginSum) -> None:
@@ -202,7 +202,7 @@ class Buckets:
         self.again = False  # whether a parameter was come to twice: its sum may lack the second
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """Record that a parameter's gradient exists, and start the sums of buckets that are complete."""
+        """Record that a parameter's gradient exists; start the sum of each bucket that is now complete."""
         missing = self._missing[self._of[parameter]]
         self.again = self.again or parameter not in missing
         missing.discard(parameter)
@@ -223,7 +223,12 @@ class Buckets:
         self._begun.append((flat, self._begin_sum(flat)))
 
     def average(self, size: int, used: Iterable[float]) -> None:
-        """Wait for all sums of gradients; divide them by ``size`` for parameters of which any process has a gradient."""
+        """Wait for all sums and divide them by ``size``; parameters without a gradient in any process keep none.
+
+        Args:
+            size: number of processes.
+            used: for each parameter, whether any process has a gradient.
+        """
         counts = dict(zip(self.parameters, used, strict=True))
         for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):
             wait()
@@ -235,12 +240,12 @@ class Buckets:
 
 
 class Share(ClientData):
-    """One process's part of a client's data: rows r, r + W, r + 2 W, ... of each batch, for process r of W.
+    """One process's share of a client's data: of W processes, process r has the rows r, r + W, r + 2 W, ... of each batch.
 
-    A process that has no row of a small batch gets one row with weight 0.
+    If a batch has no row for this process, it gets one row with weight 0.
 
     Attributes:
-        weight: weight of the last rows' mean loss in the mean over processes.
+        weight: weight of this process's mean loss in the mean over all processes, for the latest batch.
     """
 
     def __init__(self, whole: ClientData, rank: int, size: int) -> None:
@@ -252,7 +257,7 @@ class Share(ClientData):
         self.weight = 1.0
 
     def classes(self) -> frozenset[int] | None:
-        """Return the classes of the client's samples, with those of the other processes' rows."""
+        """Return all classes of the client's samples, including those in other processes' rows."""
         return self._whole.classes()
 
     def _fetched(self, batches: Iterable[Tensor]) -> Iterator[Sized]:

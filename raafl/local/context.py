@@ -11,10 +11,10 @@ from raafl.local.client_group import ClientProcesses
 
 @dataclass(slots=True)
 class Progress:
-    """Current position of a task in its data.
+    """Position of a task in its data, for messages about failures.
 
     Attributes:
-        place: description of the current batch, for the message of a failure.
+        place: description of the current batch in words.
     """
 
     place: str = ""
@@ -22,13 +22,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
-    """Surroundings of a task that do not influence its result.
+    """Environment of a task; it does not influence the task's result.
 
     Attributes:
-        stop: event that, once set, ends the task before its next batch with `Stopped`; None = it cannot be stopped.
-        link: connection to the server in mid-task; None = none.
-        process_group: processes that train the client together; None = only this one.
-        progress: position in the task, updated while it trains.
+        stop: event that ends the task before its next batch, once it is set, with `Stopped`; None = the task cannot be
+            stopped.
+        link: connection over which the task exchanges messages with the server; None = there is none.
+        process_group: processes that train this client together; None = only this process.
+        progress: position of the task in its data, updated while it trains.
     """
 
     stop: threading.Event | None = None

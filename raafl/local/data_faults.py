@@ -14,10 +14,14 @@ _AT_A_TIME = 32
 
 
 def fault_in(data: FederatedData, client: int | None) -> str | None:
-    """Describe a non-finite sample in the data of ``client``; None = in the data on which the run evaluates.
+    """Look for a sample with NaN or infinity in a client's data, and describe it; None = none was found.
 
-    The result is None if there is no such sample, or the data cannot be read: any client can start this search by
-    sending a non-finite update, so it must not end the run.
+    The result is also None if the data cannot be read. This function must not fail, since any client can cause its call
+    by sending a non-finite update.
+
+    Args:
+        data: data of all clients.
+        client: id of the client; None = search the data on which the run evaluates.
     """
     try:
         return _fault_in(data, client)
@@ -35,7 +39,7 @@ def _fault_in(data: FederatedData, client: int | None) -> str | None:
 
 
 def first_not_finite(batches: Iterable[Sized]) -> int | None:
-    """Describe the first sample with NaN or infinity by its index, or by its batch if samples of a batch cannot be separated."""
+    """Describe the first sample with NaN or infinity by its number, or by that of its batch if samples cannot be separated."""
     before = 0
     for batch, num_samples in batches:
         places = [_row(x, num_samples) for x in batch_tensors(batch) if x.is_floating_point() or x.is_complex()]

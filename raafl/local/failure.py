@@ -25,18 +25,18 @@ _LONG: Final = 20_000
 def attempt(
     trainer: LocalTrainer, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
 ) -> Update:
-    """Train a task; if memory is too small, free it and return a refused update.
+    """Train a task; if memory runs out, free it and return an update that reports the refusal.
 
     Args:
         trainer: trainer that runs the task.
         assignment: assignment of the task.
-        received: values in the layout ``payload.layout(spec, "sent")``; unchanged.
+        received: values in the layout ``payload.layout(spec, "sent")``; not changed.
         data: data of the client.
-        context: the task's stop event, link to the server, and processes.
+        context: stop event, link to the server, and processes of the task.
 
     Raises:
-        TaskFailed: the user's code, or a library under it, raised an error.
-        GpuLost: the GPU had an error from which it does not recover.
+        TaskFailed: the user's code, or a library that it calls, raised an error.
+        GpuLost: the GPU had an error from which it cannot recover.
         BadInput: see `LocalTrainer.run`.
         Stopped: see `LocalTrainer.run`.
     """
@@ -56,13 +56,18 @@ def attempt(
 
 
 def unanswered(assignment: Assignment, refusal: str) -> Update:
-    """Return the empty update for a task that its client refuses for the reason ``refusal``, one of `UNANSWERED`."""
+    """Return the empty update with which a client refuses a task.
+
+    Args:
+        assignment: assignment of the task.
+        refusal: reason, one of `UNANSWERED`.
+    """
     nothing = FlatTensors.empty(Layout(()))
     return Update(assignment.id, assignment.client, assignment.incarnation, nothing, 0, refusal=refusal)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Check whether ``error`` means that the memory of the machine or of a GPU was too small."""
+    """Check whether ``error`` means that the memory of the machine or of a GPU ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
@@ -89,7 +94,7 @@ def _is_lost(device: torch.device) -> bool:
 
 @contextmanager
 def measuring(version: int) -> Iterator[None]:
-    """Return a context that turns errors of the user's code, in the evaluation of ``version``, into `CodeFailed`."""
+    """Return a context that turns errors of the user's code into `CodeFailed`, while ``version`` is evaluated."""
     try:
         yield
     except Exception as error:
@@ -97,11 +102,11 @@ def measuring(version: int) -> Iterator[None]:
 
 
 def of_server(error: Exception, client: int | None = None) -> CodeFailed:
-    """Return the `CodeFailed` for an error that a part of the method raised on the server.
+    """Convert an error that the method's own code raised on the server to a `CodeFailed`.
 
     Args:
-        error: error that was raised.
-        client: client whose data the part was processing; None = all clients.
+        error: error to convert.
+        client: client whose data was being processed; None = no single client's.
     """
     if isinstance(error, CodeFailed):
         return error
@@ -112,7 +117,7 @@ def of_server(error: Exception, client: int | None = None) -> CodeFailed:
 
 
 def in_full(error: BaseException) -> str:
-    """Return an error's traceback as text; only the end of a long one."""
+    """Return an error's traceback as text; of a long one, only the end."""
     return error.traceback if isinstance(error, CodeFailed) else "".join(traceback.format_exception(error))[-_LONG:]
 
 
@@ -122,12 +127,12 @@ def _in_words(spec: Spec) -> str:
 
 
 def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | None:
-    """Append an error to the run folder's failure.txt and return that file's name; None if it cannot be written.
+    """Append an error to the file failure.txt of the run folder; return the file's name, or None if that failed.
 
     Args:
-        folder: folder of the run.
-        reason: heading of the entry.
-        error: error, with its traceback.
+        folder: run folder in which to write.
+        reason: heading of the entry in the file.
+        error: error, of which the traceback is written.
     """
     try:
         with (folder / _FILE).open("a", encoding="utf-8", errors="replace") as file:

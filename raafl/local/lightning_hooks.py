@@ -36,12 +36,12 @@ _NEVER = {
 
 
 def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[str]:
-    """Return the hooks that a module overrides and that no task calls, one line each.
+    """List the Lightning hooks that a module overrides but raafl never calls, one line of text each.
 
     Args:
         module: the user's module.
-        left_out: hooks that the method does not call (`Local.leaves_out`).
-        method: name of the method.
+        left_out: hooks that this method does not call (`Local.leaves_out`).
+        method: name of the method, for the text.
     """
     kind = type(module).__name__
     lines = [
@@ -56,10 +56,10 @@ def uncalled(module: nn.Module, left_out: frozenset[str], method: str) -> list[s
 
 
 class Transfer:
-    """Function object that moves batches to the device, by the module's own hooks if it overrides any.
+    """Function object that moves batches to a device, by the module's own hooks if it overrides them.
 
     Attributes:
-        is_own: whether the module overrides such hooks.
+        is_own: whether the module overrides these hooks.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -75,11 +75,11 @@ class Transfer:
 
 
 class TaskHooks:
-    """Caller of those Lightning hooks around a task's steps that a module overrides.
+    """Caller of the Lightning hooks that a module overrides, around the steps of a task.
 
     Attributes:
         overridden: names of the hooks that the module overrides.
-        keeps_gradients: whether gradients are kept after a step until Lightning's own place for `zero_grad`.
+        keeps_gradients: whether gradients stay after a step until the point at which Lightning clears them.
     """
 
     def __init__(self, module: nn.Module, overridden: frozenset[str]) -> None:
@@ -91,16 +91,21 @@ class TaskHooks:
 
     @classmethod
     def of(cls, module: nn.Module, left_out: frozenset[str] = frozenset()) -> TaskHooks | None:
-        """Return a caller of the hooks that ``module`` overrides, except those ``left_out``; None if there are none."""
+        """Return an object that calls the hooks of ``module``; None if it overrides none.
+
+        Args:
+            module: the user's module.
+            left_out: names of hooks that must not be called.
+        """
         found = frozenset(name for name in TASK_HOOKS if name not in left_out and overrides(module, name))
         return cls(module, found) if found else None
 
     def call(self, name: str, *args: object) -> Any:
-        """Call the hook ``name`` if it is overridden; return its result."""
+        """Call the hook ``name`` if the module overrides it; return its result, or else None."""
         return getattr(self._module, name)(*args) if name in self.overridden else None
 
     def zero_grad(self, optimizer: Optimizer, epoch: int, batch_idx: int) -> None:
-        """Clear gradients, if they are set, before a backward pass.
+        """Clear gradients before a backward pass, by the module's own hook if it has one.
 
         Args:
             optimizer: optimizer of the task.
@@ -118,17 +123,17 @@ class TaskHooks:
     def optimizer_step(
         self, optimizer: Optimizer, epoch: int, batch_idx: int, closure: Callable[[], Any], step: Callable[[], None]
     ) -> None:  # fmt: skip
-        """Let the module's own `optimizer_step` make an optimizer step.
+        """Make an optimizer step by the module's own `optimizer_step`.
 
         Args:
-            optimizer: optimizer of the task; the module gets it as a LightningOptimizer.
+            optimizer: optimizer of the task, which the hook gets as a LightningOptimizer.
             epoch: index of the epoch in the task, from 0.
             batch_idx: index of the batch within the epoch, from 0.
-            closure: function that computes loss and gradients, and returns the loss.
-            step: function that makes the step, called when the module steps the optimizer, after the closure.
+            closure: function that computes the gradients and returns the loss.
+            step: function that makes the actual step, called after the closure when the hook steps the optimizer.
 
         Raises:
-            BadInput: the module's hook does not call its closure.
+            BadInput: the hook does not call the closure.
         """
         was_called = False
 
@@ -150,7 +155,12 @@ class TaskHooks:
             )
 
     def before_step(self, optimizer: Optimizer, clip_val: float | None) -> None:
-        """Call the hooks between gradients and optimizer step, which clip gradients to the norm ``clip_val``."""
+        """Call the hooks that run between the backward pass and the optimizer step.
+
+        Args:
+            optimizer: optimizer of the task.
+            clip_val: largest gradient norm, to which a hook clips; None = no clipping.
+        """
         self.call("on_before_optimizer_step", optimizer)
         if "configure_gradient_clipping" in self.overridden:
             self._module.configure_gradient_clipping(
@@ -177,5 +187,5 @@ class _Steps:
         self._step = step
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: object) -> object:
-        """Call the closure, then make the optimizer step."""
+        """Run the closure, then make the optimizer step."""
         return self._step(closure)

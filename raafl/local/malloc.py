@@ -23,21 +23,21 @@ WORTH_BYTES = 64 * 2**20
 
 
 def keep_freed() -> bool:
-    """Make the C library keep freed memory in one heap for reuse; return whether it supports that.
+    """Make the C library keep freed memory in one heap, for faster reuse; return whether it supports that.
 
-    Call it before threads allocate memory: a thread that has a heap of its own continues to use it.
+    Call this before any thread allocates memory, since a thread that already has its own heap continues to use it.
     """
     # a thread's own heap ends at 64 MiB, and gives larger blocks back at once
     return _set(_ARENA_MAX, 1) and _set(_MMAP_MAX, 0) and _set(_TRIM_THRESHOLD, _NEVER)
 
 
 def free_at_once() -> bool:
-    """Make the C library return larger blocks to the system once they are freed; return whether it supports that."""
+    """Make the C library return larger blocks to the system as soon as they are freed; return whether it supports that."""
     return _set(_MMAP_MAX, _ANY) and _set(_MMAP_THRESHOLD, _LARGE_BYTES) and _set(_TRIM_THRESHOLD, _LARGE_BYTES)
 
 
 def give_back(worth_bytes: int = WORTH_BYTES) -> bool:
-    """Return kept memory to the system if it may exceed ``worth_bytes``; return whether any was given back."""
+    """Return unused memory to the system if it may be more than ``worth_bytes``; return whether any was returned."""
     global _slack_left
     trim = _glibc("malloc_trim")
     if trim is None:

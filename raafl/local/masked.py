@@ -13,15 +13,15 @@ from raafl.core.masked_loss import HasLogits, logits_of
 
 @contextmanager
 def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[list[int]]:
-    """Return a context in which the logits of absent classes are 0 and have no gradient; it yields the list of kept classes.
+    """Return a context that masks absent classes: their logits are 0 and have no gradient; it yields the kept classes.
 
-    The list is ascending, is filled by the first forward pass, and stays empty if nothing is masked. Logits have the
-    shape (batch, num_classes), as a tensor or as the attribute ``logits``; other outputs stay unchanged. With every
-    class present nothing changes, to the last bit.
+    The yielded list is ascending and is filled by the first forward pass; it stays empty if nothing is masked. The
+    module must return logits of shape (batch, num_classes), as a tensor or as the attribute ``logits``; other outputs
+    stay unchanged. If no class is absent, all bits stay the same.
 
     Args:
         module: module whose forward pass returns logits.
-        classes: classes of the client's samples; None = unknown, so that nothing is masked.
+        classes: classes of the client's samples; None = unknown, so nothing is masked.
     """
     left: list[int] = []
     if not classes:

@@ -20,7 +20,12 @@ _FLAGS = (
 
 
 def set_numerics(threads: int, options: FabricOptions) -> None:
-    """Set all of torch's options on which a run's bits depend; call it before any computation of the run."""
+    """Set all options of torch that influence the bits of a run; call it before the run computes anything.
+
+    Args:
+        threads: number of threads that torch uses.
+        options: options of local training.
+    """
     torch.set_num_threads(threads)
     if options.deterministic:
         os.environ.setdefault(_WORKSPACE, ":4096:8")  # cuBLAS reads it when it is first used
@@ -31,14 +36,14 @@ def set_numerics(threads: int, options: FabricOptions) -> None:
 
 
 def device_type(options: FabricOptions) -> str:
-    """Return the type of device that Fabric uses: the requested one, or the one that `auto` finds."""
+    """Return the type of device on which the run computes: the requested one, or the one that `auto` selects."""
     if options.accelerator != "auto":
         return options.accelerator
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def device_problem(options: FabricOptions) -> str | None:
-    """Explain why this process lacks the device that ``options`` name, with the remedy; None = it has the device."""
+    """Explain, with a remedy, why the requested device is not available; None = it is."""
     kind, seen = device_type(options), f"torch sees {count_gpus()} here"
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if not {"cpu": True, "cuda": has_cuda, "mps": has_mps, "gpu": has_cuda or has_mps}.get(kind, True):
@@ -57,13 +62,13 @@ def device_problem(options: FabricOptions) -> str | None:
 
 
 def count_gpus() -> str:
-    """Describe in words how many GPUs torch sees."""
+    """Describe in words how many GPUs torch can use."""
     num_gpus = torch.cuda.device_count()
     return f"{num_gpus} GPU{'s' * (num_gpus != 1)}" if num_gpus else "no GPU"
 
 
 def precision_of(options: FabricOptions) -> str:
-    """Return the precision in which a process computes; if `auto` finds only a CPU, Lightning uses bf16 for 16-mixed."""
+    """Return the precision in which this process computes. On a CPU, Lightning uses bf16 in place of 16-mixed."""
     on_cpu = options.accelerator == "auto" and device_type(options) == "cpu"
     return "bf16-mixed" if on_cpu and options.precision == "16-mixed" else options.precision
 
@@ -81,7 +86,7 @@ def tf32() -> str:
 
 @contextmanager
 def numerics_left() -> Iterator[None]:
-    """Return a context that restores torch's numeric options when it ends."""
+    """Return a context that restores torch's numeric options at its end."""
     threads, mode, workspace = torch.get_num_threads(), torch.get_deterministic_debug_mode(), os.environ.get(_WORKSPACE)
     flags: list[tuple[Any, str, bool]] = []
     for owner, name in _FLAGS:

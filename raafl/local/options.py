@@ -9,18 +9,18 @@ from raafl.devices.gpus import Place
 
 @dataclass(frozen=True, slots=True)
 class FabricOptions:
-    """Options of local training, which have the same meaning as in Lightning.
+    """Options of local training, named as in Lightning.
 
     Attributes:
         accelerator: type of device: cpu, cuda or auto.
-        device: index of the GPU that all training processes use; None = each process has one, in turn.
+        device: number of the GPU that all training processes use; None = distribute the processes over all GPUs.
         precision: numeric precision: 32-true, bf16-mixed, or on a GPU 16-mixed.
         gradient_clip_val: largest gradient norm; None = no clipping.
-        accumulate_grad_batches: number of batches whose gradients are added for one optimiser step.
-        deterministic: whether torch and cuDNN use deterministic kernels, and fail if there is none.
-        shard: whether a client of several processes shards parameters, gradients and the optimizer's state over them (FSDP2);
-            false = each process has all of them. No effect on a client of one process.
-        tf32: whether float32 is rounded to TF32 in products and convolutions on a GPU; None = torch's own setting.
+        accumulate_grad_batches: number of batches whose gradients are added up for one optimiser step.
+        deterministic: whether torch and cuDNN must use deterministic kernels, and fail where there is none.
+        shard: whether the processes of one client share parameters, gradients and optimizer state (FSDP2); false = each
+            process has all of them. No effect on a client of one process.
+        tf32: whether float32 products and convolutions on a GPU are rounded to TF32; None = torch's own setting.
     """
 
     accelerator: str = "cpu"
@@ -33,6 +33,6 @@ class FabricOptions:
     shard: bool = False
 
     def at(self, place: Place) -> FabricOptions:
-        """Return these options with the GPU of the process at ``place``, if GPUs are used and none is named."""
+        """Return these options with a GPU for the process at ``place``, if GPUs are used and ``device`` is not set."""
         on_gpu = self.accelerator in ("cuda", "gpu", "auto")
         return replace(self, device=place.gpu) if on_gpu and self.device is None else self

@@ -9,7 +9,7 @@ from raafl.submodel import FlatTensors
 
 
 class ProximalTerm:
-    """Proximal term ``prox/2 * ||theta - theta_received||^2``, whose gradient is added to that of the loss."""
+    """Proximal term ``prox/2 * ||theta - theta_received||^2``, which keeps local values close to the received ones."""
 
     def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
         """Pull ``parameters`` towards ``anchors``."""
@@ -17,13 +17,18 @@ class ProximalTerm:
 
     @classmethod
     def towards(cls, received: FlatTensors, module: nn.Module) -> ProximalTerm:
-        """Return the proximal term between a module's trained parameters and the received values."""
+        """Return the proximal term for a module's trained parameters.
+
+        Args:
+            received: values that the client received.
+            module: module that trains.
+        """
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         return cls([p for _, p in trained], [received[name].to(p.device) for name, p in trained])
 
     @torch.no_grad()
     def add_to_gradients(self, prox: float) -> None:
-        """Add ``prox * (theta - theta_received)`` to every gradient."""
+        """Add the term's gradient, ``prox * (theta - theta_received)``, to every gradient."""
         used = [(p, a) for p, a in zip(self.parameters, self.anchors, strict=True) if p.grad is not None]
         grads: list[Tensor] = [p.grad for p, _ in used if p.grad is not None]
         if any(grad.dtype.itemsize == 2 for grad in grads):  # prox * theta would round the gradient away

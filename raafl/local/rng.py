@@ -15,12 +15,17 @@ from raafl.submodel.isolated_run import seeded
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which ``device`` is this thread's current GPU; nothing changes for a CPU."""
+    """Return a context in which ``device`` is this thread's current GPU; for a CPU it has no effect."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed every generator that a module or a data set may use, on the CPU and a GPU in use."""
+    """Seed every random generator that a module or data set may use, on the CPU and on a GPU in use.
+
+    Args:
+        seed: seed of the generators.
+        device: device that computes.
+    """
     seeded(seed)
     if device.type == "cuda":
         with current(device):
@@ -28,7 +33,7 @@ def seed_everything(seed: int, device: torch.device) -> None:
 
 
 def generators() -> tuple[Any, ...]:
-    """Return the states of Python's, numpy's and torch's CPU generators."""
+    """Return the states of Python's, NumPy's and torch's generators on the CPU."""
     return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
 
 
@@ -41,7 +46,7 @@ def same_generators(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 class RngStream:
     """A private RNG stream: inside, Python, NumPy and torch use its state; on exit the previous global state is restored.
 
-    Generators belong to the process, so one stream is in use at a time, whatever the thread; others wait.
+    Generators belong to the whole process, so only one stream is in use at a time; other threads wait.
     """
 
     _in_use = threading.Lock()
@@ -76,9 +81,9 @@ class RngStream:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Return a context in which other streams may run, for example while this thread waits.
+        """Return a context in which other streams may be used, for example while this thread waits.
 
-        No effect if this one is not in use.
+        It has no effect if this stream is not in use.
         """
         if not self._inside:
             yield

@@ -35,11 +35,11 @@ _STEPS = ("training_step", "validation_step")
 
 
 def problem(local: Local, options: FabricOptions, submodels: Submodels) -> str | None:
-    """Return the reason why a client cannot be sharded; None = it can be.
+    """Explain why a client's submodel cannot be sharded over its processes; None = it can.
 
     Args:
-        local: local part of the method.
-        options: options of Fabric.
+        local: part of the algorithm that trains on clients.
+        options: options of local training.
         submodels: submodels of the model.
     """
     if not local.steps_are_plain or local.prox or local.down or local.up or local.exchange(submodels) is not None:
@@ -51,17 +51,17 @@ def problem(local: Local, options: FabricOptions, submodels: Submodels) -> str |
 
 
 def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> float:
-    """Return the memory for a task of a client whose processes share it: W times what each has beside whole values.
+    """Return the memory in bytes that a task may need if the client's W processes share it.
 
-    The leader holds the received values, and at a task's end those that it sends. No more than 1/W of the rest lies on each.
+    This is W times what each process has besides the whole values, which the leader needs to receive and to send.
 
     Args:
-        least_bytes: memory of the process with the least.
-        num_processes: number of processes (W).
-        whole_bytes: number of bytes of the whole model's values.
+        least_bytes: memory of the smallest process, in bytes.
+        num_processes: number W of processes.
+        whole_bytes: bytes of all values of the model.
 
     Raises:
-        BadInput: the memory has no room for more than the values.
+        BadInput: the memory is too small even for the values.
     """
     room = num_processes * (least_bytes - 2 * whole_bytes)
     if room <= 0:
@@ -73,11 +73,11 @@ def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> floa
 
 
 class Shards:
-    """The processes over which a client is sharded, and what they exchange beside FSDP2's own.
+    """Processes over which a client's submodel is sharded, with the exchanges that FSDP2 does not make.
 
     Attributes:
         mesh: device mesh of the processes.
-        leads: whether this process talks to the server.
+        leads: whether this process is the one that talks to the server.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -85,7 +85,7 @@ class Shards:
         self.mesh, self.leads = mesh, mesh.get_rank() == 0
 
     def apply(self, module: nn.Module) -> None:
-        """Shard the parameters that train in ``module``, in place; frozen parameters stay whole in each process."""
+        """Shard the trained parameters of ``module``, in place; frozen parameters stay whole in each process."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
         more: dict[str, Any] = {
@@ -105,14 +105,19 @@ class Shards:
                 register_fsdp_forward_method(module, name)
 
     def spread(self, tensor: Tensor) -> None:
-        """Replace a contiguous tensor, in place, by the leader's."""
+        """Overwrite a contiguous tensor with that of the leading process, in place."""
         import torch.distributed as dist
 
         if tensor.numel():
             dist.broadcast(tensor.reshape(-1).view(torch.uint8), 0, group=self.mesh.get_group())
 
     def part(self, whole: Tensor, parameter: Any) -> Tensor:
-        """Return this process's part of a parameter's whole value."""
+        """Return this process's part of a parameter.
+
+        Args:
+            whole: value of the whole parameter.
+            parameter: sharded parameter.
+        """
         from torch.distributed.tensor import distribute_tensor
 
         made: Any = distribute_tensor(whole, self.mesh, parameter.placements, src_data_rank=None)
@@ -121,11 +126,11 @@ class Shards:
 
 
 class ShardedSubmodel(TrainableSubmodel):
-    """A small module of which each process of a client holds a part.
+    """A small module that is sharded over the processes of a client.
 
     Attributes:
-        present: tensors that are not sharded: buffers, and parameters that the spec freezes.
-        trained: values that are sent after a task, on the leader; without tensors before, and on the other processes.
+        present: tensors that are not sharded: buffers and frozen parameters.
+        trained: values to send after a task; only the leading process has any, and only then.
     """
 
     def __init__(
@@ -157,7 +162,7 @@ class ShardedSubmodel(TrainableSubmodel):
         return _ShardedState(self.module, submodels)
 
     def load(self, values: FlatTensors) -> None:
-        """Take the values of another task from the leader, whose ``values`` have storage; reset everything else."""
+        """Load the values for another task, which only the leading process has; reset everything else."""
         self.trained = FlatTensors.empty(Layout(()))  # of the last task
         self.state.restore()
         with torch.no_grad():
@@ -174,7 +179,7 @@ class ShardedSubmodel(TrainableSubmodel):
         self.versions = [p._version for _, p in self.frozen]
 
     def gather(self) -> None:
-        """Collect the values that are sent on the leader; gradients and the optimizer's state go before they come."""
+        """Collect the trained values in the leading process, to be sent; gradients and optimizer state are freed first."""
         self.buffers.gather()
         self.module.zero_grad()
         self.optimizer.state.clear()
@@ -188,7 +193,7 @@ class ShardedSubmodel(TrainableSubmodel):
                     self.trained[entry.name].copy_(whole)
 
     def answer(self) -> FlatTensors:
-        """Return the values that are sent to the server; without tensors in a process that does not lead."""
+        """Return the values to send to the server; empty in processes that do not lead."""
         return self.trained
 
 
@@ -209,7 +214,7 @@ class _ShardedState(ModuleState):
 
 
 def reshard(module: nn.Module) -> None:
-    """Release gathered parameters, so that each process has only its part of them again."""
+    """Free the gathered parameters of ``module``, so that each process has only its part again."""
     from torch.distributed.fsdp import FSDPModule
 
     for part in module.modules():
@@ -218,22 +223,22 @@ def reshard(module: nn.Module) -> None:
 
 
 class ShardedProcesses(ClientProcesses):
-    """Processes that train a sharded client: FSDP2 averages gradients, and these agree on what is beside them."""
+    """Processes that train a sharded client. FSDP2 averages gradients; this class synchronises everything else."""
 
     def begin(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Share:
-        """Begin a task in all processes, which all measure the client's test part; see `ClientProcesses.begin`."""
+        """Start a task in all processes, which evaluate the client's test samples together; see `ClientProcesses.begin`."""
         share = super().begin(assignment, received, data)
         share.test = data.test
         return share
 
     @contextmanager
     def summing(self, module: nn.Module) -> Iterator[None]:
-        """Return a context for a backward pass, in which FSDP2 itself averages gradients."""
+        """Return a context for a backward pass; FSDP2 itself averages the gradients."""
         yield
 
     @torch.no_grad()
     def average(self, stop: bool) -> bool:
-        """Agree on whether any process wants to ``stop``, and return it; FSDP2 has averaged the gradients."""
+        """Return whether any process wants to ``stop``; FSDP2 has already averaged the gradients."""
         self._check_stepped()
         known = torch.tensor([float(stop)])
         self._total(known)

@@ -13,14 +13,19 @@ from raafl.errors import BadInput
 
 
 def takes_sparse(optimizer: Optimizer) -> bool:
-    """Check whether an optimiser accepts sparse gradients."""
+    """Check whether an optimizer accepts sparse gradients."""
     if isinstance(optimizer, SGD | Adagrad):  # weight decay adds the whole parameter to them
         return all(not group["weight_decay"] for group in optimizer.param_groups)
     return isinstance(optimizer, SparseAdam)
 
 
 def dense_by(local: Local, clip: float | None) -> str | None:
-    """Name the part of a run that reads or changes gradients between backward pass and step; None if nothing does."""
+    """Name the part of a run that reads or changes gradients before the step, which needs dense ones; None if nothing does.
+
+    Args:
+        local: local part of the algorithm.
+        clip: largest gradient norm; None = no clipping.
+    """
     if local.prox:
         return "the proximal term"
     if clip is not None:
@@ -53,10 +58,10 @@ def backward_of(
     clip: float | None,
     num_processes: int,
 ) -> Callable[[Tensor], None]:
-    """Return the backward pass of a task's loss, which makes sparse gradients dense where anything but the step reads them.
+    """Return the function for the backward pass, which makes sparse gradients dense unless only the optimizer reads them.
 
     Args:
-        run: function of Fabric's strategy that runs the backward pass; its second argument is None.
+        run: backward pass of Fabric's strategy; its second argument is None.
         module: module that trains.
         optimizer: optimizer of the module.
         local: local part of the algorithm.

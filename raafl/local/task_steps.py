@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 
 class Stopped(Exception):
-    """Raised to end a task whose result is no longer needed."""
+    """Raised to end a task early, because its result is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTask:
-    """A task with the small module that trains it.
+    """A task together with the small module that trains it.
 
     Attributes:
         assignment: assignment of the task.
-        received: values of the submodel, without bundles; unchanged.
-        down: received bundles, by name; unchanged.
-        data: data of the client, or this process's part of it.
-        context: the task's stop event, link to the server, and processes.
+        received: values of the submodel, without bundles; not changed.
+        down: received bundles (extra tensors of the method), by name; not changed.
+        data: data of the client, or this process's share of it.
+        context: stop event, link to the server, and processes of the task.
         built: small module of the task, with its optimizer.
     """
 
@@ -57,7 +57,7 @@ class PreparedTask:
 
 
 class TaskSteps:
-    """Runner of the steps of tasks, on Fabric's device and with one method."""
+    """Runner of the training steps of tasks, on one device and with one method."""
 
     submodels: Submodels
     local: Local
@@ -68,14 +68,14 @@ class TaskSteps:
     _generator: torch.Generator
 
     def length(self, assignment: Assignment) -> tuple[int | None, int | None]:
-        """Return the number of epochs and the number of steps of a task; one of them is None."""
+        """Return the number of epochs and the number of steps of a task, one of which is None."""
         epochs, steps = assignment.num_epochs, assignment.num_steps
         if epochs is None and steps is None:
             epochs, steps = self.training.num_epochs, self.training.num_steps
         return (epochs, None) if steps is None else (None, steps)
 
     def announce(self, built: TrainableSubmodel, assignment: Assignment, data: ClientData) -> None:
-        """Set the task's length in a module's stand-in Trainer, before `TrainableSubmodel.reset` rebuilds its optimizer.
+        """Tell a module's stand-in Trainer how long the task is, before `TrainableSubmodel.reset` rebuilds the optimizer.
 
         Args:
             built: small module that trains the task.
@@ -211,19 +211,19 @@ class _Loop:
         return float(self._total) / self._num_losses if self._num_losses else None
 
     def begin(self) -> None:
-        """Call the module's hooks before the first batch."""
+        """Call the module's hooks that precede the first batch."""
         self._call("on_fit_start")
         self._call("on_train_start")
 
     def end(self) -> None:
-        """Call the module's hooks after the last batch."""
+        """Call the module's hooks that follow the last batch."""
         if self._epoch_began:  # steps have ended within an epoch
             self._end_epoch(is_whole=False)
         self._call("on_train_end")
         self._call("on_fit_end")
 
     def run(self, batch: object) -> None:
-        """Train on one batch."""
+        """Train on one batch of data."""
         if not self._epoch_began:
             self._begin_epoch()
         is_last = self.index + 1 == self.per_epoch

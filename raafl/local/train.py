@@ -32,10 +32,10 @@ __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
 
 class LocalTrainer(TaskSteps):
-    """Trainer of tasks for any client; it reuses the small modules that it has built, but no result.
+    """Trainer of tasks for any client. It reuses small modules between tasks, but no results.
 
     Attributes:
-        shards: processes over which each small module is sharded; None = this process holds all of it.
+        shards: processes over which each small module is sharded; None = this process holds the whole module.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class LocalTrainer(TaskSteps):
     def run(
         self, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
     ) -> Update:
-        """Train a task and return the update; its tensors are this trainer's storage, valid until the next `run`.
+        """Train a task and return the update. Its tensors are valid until the next call of `run`.
 
         Args:
             assignment: assignment of the task.
-            received: values in the layout ``payload.layout(spec, "sent")``; unchanged.
+            received: values in the layout ``payload.layout(spec, "sent")``; not changed.
             data: data of the client.
-            context: the task's stop event, link to the server, and processes.
+            context: stop event, link to the server, and processes of the task.
 
         Raises:
-            BadInput: training writes to a frozen parameter, or changes state that cannot be restored.
-            Stopped: ``context.stop`` was set.
+            BadInput: training writes to a frozen parameter, or changes state that cannot be reset.
+            Stopped: the stop event of ``context`` was set.
         """
         with current(self.fabric.device):
             return self._run(assignment, received, data, context)
@@ -123,14 +123,14 @@ class LocalTrainer(TaskSteps):
     def ended(
         self, task: PreparedTask, num_steps: int, loss: float | None, extra: dict[str, Any], classes: list[int]
     ) -> Update:
-        """Return the update of a task whose steps are done, from the values of its small module.
+        """Build the update of a task after its last step.
 
         Args:
             task: task that was trained.
-            num_steps: number of optimizer steps made.
+            num_steps: number of optimizer steps that were made.
             loss: mean loss over the batches; None = every batch was skipped.
-            extra: plain data for the server, from the hook.
-            classes: classes kept by a masked loss; empty = nothing was masked.
+            extra: plain data for the server, which the hook returned.
+            classes: classes that a masked loss has kept; empty = nothing was masked.
         """
         built, assignment, data = task.built, task.assignment, task.data
         extra |= {CLASSES: classes} if classes else {}
@@ -191,20 +191,20 @@ class LocalTrainer(TaskSteps):
         return nullcontext() if self._pooling is None or not len(trained) else self._pooling.as_sent(trained)
 
     def release(self) -> None:
-        """Release all small modules, and return free memory to the system."""
+        """Release all small modules, and return freed memory to the system."""
         self._built.clear()
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back(0)
 
     def make_built(self, spec: Spec) -> TrainableSubmodel:
-        """Build a small module that is used for nothing else."""
+        """Build a small module that no other code uses."""
         if self.shards is not None:
             return ShardedSubmodel(self.shards, self.submodels, spec, self.local, self.payload, self.fabric)
         return TrainableSubmodel(self.submodels, spec, self.local, self.payload, self.fabric)
 
     def built(self, spec: Spec) -> TrainableSubmodel:
-        """Return the small module in which tasks of ``spec`` are trained one after the other."""
+        """Return the small module for tasks of ``spec``, which is reused from task to task."""
         built = self._built.get(spec)
         if built is None:
             while len(self._built) >= self._max_built:

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class TrainableSubmodel:
-    """A small module that is reused between tasks while only its values change, with its optimizer.
+    """A small module with its optimizer, reused from task to task while only its values change.
 
     Attributes:
         trainer: stand-in for the module's Trainer.
-        hooks: Lightning hooks that the module overrides; None = none.
+        hooks: object that calls the Lightning hooks which the module overrides; None = it overrides none.
         transfer: function object that moves batches to its device.
-        state: recorded state of the module beside the values that it receives.
+        state: record of the module's initial state other than the values that it receives.
     """
 
     def __init__(self, submodels: Submodels, spec: Spec, local: Local, payload: Payload, fabric: Fabric) -> None:
@@ -60,17 +60,22 @@ class TrainableSubmodel:
         return ModuleState(self.module, submodels)
 
     def gather(self) -> None:
-        """Have `trained` hold what the steps have come to."""
+        """Write the results of the last steps into `trained`."""
         self.buffers.gather()
 
     def load(self, values: FlatTensors) -> None:
-        """Load the values of another task, and reset everything else to its initial state."""
+        """Load the values for another task, and reset everything else to its initial state."""
         self.state.restore()
         self.present.copy_(values)
         self.versions = [p._version for _, p in self.frozen]  # anew: merges count as well, where the state is the base
 
     def reset(self, received: FlatTensors, lr_scale: float = 1.0) -> None:
-        """Load the values of a new task, and discard those of the last; learning rates are the module's times ``lr_scale``."""
+        """Load the values for a new task and discard all results of the last one.
+
+        Args:
+            received: values that the client received.
+            lr_scale: factor on the module's own learning rates.
+        """
         self.recorder.clear()  # of a task that was given up, maybe between two batches of a step
         self.load(received)
         for bundle in self.up.values():
@@ -81,7 +86,7 @@ class TrainableSubmodel:
             scale_rates(self.optimizer, [schedule.scheduler for schedule in self.schedulers], lr_scale)
 
     def begin_anew(self) -> None:
-        """Reset optimizer and schedulers to their state before the first step."""
+        """Reset the optimizer and its schedulers to their state before the first step."""
         if self.schedulers or self._depends_on_task:
             self._configure()
             return
@@ -90,7 +95,7 @@ class TrainableSubmodel:
             group.update(fresh)
 
     def answer(self) -> FlatTensors:
-        """Return the tensors that are sent to the server, in storage that is valid until the next task."""
+        """Return the tensors to send to the server, which are valid until the next task."""
         if self._answer is not self.trained:
             self._values.copy_(self.trained)
         return self._answer
@@ -113,15 +118,15 @@ _BOUNDS = ("base_lrs", "max_lrs", "min_lrs", "eta_min")
 
 
 def scale_rates(optimizer: Optimizer, schedulers: Sequence[Any], factor: float) -> None:
-    """Multiply the learning rates of an optimizer, and the initial rates of its fresh schedulers, by a factor, in place.
+    """Multiply all learning rates of an optimizer and of its unused schedulers by a factor, in place.
 
-    A scheduler computes a rate from the previous one and from its own `_BOUNDS`. All of these are scaled, so every
-    later rate is, too.
+    A scheduler computes a rate from the previous one and from bounds of its own (`_BOUNDS`). All of these are scaled,
+    so that every later rate is scaled, too.
 
     Args:
         optimizer: optimizer to change in place.
-        schedulers: schedulers that have made no step; changed in place.
-        factor: factor of the learning rates.
+        schedulers: schedulers that have made no step yet; changed in place.
+        factor: factor on the learning rates.
     """
     for group in optimizer.param_groups:
         group.update({name: group[name] * factor for name in _RATES if name in group})

@@ -22,13 +22,13 @@ from raafl.submodel.module_state import ModuleState
 
 
 class Evaluator:
-    """Evaluator that runs the module's ``validation_step`` over the test batches, for given values.
+    """Evaluator that runs the module's ``validation_step`` over all test batches, for given values of the model.
 
-    Batches can be shared between processes: another process returns partial sums (`partials`), which are added here (`add`) in the
-    order of batches, between `begin` and `end`.
+    Several processes can share the batches. Another process evaluates some of them and returns partial sums
+    (`partials`); this one adds these (`add`) in the order of batches, between `begin` and `end`.
 
     Attributes:
-        num_batches: number of batches in the test set, once all were evaluated; 0 before.
+        num_batches: number of batches in the test set, known after a complete evaluation; 0 before.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class Evaluator:
 
     @torch.no_grad()
     def fill(self, values: FlatTensors) -> None:
-        """Load ``values`` into the module and reset its other state; required before the first evaluation."""
+        """Load ``values`` into the module and reset its other state; must be called before the first evaluation."""
         self._state.restore()
         self._buffers.restore()
         self._present.copy_(values)
 
     def restarted(self, values: FlatTensors) -> list[str]:
-        """List the state that changed since `fill` and restarts with each task: attributes, and most integer buffers.
+        """List the module's state that has changed since `fill` and is reset for each task: attributes and most integer buffers.
 
         Raises:
-            BadInput: a step has changed state that cannot be restored.
+            BadInput: a step has changed state that cannot be reset.
         """
         self._state.check()
         counts = [
@@ -96,12 +96,12 @@ class Evaluator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes may evaluate some batches: the module has no hooks before the first or after the last batch."""
+        """Whether other processes may evaluate some of the batches; not if the module has hooks around the whole evaluation."""
         ends = ("start", "epoch_start", "epoch_end", "end")
         return not any(overrides(self.module, f"on_validation_{end}") for end in ends)
 
     def begin(self, values: FlatTensors) -> FlatTensors:
-        """Start the evaluation of a model; return its values as evaluated, valid until the next evaluation."""
+        """Start to evaluate a model; return the values that are evaluated, which are valid until the next evaluation."""
         self.fill(values)
         with torch.no_grad():
             self._prepare(self._present)
@@ -109,24 +109,29 @@ class Evaluator:
         return self._present
 
     def measure(self, start: int, stop: int | None) -> int:
-        """Evaluate the batches from ``start`` to before ``stop``; return the number evaluated."""
+        """Evaluate the batches from ``start`` up to, not including, ``stop``; return their number.
+
+        Args:
+            start: number of the first batch.
+            stop: number after the last batch; None = up to the end.
+        """
         return step(self.module, self._recorder, self._numbered(start, stop), self.device)
 
     def add(self, partials: dict[str, Any]) -> None:
-        """Add the partial sums that another process returned for the next batches."""
+        """Add partial sums that another process has computed for the next batches."""
         add(self._recorder, partials)
 
     def end(self) -> dict[str, float]:
-        """Return the metrics over the samples of all batches."""
+        """Finish the evaluation; return the metrics over all batches."""
         metrics = end(self.module, self._recorder)
         self._state.check()
         return metrics
 
     def partials(self, start: int, stop: int) -> dict[str, Any]:
-        """Evaluate some batches for another process; return partial sums as plain data for that process's `add`.
+        """Evaluate some batches for another process; return partial sums, as plain data, that it passes to `add`.
 
         Raises:
-            NotMergeable: the results of a batch may depend on earlier batches.
+            NotMergeable: the result of a batch may depend on the batches before it.
         """
         recorder, drawn = PartialRecorder(), generators()
         recorder.attach(self.module)

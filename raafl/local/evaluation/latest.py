@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Latest:
-    """Latest value of each logged metric, and the epoch's mean of those logged with ``on_epoch``."""
+    """Latest value of each logged metric, and the mean over the current epoch for those logged with ``on_epoch``."""
 
     def __init__(self) -> None:
         self._last: dict[str, Any] = {}
@@ -22,8 +22,8 @@ class Latest:
             name: name of the metric.
             value: number, detached tensor or Metric that was logged.
             weight: number of samples, by which the value is weighted.
-            on_step: argument of Lightning's `log`; None = Lightning's default for the hook.
-            on_epoch: argument of Lightning's `log`; None = Lightning's default for the hook.
+            on_step: argument ``on_step`` of Lightning's `log`; None = Lightning's default.
+            on_epoch: argument ``on_epoch`` of Lightning's `log`; None = Lightning's default.
         """
         if not on_epoch:
             self._last[name] = value
@@ -38,7 +38,7 @@ class Latest:
             self._epoch[f"{name}_epoch"] = value, weight
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return latest values and means over the current epoch, by name."""
+        """Return the latest values, and the means over the current epoch, by name."""
         found = {name: _computed(value) for name, value in self._last.items()}
         for name, (value, weight) in self._epoch.items():
             found[name] = _computed(value) if callable(getattr(value, "compute", None)) else _computed(value) / weight

@@ -12,11 +12,11 @@ from raafl.local.evaluation.record import Recorder, logged_value
 
 
 class NotMergeable(Exception):
-    """Raised if an evaluation cannot be divided among processes; the message says why."""
+    """Raised if several processes cannot share an evaluation; the message says why."""
 
 
 class PartialRecorder(Recorder):
-    """Recorder that stores each logged number as plain data, without adding them up."""
+    """Recorder that stores each logged number separately, so that another process can add them up in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +34,10 @@ class PartialRecorder(Recorder):
             self._numbers.append((name, logged_value(name, value), how, weight))
 
     def partials(self) -> dict[str, Any]:
-        """Return all recorded numbers and the states of metrics, as plain data.
+        """Return all recorded numbers, and the states of metrics, as plain data.
 
         Raises:
-            NotMergeable: a metric's state is not a sum of integers, which is equal in any order.
+            NotMergeable: the state of a metric is not a sum of integers, so that the order of additions would matter.
         """
         states = {name: _states(name, metric) for name, metric in self._metrics.items()}
         return {
@@ -47,7 +47,12 @@ class PartialRecorder(Recorder):
 
 
 def add(recorder: Recorder, partials: dict[str, Any]) -> None:
-    """Log in ``recorder`` everything that a `PartialRecorder` recorded."""
+    """Log everything in ``recorder`` that a `PartialRecorder` has recorded.
+
+    Args:
+        recorder: recorder that receives the values.
+        partials: result of `PartialRecorder.partials`.
+    """
     for name, text, how, weight in partials["numbers"]:
         recorder.log(name, float(text), reduce_fx=how, batch_size=weight)
     for name, states in partials["states"].items():

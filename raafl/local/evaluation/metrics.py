@@ -29,9 +29,14 @@ _RETURNED = "validation_step: "
 
 
 def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
-    """Return the peak memory in bytes: of this process's tensors on a GPU since the call with ``anew``, else of the whole process.
+    """Return the peak memory in bytes: of tensors for a GPU, of this whole process for a CPU.
 
-    The memory of a process includes libraries and data, and its peak counts from the start of the process.
+    On a GPU the peak counts since the last call with ``anew``; on a CPU it counts since the process started and
+    includes libraries.
+
+    Args:
+        device: device whose memory is measured.
+        anew: whether to start a new measurement on a GPU.
     """
     if device.type == "cuda":
         if anew:
@@ -48,16 +53,16 @@ def measure(
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> dict[str, float]:
-    """Put ``module`` into eval mode, run ``validation_step`` on each batch and return its metrics over all of them.
+    """Run the module's ``validation_step`` on all batches, in eval mode; return its metrics over all of them.
 
-    Logged or returned numbers are averaged over the samples; a torchmetrics ``Metric`` computes its value from all
-    batches together. The hooks `on_validation_start`, `..._epoch_start`, `..._batch_start`, `..._batch_end`,
-    `..._epoch_end` and `..._end` are called if the module has them. For a metric that is both logged and returned, the
-    logged value counts; returned objects of other types are ignored.
+    Numbers that the module logs or returns are averaged over samples. A torchmetrics ``Metric`` computes one value from
+    all batches. The hooks `on_validation_start`, `..._epoch_start`, `..._batch_start`, `..._batch_end`, `..._epoch_end`
+    and `..._end` are called if the module has them. If a metric is both logged and returned, the logged value counts.
+    Returned objects of other types are ignored.
 
     Args:
         module: module with a ``validation_step``.
-        recorder: recorder that is attached to ``module``.
+        recorder: recorder attached to ``module``, which receives what it logs.
         batches: batches, each with its number of samples.
         device: device of ``module``.
         context: function that returns a context for each step, such as the run's precision.
@@ -68,7 +73,12 @@ def measure(
 
 
 def begin(module: nn.Module, recorder: Recorder) -> None:
-    """Start an evaluation: put the module into eval mode and call its start hooks."""
+    """Start an evaluation: switch the module to eval mode and call its start hooks.
+
+    Args:
+        module: module to evaluate.
+        recorder: recorder attached to ``module``.
+    """
     recorder.clear()
     module.eval()
     stage(module, "validating")
@@ -81,13 +91,13 @@ def step(
     module: nn.Module, recorder: Recorder, batches: Iterable[tuple[int, Sized]], device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> int:  # fmt: skip
-    """Evaluate numbered batches; return the number of batches.
+    """Evaluate some batches, given with their numbers; return how many there were.
 
     Args:
         module: module in eval mode.
-        recorder: recorder of the values that it logs.
-        batches: pairs of a batch's number and the batch.
-        device: device that computes.
+        recorder: recorder attached to ``module``, which receives what it logs.
+        batches: number of each batch, and the batch itself.
+        device: device of ``module``.
         context: function that returns a context for each step, such as the run's precision.
     """
     num = 0
@@ -105,7 +115,12 @@ def step(
 
 
 def end(module: nn.Module, recorder: Recorder) -> dict[str, float]:
-    """End an evaluation: call the module's end hooks and return the metrics over all batches."""
+    """End an evaluation: call the module's end hooks; return the metrics over all batches.
+
+    Args:
+        module: module that was evaluated.
+        recorder: recorder attached to ``module``.
+    """
     _call(module, "on_validation_epoch_end")
     _call(module, "on_validation_end")
     found = recorder.means()  # all at once: what is both logged and returned is reset after it
@@ -123,20 +138,20 @@ def measure_part(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     on_batch: Iterable[str] = (),
 ) -> dict[str, float]:
-    """Return a client's metrics on its test part as ``test/...``, with ``test/num_samples``; the model stays unchanged.
+    """Evaluate a submodel on a client's own test samples; return metrics as ``test/...`` and their number, ``test/num_samples``.
 
-    Buffers that the model changes are restored, even if it changes its own weights for inference. Attributes are
-    restored before the next task.
+    The model is the same afterwards: buffers are restored, even if the module changes its weights for inference;
+    attributes are restored before the next task.
 
     Args:
         module: the trained submodel.
-        recorder: recorder of the values that it logs.
+        recorder: recorder attached to ``module``, which receives what it logs.
         buffers: object that restores the module's buffers.
         data: data of the client.
-        batches: batches of the client's test part, each with its number of samples.
-        device: device that computes.
+        batches: batches of the client's test samples, each with its number of samples.
+        device: device of ``module``.
         context: function that returns a context for each step, such as the run's precision.
-        on_batch: paths of batch norms without usable running statistics, which use the statistics of each batch.
+        on_batch: paths of batch norms that have no usable running statistics and use those of each batch.
     """
     trained = (p.detach() for p in module.parameters() if p.requires_grad)
     before = [(tensor, tensor.clone()) for tensor in (*module.buffers(), *trained)]

@@ -13,14 +13,14 @@ from raafl.local.evaluation.latest import Latest
 
 
 class Recorder:
-    """Replacement for ``self.log`` of a LightningModule that keeps weighted means of logged values.
+    """Replacement for ``self.log`` of a LightningModule, which computes weighted means of the logged values.
 
-    Values are added in float64, whatever the model's precision. They stay tensors until `means`, so that logging never
-    waits for a device. A torchmetrics ``Metric`` is stored as an object: at the end it computes its value once, from
-    all its updates, and is reset.
+    Sums are in float64, whatever the model's precision. They remain tensors until `means`, so that logging never waits
+    for a GPU. A torchmetrics ``Metric`` is stored as an object; at the end it computes one value from all its updates,
+    and is reset.
 
     Attributes:
-        weight: weight of values logged without a ``batch_size``: the number of samples in the batch.
+        weight: weight of values that are logged without a ``batch_size``: the number of samples in the current batch.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Recorder:
         self.weight = 1.0
 
     def attach(self, module: nn.Module) -> None:
-        """Make ``log`` and ``log_dict`` of the module, and of LightningModules inside it, record their values in this recorder."""
+        """Redirect ``log`` and ``log_dict`` of the module, and of LightningModules inside it, to this recorder."""
         attach_log(module, self.log, self.log_dict)
 
     def log(
@@ -43,18 +43,18 @@ class Recorder:
         batch_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record one value; display options (``prog_bar`` and the like) are ignored.
+        """Record one logged value; display options such as ``prog_bar`` are ignored.
 
         Args:
             name: name of the value.
             value: a number, a tensor with one element, or an updated ``Metric``.
-            *args: display options of Lightning, ignored.
-            **kwargs: further display options, ignored.
-            reduce_fx: mean (weighted), sum, min or max over values.
-            batch_size: weight of the value; None = `weight`.
+            *args: display options of Lightning, which are ignored.
+            **kwargs: further display options, which are ignored.
+            reduce_fx: rule for combining values: mean (weighted), sum, min or max.
+            batch_size: weight of the value; None = use `weight`.
 
         Raises:
-            BadInput: ``reduce_fx`` is another one, or ``value`` is not a number.
+            BadInput: ``reduce_fx`` is none of these, or ``value`` is not a number.
         """
         is_metric = callable(getattr(value, "compute", None))
         value = value if is_metric else logged_value(name, value)
@@ -87,20 +87,20 @@ class Recorder:
 
         Args:
             values: values by name.
-            args: display options, as for `log`.
-            kwargs: further options, as for `log`.
+            args: positional display options, as for `log`.
+            kwargs: options by name, as for `log`.
         """
         for name, value in values.items():
             self.log(name, value, **kwargs)
 
     def means(self, most: int | None = None) -> dict[str, float]:
-        """Return the weighted means since the last call and the values of logged metrics, and reset.
+        """Return the mean of each logged value since the last call, and the values of metrics; then reset.
 
         Args:
-            most: number of values to return, the first ones; None = all.
+            most: number of values to return, in the order of logging; None = all.
 
         Raises:
-            BadInput: a value is not one number.
+            BadInput: the value of a metric is not one number.
         """
         try:
             names = self.names[:most]
@@ -111,17 +111,17 @@ class Recorder:
             self.clear()
 
     def take_over(self, sums: Mapping[str, tuple[float, float]]) -> None:
-        """Replace all recorded values by ``sums``: a sum and its weight, by name."""
+        """Replace all recorded values by ``sums``, which has a sum and its total weight by name."""
         self.clear()
         self._sums.update(sums)
 
     def partial(self) -> tuple[list[tuple[str, str]], Tensor]:
-        """Return the names of all logged numbers with their reductions, and their sums and weights, `(2, names)`."""
+        """Return the names and reductions of all logged numbers, and their sums and weights as a tensor `(2, names)`."""
         sums = [(_number(name, self._sums[name][0]), self._sums[name][1]) for name in self._how]
         return list(self._how.items()), torch.tensor(sums, dtype=torch.float64).view(-1, 2).t()
 
     def combine(self, parts: Tensor) -> None:
-        """Replace the recorded values by the sums of several recorders, `(recorders, 2, names)`, each from `partial`."""
+        """Replace the recorded values by the sums over several recorders, given as `(recorders, 2, names)` from `partial`."""
         for place, (name, how) in enumerate(self._how.items()):
             totals, counts = parts[:, :, place].unbind(1)
             total = _REDUCE_ALL.get(how, torch.sum)(totals).item()
@@ -140,10 +140,10 @@ class Recorder:
 
 
 def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[..., None]) -> None:
-    """Replace ``log`` and ``log_dict`` of the module and of LightningModules inside it.
+    """Replace ``log`` and ``log_dict`` of the module, and of LightningModules inside it, in place.
 
     Args:
-        module: module to change in place.
+        module: module whose methods are replaced.
         log: function that replaces ``log``.
         log_dict: function that replaces ``log_dict``.
     """
@@ -154,7 +154,7 @@ def attach_log(module: nn.Module, log: Callable[..., None], log_dict: Callable[.
 
 
 def widened(value: Tensor) -> Tensor:
-    """Return a detached copy of a loss or metric in float64, for sums; on MPS, which lacks float64, in float32."""
+    """Return a detached copy of a loss or metric in float64, for exact sums; on MPS, which lacks it, in float32."""
     if value.dtype is torch.float32 and value.device.type == "cpu":
         return value.detach().double()  # one call: a loss comes with each step
     dtype = torch.float32 if value.device.type == "mps" else torch.float64
@@ -162,7 +162,11 @@ def widened(value: Tensor) -> Tensor:
 
 
 def logged_value(name: str, value: Any) -> Tensor | float:
-    """Convert a logged value to the form in which it is added up.
+    """Convert a logged value to a form that can be added up.
+
+    Args:
+        name: name of the value, for the error.
+        value: number, tensor with one element, or other object.
 
     Raises:
         BadInput: the value is not a number.

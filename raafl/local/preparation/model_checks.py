@@ -13,10 +13,10 @@ from raafl.submodel.cut.layers import computed_by
 
 
 def check_tensors(module: nn.Module) -> None:
-    """Raise `BadInput` if a part of a model cannot be copied or sent.
+    """Raise `BadInput` if a part of a model cannot be copied, cut or sent.
 
-    Such parts are: a module made by `torch.jit`; a tensor without a size, or not dense; two parameters that overlap
-    in memory, which copies would separate; an attribute with a tensor computed from parameters.
+    Such parts are: a module made by `torch.jit`; a tensor that is not dense or has no fixed size; two parameters that
+    overlap in memory; an attribute with a tensor that was computed from parameters.
     """
     problem = next(_problems(module), None)
     if problem is not None:

@@ -20,15 +20,15 @@ _GIVEN = "_raafl_given"
 
 
 def prepare(module: Any) -> Any:
-    """Prepare a LightningModule for training, and return it.
+    """Prepare a LightningModule for training, as a Trainer would, and return it.
 
-    Steps without ``batch_idx`` are wrapped to accept one. `torch.compile` is undone, since a submodel has other shapes.
-    Layers that the module builds in `setup` or `configure_model` are built. A module without a `validation_step` is
+    Layers that the module builds in `setup` or `configure_model` are built. Steps without the argument ``batch_idx``
+    are wrapped. `torch.compile` is undone, since submodels have other shapes. A module without a `validation_step` is
     evaluated by its `test_step`, or else by its training loss.
 
     Raises:
         BadInput: the module has no training_step, steps its optimisers itself, has a hook that fails or a parameter
-            without elements, or its tensors cannot be copied and sent (`check_tensors`).
+            without elements, or cannot be copied and sent (`check_tensors`).
     """
     module = uncompiled(module)
     _uncompile_parts(module)
@@ -76,13 +76,18 @@ def _uncompile_parts(module: nn.Module) -> None:
 
 
 def uncompiled(module: object) -> Any:
-    """Return the module inside the result of `torch.compile`; return other modules unchanged."""
+    """Return the original module if ``module`` was made by `torch.compile`; return other modules unchanged."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
 
 
 def with_methods(module: nn.Module, **methods: Any) -> object:
-    """Replace methods of this one module in place, by a subclass of its class; `given_class` returns the original class."""
+    """Replace methods of this one object, by a subclass of its class; `given_class` returns the original class.
+
+    Args:
+        module: module that is changed in place.
+        methods: new methods by name.
+    """
     kind = type(module)
     own = {"__module__": kind.__module__, _GIVEN: given_class(module), **methods}
     module.__class__ = type(kind.__name__, (kind,), own)
@@ -90,7 +95,7 @@ def with_methods(module: nn.Module, **methods: Any) -> object:
 
 
 def given_class(module: nn.Module) -> Any:
-    """Return the class that a module had before `with_methods`."""
+    """Return the original class of a module that `with_methods` may have changed."""
     return getattr(type(module), _GIVEN, type(module))
 
 

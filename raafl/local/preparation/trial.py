@@ -24,10 +24,10 @@ from raafl.trainer_stand_in import TrainerStandIn, attach
 
 
 class Tried(NamedTuple):
-    """Results of a training step that was tried before the run.
+    """Result of a training step that was tried before the run.
 
     Attributes:
-        logged: names that the training step logs.
+        logged: names of the values that the training step logs.
         warnings: warnings for the user, one line each.
         optimizer: optimizer that `configure_optimizers` returned.
     """
@@ -41,17 +41,16 @@ def try_training(
     module: nn.Module, batch: object, device: torch.device | str = "cpu", more: Callable[[], Any] | None = None,
     *, may_skip: bool = False,
 ) -> Tried:  # fmt: skip
-    """Run the training step, backward pass and `configure_optimizers` of ``module`` once.
+    """Try the training step, backward pass and `configure_optimizers` of ``module`` once, to find errors before the run.
 
-    Parameters and the random state stay unchanged, but buffers may change: pass a copy that is filled again afterwards.
+    Parameters and random state stay unchanged, but buffers may change, so pass a copy of the module.
 
     Args:
         module: module to try.
-        batch: batch for the step.
+        batch: batch of data for the step.
         device: device on which to run the step.
-        more: function that returns another batch, tried as the second of an epoch if the step skips ``batch`` by
-            returning None.
-        may_skip: whether the step may skip both batches.
+        more: function that returns another batch, which is tried if the step skips ``batch`` by returning None.
+        may_skip: whether the step may skip both batches without an error.
 
     Raises:
         BadInput: a step fails, or returns no scalar loss that depends on the parameters.
@@ -158,16 +157,16 @@ def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...]
 def try_single_samples(
     module: nn.Module, data: FederatedData, training: Training, device: torch.device | str = "cpu"
 ) -> None:
-    """Try a training step on a single sample, if some client's epoch ends with such a batch.
+    """Try a training step on a single sample, if the last batch of some client's epoch has only one.
 
     Args:
         module: the user's module.
         data: data of all clients.
-        training: the run's settings of local work.
-        device: device that computes.
+        training: the run's settings of local training.
+        device: device on which to run the step.
 
     Raises:
-        BadInput: the step fails, as batch norm does, since one value per channel has no variance.
+        BadInput: the step fails. Batch norm fails, for example, since one value per channel has no variance.
     """
     size = training.batch_size or data.batch_size or 1
     clients = [
@@ -197,12 +196,12 @@ def _has_single(num_samples: int, batch_size: int, drop_last: bool, training: Tr
 
 @contextmanager
 def explained(module: nn.Module, method: str, batch: object = None) -> Iterator[None]:
-    """Return a context that turns errors into a `BadInput` with the layer, the shapes and the line of code.
+    """Return a context that turns errors of the user's code into a `BadInput` with the layer, the shapes and the line of code.
 
     Args:
         module: the user's module.
         method: name of the module's method that runs inside the context.
-        batch: batch that the method is given; None = unknown.
+        batch: batch that the method receives; None = unknown.
     """
     entered: list[tuple[str, nn.Module, Any]] = []
     handles = [handle for name, layer in module.named_modules() for handle in _watch(name, layer, entered)]

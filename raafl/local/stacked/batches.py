@@ -23,13 +23,13 @@ Rows = Iterator[Tensor]
 
 
 class Batch:
-    """Batches of the active clients in one step of joint training.
+    """Batches of several clients for one step of joint training.
 
     Attributes:
-        kinds: positions of clients, grouped by the form of their batches; the clients of a group have equally many
+        kinds: positions of the clients, grouped by the form of their batches; clients of a group have equally many
             samples.
         sizes: number of samples in each client's batch.
-        num: number of clients.
+        num: number of clients in the batch.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Batch:
             self.kinds[kind].append(client)
 
     def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
-        """Return stacks of the tensors of these clients, whose batches have one form, and the structure to rebuild a batch.
+        """Return the tensors of these clients' batches, stacked, and the structure from which a batch can be rebuilt.
 
-        Values that are not tensors are those of the first client.
+        The batches must have the same form. Values that are not tensors are those of the first client.
         """
         columns = zip(*(self._leaves[client] for client in clients), strict=True)
         stacks = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
@@ -52,7 +52,7 @@ class Batch:
 
 
 class Stack(Batch):
-    """Batches of one form, gathered directly as stacks."""
+    """Batches of one form that were gathered directly as stacked tensors."""
 
     def __init__(self, size: int, num: int, tensors: Sequence[Tensor], forms: dict[Any, TreeSpec]) -> None:
         """Take the batches of ``num`` clients, of ``size`` samples each, one behind the other."""
@@ -60,7 +60,7 @@ class Stack(Batch):
         self._stacks: list[Any] = [_aligned(one).view(num, size, *one.shape[1:]) for one in tensors]
 
     def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
-        """Return the stacks, reduced to these clients."""
+        """Return the stacked tensors, restricted to these clients, and the structure of a batch."""
         form = self._forms[self._all[0]]
         if len(clients) == self.num:
             return self._stacks, form
@@ -76,13 +76,13 @@ def _aligned(one: Tensor) -> Tensor:
 def batches(
     clients: Sequence[ClientData], rows: Sequence[Rows], counts: Sequence[int], batch_size: int | None
 ) -> Iterator[Batch]:
-    """Yield the joint batch of each step.
+    """Yield the joint batch of all clients for each step.
 
     Args:
         clients: data of each client.
-        rows: numbers of each client's samples.
+        rows: numbers of each client's samples, in the order of training.
         counts: number of batches of each client, descending.
-        batch_size: local batch size; None = the data's own.
+        batch_size: local batch size; None = that of the data.
     """
     first = clients[0]
     if not first.gathers:

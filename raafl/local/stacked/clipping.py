@@ -13,12 +13,12 @@ _LEAST_NORM = 1e-6  # torch's own
 
 
 def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
-    """Scale gradients in place, so that no client's total norm exceeds a bound.
+    """Scale gradients in place so that no client's total norm exceeds a bound.
 
     Args:
-        known: record of the operations that have equal bits when computed together.
+        known: record of which operations give equal bits when computed for all clients at once.
         gradients: stacked gradients of shape (clients, ...).
-        most: largest norm of a client.
+        most: largest norm of each client's gradients.
     """
     if gradients:
         norms = torch.stack([_norms(known, one) for one in gradients], 1)

@@ -33,13 +33,13 @@ OPTIMIZERS: tuple[type[torch.optim.Optimizer], ...] = (
 
 
 def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: str) -> str | None:
-    """Return the reason why no task of a run can be trained in a batch with others, or None.
+    """Explain why tasks of this run cannot be trained together, as one batch of clients; None = they can.
 
     Args:
-        local: local part of the algorithm.
+        local: part of the algorithm that trains on clients.
         payload: layouts of the tensors that travel with a task.
-        options: options of Fabric.
-        device: type of the device that Fabric uses.
+        options: options of local training.
+        device: type of the device on which the run computes.
     """
     if not local.steps_are_plain or type(local).exchange is not Local.exchange or payload.has_bundles:
         return "the algorithm has steps of its own"
@@ -53,14 +53,14 @@ def refusal_of(local: Local, payload: Payload, options: FabricOptions, device: s
 
 
 def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the reason why tasks with this optimiser cannot be trained together, or None."""
+    """Explain why tasks with this optimizer cannot be trained together; None = they can."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return "its optimizer has hooks around its step"
     return None if type(optimizer) in OPTIMIZERS else f"its optimizer is {type(optimizer).__name__}"
 
 
 def refusal_of_built(built: TrainableSubmodel) -> str | None:
-    """Return the reason why tasks cannot be trained together in this small module, or None."""
+    """Explain why tasks cannot be trained together in this small module; None = they can."""
     if built.hooks is not None:
         return f"the module overrides {min(built.hooks.overridden)}"
     if built.transfer.is_own:
@@ -73,10 +73,10 @@ def refusal_of_built(built: TrainableSubmodel) -> str | None:
 
 
 class Trained:
-    """Result of training a batch of clients, from which each client's update is read when it is due.
+    """Result of joint training, from which each client's update is taken when it is due.
 
     Attributes:
-        seen: forms of the batches, with the tasks that had them.
+        seen: forms of the batches, each with the tasks that had it.
     """
 
     def __init__(self, trainer: LocalTrainer, steps: Steps, classes: Sequence[list[int]]) -> None:
@@ -93,12 +93,12 @@ class Trained:
         return self._members[self._place[assignment_id]]
 
     def update(self, assignment_id: int, context: TaskContext = ALONE, *, draws: bool = False) -> Update:
-        """Return the update of a task, equal to that of `LocalTrainer.run`.
+        """Return the update of one task, equal to that of `LocalTrainer.run`.
 
         Args:
             assignment_id: id of the task's assignment.
-            context: context whose stop event may end the evaluation on the client's test part.
-            draws: whether to leave the random generators in the state that `LocalTrainer.run` would leave, too.
+            context: context whose stop event may end the evaluation on the client's test samples.
+            draws: whether to set the random generators to the state in which `LocalTrainer.run` would leave them.
         """
         place = self._place[assignment_id]
         assignment, received, data = self._members[place]
@@ -115,7 +115,7 @@ class Trained:
 
 
 class CohortTrainer:
-    """Trainer of tasks of one spec in one batch; its modules are separate from those for training one by one."""
+    """Trainer of several tasks of the same submodel as one batch; its modules are separate from those of `LocalTrainer`."""
 
     def __init__(self, trainer: LocalTrainer, max_built: int = 16) -> None:
         """Train like ``trainer``."""
@@ -124,21 +124,21 @@ class CohortTrainer:
         self._known: Known = {}
 
     def refusal(self) -> str | None:
-        """Return the reason why no task of this run can be trained with others, or None."""
+        """Explain why tasks of this run cannot be trained together; None = they can."""
         trainer = self._trainer
         return refusal_of(trainer.local, trainer.payload, trainer.options, trainer.fabric.device.type)
 
     @property
     def num_known(self) -> int:
-        """Number of operations for which it was tested whether a batch of clients gives equal bits."""
+        """Number of operations for which it is known whether computing all clients at once gives equal bits."""
         return len(self._known)
 
     def num_bytes(self, spec: Spec) -> int:
-        """Estimate the bytes of a client's values, gradients and optimiser state."""
+        """Estimate the bytes of one client's values, gradients and optimizer state."""
         return 4 * self._trainer.submodels.layout(spec, "present").num_bytes
 
     def train(self, tasks: Sequence[Member]) -> Trained:
-        """Train several tasks of one spec as one batch.
+        """Train several tasks of the same submodel as one batch.
 
         Raises:
             Unstackable: the tasks cannot be trained together.

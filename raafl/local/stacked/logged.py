@@ -15,11 +15,11 @@ _START = {"mean": -0.0, "sum": -0.0, "min": float("inf"), "max": float("-inf")} 
 
 
 class Logged:
-    """Replacement for `Recorder` that adds up logged values separately for each client.
+    """Replacement for `Recorder` that adds up logged values for each client separately.
 
     Attributes:
-        weight: weight of values logged without a ``batch_size``: number of samples in each client's batch that is
-            computed next.
+        weight: weight of values that are logged without a ``batch_size``: number of samples in each client's current
+            batch.
     """
 
     def __init__(self, num: int) -> None:
@@ -31,14 +31,14 @@ class Logged:
         self._said: list[tuple[str, Any, float, str]] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Replace ``log`` and ``log_dict`` of the module, and of the LightningModules inside it."""
+        """Redirect ``log`` and ``log_dict`` of the module, and of LightningModules inside it, to this object."""
         attach_log(module, self.log, self.log_dict)
 
     def log(
         self, name: str, value: Any, *args: object, reduce_fx: str | Callable[..., Any] = "mean",
         batch_size: int | None = None, **kwargs: object,
     ) -> None:  # fmt: skip
-        """Record one value of all clients, inside vmap; see `Recorder.log`."""
+        """Record one value of all clients, called inside vmap; see `Recorder.log`."""
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
         if callable(getattr(value, "compute", None)) or how not in _START:
             raise Unstackable(f"the model logs '{name}', which is no number or is not averaged over batches")
@@ -46,17 +46,22 @@ class Logged:
         self._step.append((name, value, self.weight if batch_size is None else float(batch_size), how))
 
     def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Record several values of all clients, inside vmap; see `Recorder.log_dict`."""
+        """Record several values of all clients, called inside vmap; see `Recorder.log_dict`."""
         for name, value in values.items():
             self.log(name, value, **kwargs)
 
     def take(self) -> list[Tensor]:
-        """Return the values logged in this step, to be passed to `add` outside vmap."""
+        """Return the values that this step has logged; pass them to `add` outside vmap."""
         self._said, self._step = self._step, []
         return [value for _, value, _, _ in self._said]
 
     def add(self, clients: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Add the values that ``clients`` logged in a step; each item of ``values`` has one number per client."""
+        """Add the values that clients have logged in a step.
+
+        Args:
+            clients: positions of the clients.
+            values: logged values, each with one number per client.
+        """
         where = torch.tensor(clients)
         for (name, _, weight, how), value in zip(self._said, values, strict=True):
             value = value.reshape(len(clients))
@@ -73,7 +78,12 @@ class Logged:
                 counts[client] = counts[client] + weight if how == "mean" else 1.0
 
     def hand(self, client: int, recorder: Recorder) -> None:
-        """Copy the values that one client logged into a recorder."""
+        """Copy the values that one client has logged into a recorder.
+
+        Args:
+            client: position of the client.
+            recorder: recorder that receives the values.
+        """
         recorder.take_over({
             name: (float(sums[client]), self._counts[name][client])
             for name, sums in self._sums.items() if self._counts[name][client]

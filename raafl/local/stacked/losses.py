@@ -19,13 +19,13 @@ _USUAL = {
 
 
 def cross_entropy(num: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """Compute `F.cross_entropy` of all clients' stacked logits, inside vmap.
+    """Compute `F.cross_entropy` for all clients' stacked logits, inside vmap.
 
-    A mean over (batch, classes) logits with class indices is computed for all clients at once; other losses client by
-    client.
+    The mean over (batch, classes) logits with class indices is computed for all clients at once, any other form client
+    by client.
 
     Args:
-        num: number of clients.
+        num: number of clients in the stack.
         args: positional arguments of `F.cross_entropy`.
         kwargs: keyword arguments of `F.cross_entropy`.
     """

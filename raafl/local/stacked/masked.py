@@ -22,7 +22,7 @@ class _Masking:
 
     @contextmanager
     def choose(self, clients: Sequence[int]) -> Iterator[None]:
-        """Return a context in which the classes of these clients are masked, in the order of the stack."""
+        """Return a context that masks the absent classes of these clients, in the order of the stack."""
         self._clients = clients
         yield
 
@@ -49,11 +49,11 @@ class _Masking:
 
 @contextmanager
 def masked_together(module: nn.Module, classes: Sequence[Set[int] | None]) -> Iterator[_Masking]:
-    """Return a context that masks each client's absent classes; it yields the object by which to choose clients.
+    """Return a context that masks each client's absent classes; it yields an object that selects the clients to compute.
 
     Args:
         module: module whose `training_step` calls the module itself.
-        classes: classes of each client's samples; None = unknown, so that nothing is masked.
+        classes: classes of each client's samples; None = unknown, so nothing is masked.
     """
     masking = _Masking(classes)
     if not any(classes):

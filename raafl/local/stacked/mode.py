@@ -57,7 +57,7 @@ _DROPOUTS: frozenset[Any] = frozenset((
 
 
 class Stacked(TorchFunctionMode):
-    """Mode inside vmap over clients: every torch function returns, to the bit, what it returns for each client alone."""
+    """Mode inside vmap over clients, in which every torch function returns, to the bit, what each client alone would get."""
 
     def __init__(self, num: int, states: list[Tensor], known: Known) -> None:
         """Compute for ``num`` clients.

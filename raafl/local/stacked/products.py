@@ -24,14 +24,14 @@ Known = dict[Hashable, bool]
 
 
 def linear(known: Known, num: int, x: object, weight: object, bias: object = None) -> object:
-    """Compute `F.linear` of stacks, inside vmap.
+    """Compute `F.linear` for all clients' stacked tensors, inside vmap.
 
     Args:
-        known: record of the operations that have equal bits when computed together.
-        num: number of clients.
+        known: record of which operations give equal bits when computed for all clients at once.
+        num: number of clients in the stack.
         x: stacked input, (clients, ..., in).
         weight: stacked weights, (clients, out, in).
-        bias: stacked biases, (clients, out); None = none.
+        bias: stacked biases, (clients, out); None = no bias.
     """
     stacks = [stack_of(one) for one in (x, weight, bias)]
     if any(stack is None for stack, one in zip(stacks, (x, weight, bias), strict=True) if one is not None):
@@ -78,14 +78,14 @@ class _Linear(Function):
 def product(
     known: Known, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
 ) -> Tensor:
-    """Compute an operation for all clients at once, or separately if that gives other bits; the first use decides.
+    """Compute an operation for all clients at once if that gives the same bits as for each alone; the first use decides.
 
     Args:
-        known: record of the operations that have equal bits when computed together; changed in place.
+        known: record of which operations give equal bits when computed for all clients at once; changed in place.
         name: name of the operation.
-        together: function that computes it on stacks.
+        together: function that computes it for stacked tensors.
         alone: function that computes it for one client.
-        operands: stacked operands of shape (clients, ...).
+        operands: stacked tensors of shape (clients, ...).
     """
     places = ((*one.shape[1:], *one.stride(), one.data_ptr() % CACHE_LINE_BYTES) for one in operands)
     key = (name, len(operands[0]).bit_length(), *places)
@@ -125,10 +125,10 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def embedding(num: int, args: Sequence[Any], kwargs: dict[str, Any]) -> object:
-    """Compute `F.embedding` on stacks, inside vmap; an embedding matrix that all clients share is used as it is.
+    """Compute `F.embedding` for all clients, inside vmap; a matrix that all clients share is not copied.
 
     Args:
-        num: number of clients.
+        num: number of clients in the stack.
         args: positional arguments of `F.embedding`.
         kwargs: keyword arguments of `F.embedding`.
     """

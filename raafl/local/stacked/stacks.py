@@ -24,15 +24,15 @@ _ALIGN_BYTES = 16
 
 
 class Unstackable(Exception):
-    """Raised for tasks that cannot be trained in one batch; the message says why."""
+    """Raised if tasks cannot be trained as one batch; the message says why."""
 
 
 class Parted(Unstackable):
-    """Raised if clients of a batch would take different branches of the code."""
+    """Raised if the clients of a batch would take different branches of the user's code."""
 
 
 def stack_of(value: object) -> Tensor | None:
-    """Return the stack behind ``value``, clients first; None if it is no tensor, or one that all clients share."""
+    """Return the stacked tensor behind ``value``, clients first; None if it is no tensor, or one that all clients share."""
     if not isinstance(value, Tensor) or not functorch.is_batchedtensor(value):
         return None
     stack, dim = functorch.get_unwrapped(value), functorch.maybe_get_bdim(value)
@@ -43,7 +43,7 @@ def stack_of(value: object) -> Tensor | None:
 
 @contextmanager
 def outside() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Return a context outside of vmap; it yields a function that turns a stack into a tensor inside vmap."""
+    """Return a context that leaves vmap for a while; it yields a function that turns a stack into a tensor inside vmap."""
     level = functorch.current_level()
     layer = functorch.pop_dynamic_layer_stack()
     try:
@@ -55,13 +55,17 @@ def outside() -> Iterator[Callable[[Tensor], Tensor]]:
 def within(
     num: int, function: Callable[[Callable[[Tensor], Tensor]], tuple[Any, list[Any]]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Call a function inside vmap over ``num`` clients; return the stacks behind its results.
+    """Call a function inside vmap over several clients; return the stacked tensors of its loss and its values.
 
-    ``function`` gets a function that turns a stack into a tensor, and returns a loss and a list of values.
-    `torch.func.vmap` does the same, but inspecting its arguments takes as long as a small model's step.
+    `torch.func.vmap` would do the same, but takes as long for its checks as a small model's step.
+
+    Args:
+        num: number of clients in the stack.
+        function: function to call. It gets a function that turns a stack into a tensor inside vmap, and returns a loss
+            and a list of values.
 
     Raises:
-        Unstackable: a result is not a tensor.
+        Unstackable: the function returns something that is not a tensor.
     """
     lazy_load_decompositions()
     level = functorch._vmap_increment_nesting(num, "error")
@@ -78,7 +82,7 @@ def within(
 
 
 def apart(stack: Tensor) -> Sequence[Tensor]:
-    """Return the slice of each client, copied to the memory alignment that it has when trained alone."""
+    """Split a stack into the clients' tensors, copied to the memory alignment that they have when trained alone."""
     if stack.dim() == 1 or stack.stride(0) * stack.itemsize % _ALIGN_BYTES == 0:
         return stack.unbind(0)
     if stack.requires_grad and torch.is_grad_enabled():
@@ -88,7 +92,7 @@ def apart(stack: Tensor) -> Sequence[Tensor]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the stack that the clients' slices form."""
+    """Stack the clients' tensors."""
     stack: Tensor = _Joined.apply(*parts)
     return stack
 
@@ -119,14 +123,15 @@ def by_slices(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num: int,
     states: list[Tensor] | None = None,
 ) -> object:  # fmt: skip
-    """Call a torch function once per client, inside vmap; return the stacks of its results.
+    """Call a torch function once for each client, inside vmap; return its results as stacked tensors.
 
     Args:
-        function: function that is called with one client's slices in place of stacks.
+        function: function to call with one client's tensors in place of stacked ones.
         args: positional arguments, possibly nested in lists.
         kwargs: keyword arguments, with stacks for tensors.
-        num: number of clients.
-        states: state of torch's generator for each client, advanced if the function may draw; None = it does not draw.
+        num: number of clients in the stack.
+        states: state of torch's generator for each client, which the call advances; None = the function draws no random
+            numbers.
     """
     leaves, form = tree_flatten((tuple(args), dict(kwargs)))
     generator = torch.default_generator

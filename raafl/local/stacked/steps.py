@@ -37,7 +37,7 @@ Place = tuple[dict[str, Any], str, str]
 
 
 class Member(NamedTuple):
-    """One task of a batch: assignment, received values, the client's data."""
+    """One task of a batch: its assignment, the received values and the client's data."""
 
     assignment: Assignment
     received: FlatTensors
@@ -45,7 +45,7 @@ class Member(NamedTuple):
 
 
 class Rows:
-    """Matrix of the values of a small module, with one row per client."""
+    """Values of several clients' small modules as a matrix, with one row per client."""
 
     def __init__(self, layout: Layout, num: int) -> None:
         """Make room for ``num`` clients."""
@@ -58,11 +58,16 @@ class Rows:
         }
 
     def of(self, client: int) -> FlatTensors:
-        """Return the values of one client; they share storage with its row."""
+        """Return the values of one client, as views of its row."""
         return FlatTensors(self.layout, {d: b[client, : self.layout.numel[d]] for d, b in self.buffers.items()})
 
     def stack(self, entry: TensorEntry, chosen: slice | Tensor) -> Tensor:
-        """Return one tensor of the chosen clients, (clients, ...): a view for a slice, else a copy with the same alignment."""
+        """Return one tensor of some clients, shape (clients, ...).
+
+        Args:
+            entry: tensor of the layout.
+            chosen: rows of the clients; a slice gives a view, indices give a copy with the same memory alignment.
+        """
         rows = self.buffers[entry.dtype]
         rows = rows[chosen] if isinstance(chosen, slice) else rows.index_select(0, chosen)
         return rows.as_strided(
@@ -71,18 +76,18 @@ class Rows:
 
 
 class Steps:
-    """Training steps of one batch of clients.
+    """Training steps of several clients that are trained as one batch.
 
     Attributes:
-        members: tasks of the batch, those with most steps first.
+        members: tasks of the batch, the longest first.
         counts: number of steps of each task.
-        rows: values of each task.
+        rows: values of each task's small module.
         losses: sum of the losses of each task.
-        logged: values that each task has logged.
+        logged: values that each task has logged so far.
         states: state of torch's generator for each task.
-        seen: forms of the batches, with the tasks that had them, by position in `members`.
+        seen: forms of the batches, each with the positions of the tasks that had it.
         epochs: number of batches in an epoch of each task.
-        by_index: whether the step may read the index of its batch, and clients differ in that index.
+        by_index: whether the step may depend on the index of its batch, in which the clients differ.
     """
 
     def __init__(
@@ -126,7 +131,7 @@ class Steps:
         ] if trainer.local.prox else []  # fmt: skip
 
     def run(self) -> None:
-        """Run all steps of all tasks."""
+        """Run all steps of all tasks in the batch."""
         self.logged.attach(self.built.module)
         self.built.module.train()
         optimizer: torch.optim.Optimizer | None = None

@@ -59,7 +59,7 @@ class SumMemory(MergeMemory):
 
 
 class Accumulator:
-    """Adds up updates for a mean: the weighted sum, and the total weight of each element.
+    """Running sums for a mean: the weighted sum of updates, and the total weight of each element.
 
     Attributes:
         state: the global model, which lends storage for the sums.

@@ -75,6 +75,7 @@ class Settings(TypedDict, total=False):
     safetensors: bool
     push_to_hub: str | None
     emulate: bool
+    overlap: bool
     server_device: str
     transport: str
     workers: int

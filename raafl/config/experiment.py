@@ -130,6 +130,8 @@ class Experiment:
         "unless it exists; null = none", "OWNER/NAME", group="shown", may_change=True, used_by_replay=False))
     emulate: bool = field(default=True, metadata=about(
         "in a wall-clock run, make each rank take as long as its device would", group="computed"))
+    overlap: bool = field(default=False, metadata=about(
+        "give a client its next task while its update travels, where the algorithm allows it", "[BOOL]", group="who"))
     server_device: str = field(default="cpu", metadata=about(
         "where the global model lies and is merged and measured: cpu, or cuda:0", "DEVICE", group="computed"))
     transport: str = field(default="staged", metadata=about(
@@ -262,6 +264,10 @@ class Experiment:
         shape = self.train.lr_schedule
         if shape != "constant" and not self.algorithm.local.uses_optimizer:
             yield f"train.lr_schedule is {shape}, but {self.algorithm.name} steps without the module's optimizer: leave it out"
+        if self.overlap and (why := self.algorithm.overlap_problem()) is not None:
+            yield f"overlap is true, but {why}: leave it out, or choose fed_async or fed_buff"
+        if self.overlap and self.secure_aggregation.is_on:
+            yield "overlap and secure_aggregation are both on: leave overlap out, a group's members wait for one another"
         yield from self._gpu_problems()
         yield from self.algorithm.local.problems(self.fabric.precision, self.fabric.gradient_clip_val)
         fixed = self.algorithm.local.up_as

@@ -194,7 +194,7 @@ class Admission:
 
         So who takes tasks and never answers, whether it waits for the timeout or joins again before, is soon asked for nothing.
         """
-        number = self.roster.busy.get(client)
+        number = self.roster.busy.get(client, self.roster.sending.get(client))
         if number is None or not (always or number in self.roster.late):
             return
         until = self.backoff.refuse(client, now)
@@ -280,13 +280,13 @@ class Admission:
             self.roster.said_bytes.pop(client, None)
             return
         gone = self.roster.clients[client]
-        assignment = self.roster.drop(client)
+        unanswered = self.roster.drop(client)
         try:
             self.algorithm.select.on_loss(gone, self.fleet)
         except Exception:
             if reason != ERROR:  # else it has never seen the client, or the same words raise again
                 raise
-        if assignment is not None:
+        for assignment in unanswered:
             self._settle(assignment, client, f"lost:{reason}", 0, None)
 
     def _settle(

@@ -84,6 +84,11 @@ class Trigger(Part, ABC):
     folds_rest: ClassVar[bool] = False
 
     @property
+    def allows_overlap(self) -> bool:
+        """Whether a client may work on its next task before its last update has arrived."""
+        return self.restart == "arrival"
+
+    @property
     def refuses_late(self) -> bool:
         """Whether a merge closes its round, so that updates of the round's unfinished tasks are refused when they arrive later."""
         return False
@@ -279,6 +284,16 @@ class Algorithm:
         """Return the algorithm's name, its paper, and its five parts in words."""
         parts = {part: str(getattr(self, part)) for part in ("sample", "select", "local", "trigger", "merge")}
         return {"name": self.name, "paper": self.paper, **parts}
+
+    def overlap_problem(self) -> str | None:
+        """Explain why a client may not work on its next task while its update travels; None = it may."""
+        if not self.trigger.allows_overlap:
+            return f"a client of {self.name} waits for the merge of its update before its next task"
+        if self.merge.personalizes or self.select.needs_last_update:
+            return f"a client's next task of {self.name} depends on its last update"
+        if type(self.local).exchange is not Local.exchange:
+            return f"tasks of {self.name} exchange messages with the server"
+        return None
 
     def notes(self, fleet: SelectContext, num_clients: int) -> list[str]:
         """Collect the notes of all five parts for the start of a run."""

@@ -29,6 +29,7 @@ from raafl.core.types import (
     Joined,
     Limits,
     Lost,
+    Sending,
     SetTimer,
     Stop,
     Timer,
@@ -46,7 +47,7 @@ class Coordinator(Admission):
     def __init__(
         self, algorithm: Algorithm, state: GlobalState, limits: Limits, *, training: Training, batch_size: int,
         seed: int = 0, pace: bool = False, plan: TransferCost | None = None, own_tests: OwnTests | None = None,
-        drop_last: bool = False,
+        drop_last: bool = False, overlap: bool = False,
     ) -> None:  # fmt: skip
         """Start without clients.
 
@@ -61,7 +62,9 @@ class Coordinator(Admission):
             plan: how updates are compressed, for predicted transfer times; None = not at all.
             own_tests: how many samples clients measure their own submodels on; None = none.
             drop_last: whether clients drop their last, smaller batch.
+            overlap: whether a client may work on its next task while its update travels.
         """
+        self.overlap = overlap
         self.algorithm, self.state, self.limits, self.seed, self.pace = algorithm, state, limits, seed, pace
         self.roster = Roster()
         self.waiting: list[tuple[Assignment, Update, int]] = []  # received, not yet merged; with staleness
@@ -83,7 +86,7 @@ class Coordinator(Admission):
         self.absent: set[int] = set()  # lost before the start, and not waited for
         self._actions: list[Action] = []
         self._handlers: dict[type, Callable[..., None]] = {
-            Joined: self._joined, Arrived: self._arrived, Lost: self._lost, Timer: self._timer,
+            Joined: self._joined, Arrived: self._arrived, Sending: self._sending, Lost: self._lost, Timer: self._timer,
             Stop: lambda event, now: self._finish(event.reason),
         }  # fmt: skip
 
@@ -138,6 +141,14 @@ class Coordinator(Admission):
             return OVERFLOW
         self.algorithm.merge.receive(self.state, update, cut, staleness)
         return None
+
+    def _sending(self, event: Sending, now: float) -> None:
+        """Let a client that has trained have its next task; at most one update of a client travels beside a task."""
+        assignment = self.roster.active.get(event.assignment)
+        if assignment is None or (assignment.client, assignment.incarnation) != (event.client, event.incarnation):
+            return
+        if self.roster.busy.get(event.client) == event.assignment and event.client not in self.roster.sending:
+            self.roster.send(assignment)
 
     def _timer(self, event: Timer, now: float) -> None:
         if event.id == TIME_UP:
@@ -255,6 +266,7 @@ class Coordinator(Admission):
         self.waiting.clear()
         self.roster.active.clear()
         self.roster.late.clear()
+        self.roster.sending.clear()
         self._evaluate()
         self.finished = reason
         self._actions += [Checkpoint(self.state.version), Finish(reason)]

@@ -8,7 +8,7 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
-from raafl.core.types import Arrived, Assignment, ClientInfo, Event, Joined, Lost, Stop, SumGroup, Timer
+from raafl.core.types import Arrived, Assignment, ClientInfo, Event, Joined, Lost, Sending, Stop, SumGroup, Timer
 from raafl.devices.checks import RATES
 from raafl.devices.profiles import Profile
 from raafl.submodel import Spec
@@ -70,6 +70,8 @@ def event_to_json(event: Event) -> dict[str, Any]:
                 "incarnation": update.incarnation, "num_samples": update.num_samples,
                 "refusal": update.refusal, "fingerprint": update.fingerprint, **group_to_json(update.group),
             }  # fmt: skip
+        case Sending(client, incarnation, assignment):
+            return {"event": "sending", "client": client, "incarnation": incarnation, "assignment": assignment}
         case Lost(client, reason, incarnation):
             counts = {"counts": True} if event.counts else {}
             return {"event": "lost", "client": client, "reason": reason, "incarnation": incarnation, **counts}
@@ -103,6 +105,8 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
             return Joined(client_from_json(data))
         case "lost":
             return Lost(data["client"], data["reason"], data["incarnation"], counts=data.get("counts") is True)
+        case "sending":
+            return Sending(data["client"], data["incarnation"], data["assignment"])
         case "timer":
             return Timer(data["id"])
         case "stop":

@@ -13,6 +13,8 @@ from raafl.core.types import Assignment, ClientInfo
 class Roster:
     """Record of all clients and their assignments. Each client is idle, drawn (about to start), at work, or has reported.
 
+    Where tasks and transfers overlap, the update of one further task of each client may travel meanwhile.
+
     Attributes:
         clients: every client that joined and is neither lost nor suspended, by id.
         suspended: suspended clients that are still connected, by id.
@@ -24,6 +26,7 @@ class Roster:
         idle: clients without work, from which the next ones are drawn.
         drawn: clients that were drawn to work and wait until concurrency allows them to start, in order.
         busy: id of the assignment on which a client works, by client id.
+        sending: id of the assignment whose update travels while its client may work on the next, by client id.
         tasks: number of tasks that a client has had so far, by id.
         joins: number of times that a client has joined so far, by id.
         last_id: id of the newest assignment; ids count from 1.
@@ -40,6 +43,7 @@ class Roster:
         self.idle = IdlePool()
         self.drawn: OrderedDict[int, None] = OrderedDict()  # of a large fleet, whom anybody may leave
         self.busy: dict[int, int] = {}  # client -> assignment id
+        self.sending: dict[int, int] = {}
         self.tasks: Counter[int] = Counter()
         self.joins: Counter[int] = Counter()
         self._middle: int | None = None
@@ -47,12 +51,15 @@ class Roster:
     @property
     def num_out(self) -> int:
         """Number of updates that may still arrive: active tasks, and clients drawn to start."""
-        return self.num_at_work + len(self.drawn)
+        return self.num_at_work + len(self.sending) + len(self.drawn)
 
     @property
     def num_at_work(self) -> int:
-        """Number of active tasks, except late ones; a client that never answers must not use up concurrency."""
-        return len(self.active) - len(self.late)
+        """Number of tasks that use up concurrency: active ones, except late ones, whose clients may never answer.
+
+        A task whose update travels (`sending`) does not count either.
+        """
+        return len(self.active) - len(self.late) - len(self.sending)
 
     @property
     def middle(self) -> int:
@@ -91,19 +98,18 @@ class Roster:
             self.said_bytes[client.id] = said_bytes
         self.joins[client.id] = max(self.joins[client.id], client.incarnation + 1)
 
-    def drop(self, client: int) -> Assignment | None:
-        """Remove ``client``; return the assignment on which it was working, or None."""
+    def drop(self, client: int) -> list[Assignment]:
+        """Remove ``client``; return the assignments that it had not answered, oldest first, which are no longer active."""
         del self.clients[client]
         self.away.discard(client)
         self.said_bytes.pop(client, None)
         self._middle = None
         self.idle.discard(client)
         self.drawn.pop(client, None)
-        if client not in self.busy:
-            return None
-        assignment = self.active[self.busy[client]]
-        self.release(assignment, back=False)
-        return assignment
+        lost = [self.active[having[client]] for having in (self.sending, self.busy) if client in having]
+        for assignment in lost:
+            self.release(assignment, back=False)
+        return lost
 
     def draw(self, sample: Sample, rng: random.Random, *, rolling: bool) -> bool:
         """Draw clients from the idle ones by the rule of ``sample``; return whether any were drawn.
@@ -113,7 +119,7 @@ class Roster:
             rng: the run's random generator.
             rolling: whether each client restarts by itself when it finishes, instead of a cohort starting together.
         """
-        chosen = sample.draw(self.idle, self.num_out, rng, rolling=rolling)
+        chosen = sample.draw(self.idle, self.num_at_work + len(self.drawn), rng, rolling=rolling)
         self.drawn.update(dict.fromkeys(chosen))
         return bool(chosen)
 
@@ -135,15 +141,22 @@ class Roster:
         self.active[assignment.id] = assignment
         self.busy[assignment.client] = assignment.id
 
+    def send(self, assignment: Assignment) -> None:
+        """Record that the update of ``assignment`` travels; its client becomes idle at once."""
+        self.sending[assignment.client] = self.busy.pop(assignment.client)
+        self.idle.add(assignment.client)
+
     def release(self, assignment: Assignment, *, back: bool) -> None:
-        """Remove ``assignment`` from the active ones; if ``back`` is true, its client becomes idle at once."""
+        """Remove ``assignment`` from the active ones; with ``back``, its client becomes idle unless it has the next task."""
         del self.active[assignment.id]
         self.late.discard(assignment.id)
-        self.busy.pop(assignment.client, None)
+        for having in (self.busy, self.sending):
+            if having.get(assignment.client) == assignment.id:
+                del having[assignment.client]
         if back:
-            self.idle.add(assignment.client)
+            self.readmit(assignment.client)
 
     def readmit(self, client: int) -> None:
-        """Make ``client`` idle after it has reported, unless it has left or works again."""
-        if client in self.clients and client not in self.busy:
+        """Make ``client`` idle after it has reported, if it is present and neither at work again nor about to be."""
+        if client in self.clients and client not in self.busy and client not in self.drawn:
             self.idle.add(client)

@@ -70,8 +70,8 @@ def _books(coordinator: Coordinator) -> dict[str, dict[Any, Any]]:
     """Collect the tables that are changed in place, by the names that they are saved under; those of a fresh one are empty."""
     roster, backoff = coordinator.roster, coordinator.backoff
     return {
-        "counts": coordinator.state.counts, "busy": roster.busy, "tasks": roster.tasks, "joins": roster.joins,
-        "refused": coordinator.refused, "clipped": coordinator.clipped, "refused_in_a_row": backoff.refused,
+        "counts": coordinator.state.counts, "busy": roster.busy, "sending": roster.sending, "tasks": roster.tasks,
+        "joins": roster.joins, "refused": coordinator.refused, "clipped": coordinator.clipped, "refused_in_a_row": backoff.refused,
         "times_out": backoff.times, "out_until": backoff.until,
     }  # fmt: skip
 
@@ -112,7 +112,7 @@ def restore(coordinator: Coordinator, data: dict[str, Any]) -> None:
     for name, owner in _counters(coordinator).items():
         setattr(owner, name, data[name])
     for name, book in _books(coordinator).items():
-        book.update(dict(data[name]))
+        book.update(dict(data.get(name, ())))  # an earlier version has saved none of "sending"
     device = state.values.device
     state.memory.load(from_plain(data["memory"], device))
     state.clients.values.update(from_plain(data["client_state"], device))

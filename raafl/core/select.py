@@ -121,7 +121,9 @@ class SelectContext:
         spec = self.choose_base(client, work.spec, work.extra)
         return time_on(client.profile, self.cost(spec, work.extra), samples, self.tested(client, work.extra))
 
-    def real_time(self, client: ClientInfo, predicted: TaskTime, now: float, task: int) -> TaskTime:
+    def real_time(
+        self, client: ClientInfo, predicted: TaskTime, now: float, task: int, up_from_s: float = 0.0
+    ) -> TaskTime:
         """Return the actual duration of a task on a simulated device whose speed may vary; see `raafl.devices.variation`.
 
         Args:
@@ -129,8 +131,10 @@ class SelectContext:
             predicted: the task's predicted time, from `task_time`.
             now: time of the assignment, in seconds of the run's clock.
             task: number of tasks that the client had before, as in `Assignment.task`.
+            up_from_s: time before which the upload cannot begin, since an earlier one takes the link.
         """
-        return real_time(client.profile, predicted, now, task, partial(derive_seed, self.seed, "device", client.id))
+        draw = partial(derive_seed, self.seed, "device", client.id)
+        return real_time(client.profile, predicted, now, task, draw, up_from_s)
 
     def task_options(self, client: ClientInfo) -> dict[str, Any]:
         """Return the entries of `Work.extra` that all tasks of ``client`` share; see `Local.task_options`."""
@@ -167,6 +171,11 @@ class SelectContext:
 
 class Select(Part, ABC):
     """Base of the part that decides which submodel a client gets, and how long it trains it."""
+
+    @property
+    def needs_last_update(self) -> bool:
+        """Whether a client's work depends on its last update, so that it may not be chosen before that has arrived."""
+        return False
 
     @abstractmethod
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:

@@ -193,8 +193,25 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Sending:
+    """Event: a client has trained a task and its update travels, so that the client can be given the next task.
+
+    Told only where tasks and transfers overlap (`Coordinator.overlap`).
+
+    Attributes:
+        client: id of the client.
+        incarnation: incarnation of the client.
+        assignment: id of the trained task's assignment.
+    """
+
+    client: int
+    incarnation: int
+    assignment: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
-    """Event: a client disconnected; the task that it was working on is lost.
+    """Event: a client disconnected; the task that it was working on is lost, and an update that still travels.
 
     Attributes:
         failure: error of the user's code on the client, if it caused the loss; else None.
@@ -222,7 +239,7 @@ class Stop:
     reason: str
 
 
-Event = Joined | Arrived | Lost | Timer | Stop
+Event = Joined | Arrived | Sending | Lost | Timer | Stop
 
 
 # ---- actions: what the coordinator asks for ----

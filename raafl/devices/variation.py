@@ -27,7 +27,9 @@ _MOST_DEVIATIONS = 4.0
 _NORMAL = NormalDist()
 
 
-def real_time(profile: Profile, predicted: TaskTime, start_s: float, task: int, draw: Draw) -> TaskTime:
+def real_time(
+    profile: Profile, predicted: TaskTime, start_s: float, task: int, draw: Draw, up_from_s: float = 0.0
+) -> TaskTime:
     """Compute the real duration of a task from the predicted one, with the variation of the device at that time.
 
     Variation of the link affects the time for the bytes, but not the latency.
@@ -38,6 +40,7 @@ def real_time(profile: Profile, predicted: TaskTime, start_s: float, task: int, 
         start_s: time of the assignment, in seconds on the run's clock.
         task: number of the client's task, for random variation.
         draw: function that returns seeds for random variation; the same for all tasks of a client.
+        up_from_s: time before which the upload cannot begin, since an earlier one takes the link.
     """
     speed, links = _rate(profile, "speed", task, draw), _rate(profile, "link", task, draw)
     if links is not None:
@@ -47,7 +50,7 @@ def real_time(profile: Profile, predicted: TaskTime, start_s: float, task: int, 
     if speed is not None:
         predicted = replace(predicted, compute_s=speed.seconds("compute", now, predicted.compute_s))
     if links is not None:
-        now += predicted.compute_s + predicted.latency_s
+        now = max(now + predicted.compute_s, up_from_s) + predicted.latency_s
         up_s = links.seconds("up", now, predicted.up_s - predicted.latency_s)
         predicted = replace(predicted, up_s=predicted.latency_s + up_s)
     return predicted

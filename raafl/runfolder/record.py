@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from raafl.config.options import Target
 from raafl.core.records_json import assignment_to_json, event_to_json
-from raafl.core.types import Arrived, Assignment, Event, Joined, Settled
+from raafl.core.types import Arrived, Assignment, Event, Joined, Sending, Settled
 from raafl.devices.series import shortened
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import (
@@ -83,6 +83,8 @@ class RunRecord:
         self.num_events += 1
         if isinstance(event, Joined):
             self.participation.setdefault(event.client.id, 0)
+        elif isinstance(event, Sending):  # from now on its client may work on its next task
+            self._busy_s += self.figures.trained(event.assignment, now)
         elif isinstance(event, Arrived) and self.folder is not None and event.update.needs_fingerprint:
             event.update.fingerprint = event.update.tensors.fingerprint()
         if self.folder is not None:
@@ -136,7 +138,7 @@ class RunRecord:
             self.participation[settled.client] = self.participation.get(settled.client, 0) + 1
             self._staleness_sum += settled.staleness
             self._staleness_max = max(self._staleness_max, settled.staleness)
-        if assignment is not None:
+        if assignment is not None and self.figures.is_working(assignment.id):
             arrived = now if update is None else assignment.assigned_s + update.train_s
             self._busy_s += arrived - assignment.assigned_s
         self.num_rows += 1

@@ -25,8 +25,10 @@ GROWING: Final = (JOURNAL, METRICS, CLIENTS)
 
 # ---- the journal ----
 
-Kind = Literal["run", "assigned", "gap", "resumed", "away", "back", "joined", "arrived", "lost", "timer", "stop"]
-EVENTS: Final[tuple[Kind, ...]] = ("joined", "arrived", "lost", "timer", "stop")
+Kind = Literal[
+    "run", "assigned", "gap", "resumed", "away", "back", "joined", "arrived", "sending", "lost", "timer", "stop"
+]
+EVENTS: Final[tuple[Kind, ...]] = ("joined", "arrived", "sending", "lost", "timer", "stop")
 """What the coordinator is told of. The other rows say what it decided, or how the run began and went on."""
 
 EXCHANGES: Final = ("split", "batches")
@@ -44,6 +46,8 @@ class JournalRow(TypedDict, total=False):
     task was not answered in time);
     - assigned: the fields of `Assignment`; arrived: assignment, client, incarnation, num_samples, refusal, fingerprint;
     for the sum of a group also group (ids of its tasks), scale, masked;
+    - sending, an update began to travel while its client may start the next task (`overlap`): client, incarnation,
+    assignment;
     - timer: id; stop: reason;
     - away, the connection of a working client broke: client, incarnation, assignment, reason; back, it was restored:
     the same without reason, and chunks (of the update that had arrived), away_s;

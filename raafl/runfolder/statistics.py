@@ -87,6 +87,19 @@ class RunStatistics:
         """Count the start of a task."""
         self._since[assignment.id] = assignment.assigned_s
 
+    def is_working(self, assignment: int) -> bool:
+        """Check whether the task of an assignment has begun and not ended."""
+        return assignment in self._since
+
+    def trained(self, assignment: int, now: float) -> float:
+        """Count the end of a task whose update begins to travel; return its seconds.
+
+        Args:
+            assignment: id of its assignment.
+            now: time in seconds on the run's clock.
+        """
+        return now - self._since.pop(assignment, now)
+
     def settled(self, settled: Settled, known: Mapping[str, float]) -> dict[str, Any]:
         """Count the end of a task; return the cells of its row in clients.csv.
 

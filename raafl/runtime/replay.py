@@ -149,9 +149,9 @@ class Replay:
         """Train the task that was answered, unless the answer was refused for what it was."""
         number = row["assignment"]
         assignment, snapshot = self._out.get(number, (None, None))
-        known = (
-            number in self.coordinator.roster.active and assignment is not None and row["client"] == assignment.client
-        )
+        there = self.coordinator.roster.find(row["client"])  # a client that is suspended still answers its next task
+        life = None if there is None else (there.id, there.incarnation)
+        known = assignment is not None and (assignment.client, assignment.incarnation) == life
         exchanges = assignment is not None and self._exchanges(assignment)  # refused, it may never have come to its end
         sound = row["refusal"] is None or (row["refusal"] == "non-finite" and not exchanges)
         sent = row["refusal"] != OUT_OF_MEMORY

@@ -173,6 +173,8 @@ def build(
     Raises:
         BadInput: the data do not fit the clients, or a client has too little memory for every submodel.
     """
+    if experiment.overlap and pace:
+        raise BadInput("overlap is true, but emulation waits for whole tasks: set emulate to false")
     set_numerics(experiment.threads, experiment.fabric)
     data = load_data(experiment)
     module = make_model(experiment)
@@ -279,7 +281,7 @@ def coordinator_of(
     return Coordinator(
         algorithm, state, limits, training=experiment.train, batch_size=batch_size_of(experiment, data),
         seed=experiment.seed, pace=pace, plan=compression_plan(experiment, state.submodels), own_tests=own_tests(experiment, data),
-        drop_last=data.drop_last,
+        drop_last=data.drop_last, overlap=experiment.overlap,
     )  # fmt: skip
 
 

@@ -21,7 +21,9 @@ from raafl.core.types import (
     Event,
     Joined,
     Lost,
+    Sending,
     Stop,
+    Suspend,
     Timer,
     Update,
     Work,
@@ -47,10 +49,19 @@ LOST_FOR_EACH_CLIENT = 100
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """A task's answer, due at the far end of its simulated time."""
+    """A task's answer, due at the far end of its simulated time.
+
+    Attributes:
+        assignment: assignment of the task.
+        time: durations of its parts.
+        more_bytes: number of bytes sent to the client beyond the prediction.
+        waited_s: seconds for which the trained update waited for its client's uplink, which an earlier update took.
+    """
 
     assignment: Assignment
     time: TaskTime
+    more_bytes: int = 0
+    waited_s: float = 0.0
 
 
 class Simulation(Driver):
@@ -75,7 +86,8 @@ class Simulation(Driver):
         self._sequence = 0
         self._num_lost = 0  # since the last arrival
         self._snapshots = CompressedSnapshots(coordinator)
-        self._out: dict[int, tuple[int, FlatTensors]] = {}  # client -> assignment it works on, and from which values
+        self._out: dict[int, dict[int, FlatTensors]] = {}  # client -> its unanswered assignments, with their values
+        self._uplink_free: dict[int, float] = {}  # where tasks overlap: when the client's last update will have arrived
         self._ready: dict[int, _Due] = {}  # by assignment: trained, and waiting for a group to be complete
         for client in clients:
             self._plan_join(client, 0.0)
@@ -89,14 +101,15 @@ class Simulation(Driver):
 
     def save(self) -> dict[str, Any]:
         """Return the clock, waiting events and snapshots of unfinished tasks as plain data and tensors, for a checkpoint."""
-        snapshots = {id(snapshot): snapshot for _, snapshot in self._out.values()}
+        out = [(client, *task) for client, tasks in self._out.items() for task in tasks.items()]
+        snapshots = {id(snapshot): snapshot for _, _, snapshot in out}
         return {
             "now": self.now,
             "sequence": self._sequence,
             "num_lost": self._num_lost,
             "heap": [[at, priority, number, _item_to_plain(item)] for at, priority, number, item in self._heap],
             "ready": [_item_to_plain(due) for due in self._ready.values()],
-            "out": [[client, number, id(snapshot)] for client, (number, snapshot) in self._out.items()],
+            "out": [[client, number, id(snapshot)] for client, number, snapshot in out],
             "snapshots": [[key, to_plain(snapshot)] for key, snapshot in snapshots.items()],
         }
 
@@ -120,7 +133,9 @@ class Simulation(Driver):
         for client, number, key in data["out"]:
             at, item = due[number]
             snapshot = self._snapshots.share(snapshots[key])
-            self._out[client] = (number, snapshot)
+            self._out.setdefault(client, {})[number] = snapshot
+            if self.coordinator.overlap:
+                self._uplink_free[client] = max(at, self._uplink_free.get(client, 0.0))
             self.executor.submit(item.assignment, snapshot, at)
 
     def run(self) -> str:
@@ -153,6 +168,8 @@ class Simulation(Driver):
                 self._ready |= {item.assignment.id: item} if self._snapshot_of(item.assignment) is not None else {}
             else:
                 event = self._arrive(item) if isinstance(item, _Due) else item
+                if isinstance(item, Sending) and item.assignment not in self._out.get(item.client, {}):
+                    event = None  # its client was lost meanwhile
         except TaskFailed as failed:
             heapq.heappush(self._heap, entry)  # it is trained again when the run is resumed
             self.error, event = failed, None
@@ -211,8 +228,7 @@ class Simulation(Driver):
 
     def _snapshot_of(self, assignment: Assignment) -> FlatTensors | None:
         """Return the values that a task started from, or None when its client was lost meanwhile."""
-        number, snapshot = self._out.get(assignment.client, (0, None))
-        return snapshot if number == assignment.id else None
+        return self._out.get(assignment.client, {}).get(assignment.id)
 
     def _trained(self, due: _Due) -> Update:
         """Return the answer of a task, whose tensors are valid until the next task's."""
@@ -220,15 +236,18 @@ class Simulation(Driver):
         assert snapshot is not None
         update = self.executor.result(assignment.id)
         self._snapshots.returned(assignment, update, snapshot)
-        update.train_s, update.down_s, update.up_s = due.time.total_s, due.time.down_s, due.time.up_s
+        update.train_s = due.time.total_s + due.waited_s
+        update.down_s, update.up_s = due.time.down_s, due.time.up_s
         cost = self.coordinator.fleet.cost(assignment.spec, assignment.extra)
-        update.bytes_down, update.bytes_up = cost.down_bytes + self._snapshots.more_bytes(assignment), cost.up_bytes
+        update.bytes_down, update.bytes_up = cost.down_bytes + due.more_bytes, cost.up_bytes
         return update
 
     def _forget_task(self, due: _Due) -> None:
         """Give back the values that an answered task started from, and count what it sent."""
-        _, snapshot = self._out.pop(due.assignment.client)
-        self._snapshots.give_back(snapshot)
+        tasks = self._out[due.assignment.client]
+        self._snapshots.give_back(tasks.pop(due.assignment.id))
+        if not tasks:
+            del self._out[due.assignment.client]
         self.record.moved(up=self.coordinator.fleet.cost(due.assignment.spec, due.assignment.extra).up_bytes)
 
     def _handled(self, event: Event, now: float, lost: ClientInfo | None) -> None:
@@ -240,17 +259,24 @@ class Simulation(Driver):
 
     def _forget(self, lost: ClientInfo, event: Event) -> None:
         """Drop what a lost client was doing, and see when it comes back; give up when no task is ever finished."""
-        number, snapshot = self._out.pop(lost.id, (0, None))
-        self._ready.pop(number, None)
+        num_lost = self._cancel(lost.id)
         self._plan_join(replace(lost, incarnation=lost.incarnation + 1), self.now)
-        if snapshot is None:
+        if not num_lost:
             return
-        self.executor.cancel(number)
-        self._snapshots.give_back(snapshot)
-        self._num_lost += 1
+        self._num_lost += num_lost
         if self._num_lost >= LOST_FOR_EACH_CLIENT * len(self.record.participation) and not self.reason:
             reason = event.reason if isinstance(event, Lost) else ""
             self.stop(f"failed: {self._num_lost} tasks in a row were lost, the last as {reason}")
+
+    def _cancel(self, client: int) -> int:
+        """Drop the tasks that a client has not answered; return their number."""
+        tasks = self._out.pop(client, {})
+        self._uplink_free.pop(client, None)
+        for number, snapshot in tasks.items():
+            self._ready.pop(number, None)
+            self.executor.cancel(number)
+            self._snapshots.give_back(snapshot)
+        return len(tasks)
 
     # ---- parts that raise ----
 
@@ -266,6 +292,8 @@ class Simulation(Driver):
             self._blame(action.client, action.error)
         else:
             super()._do(action)
+        if isinstance(action, Dismiss | Suspend) and self.coordinator.overlap:  # the other of its two tasks
+            self._cancel(action.client)
 
     def _blame(self, client: int, error: Exception) -> None:
         """Take it that the method is at fault: what a client says here is this process's own, and it is not let go."""
@@ -289,24 +317,40 @@ class Simulation(Driver):
 
     def _deliver(self, assignment: Assignment) -> None:
         snapshot = self._snapshots.cut(assignment)
-        task_time = self._task_time(assignment)
+        client, more_bytes = assignment.client, self._snapshots.more_bytes(assignment)
+        free_s = self._uplink_free.get(client, 0.0)
+        task_time = self._task_time(assignment, more_bytes, free_s)
         self.record.assigned(assignment)
         down_bytes = self.coordinator.fleet.cost(assignment.spec, assignment.extra).down_bytes
-        self.record.moved(down=down_bytes + self._snapshots.more_bytes(assignment))
-        at = self.now + task_time.total_s
-        self._out[assignment.client] = (assignment.id, snapshot)
+        self.record.moved(down=down_bytes + more_bytes)
+        trained_at = self.now + task_time.down_s + task_time.compute_s
+        at, waited_s = self.now + task_time.total_s, max(free_s - trained_at, 0.0)
+        if waited_s:
+            at = free_s + task_time.up_s
+        self._out.setdefault(client, {})[assignment.id] = snapshot
         self.executor.submit(assignment, snapshot, at)
-        self._push(at, ARRIVED, _Due(assignment, task_time))
+        if self.coordinator.overlap:
+            self._uplink_free[client] = at
+            if task_time.up_s > 0:  # before the arrival, should both fall on one instant
+                sending = Sending(client, assignment.incarnation, assignment.id)
+                self._push(min(max(trained_at, free_s), at), ARRIVED, sending)
+        self._push(at, ARRIVED, _Due(assignment, task_time, more_bytes, waited_s))
 
-    def _task_time(self, assignment: Assignment) -> TaskTime:
+    def _task_time(self, assignment: Assignment, more_bytes: int, up_from_s: float) -> TaskTime:
+        """Return the durations of a task that is assigned now.
+
+        Args:
+            assignment: assignment of the task.
+            more_bytes: number of bytes sent to the client beyond the prediction.
+            up_from_s: time before which the client's uplink is not free.
+        """
         fleet = self.coordinator.fleet
         client = self.coordinator.roster.clients[assignment.client]
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
         time = fleet.task_time(client, work)
-        more_bytes = self._snapshots.more_bytes(assignment)
         if more_bytes:
             time = replace(time, down_s=time.down_s + more_bytes / client.profile.down_bytes_per_s)
-        return fleet.real_time(client, time, self.now, assignment.task)
+        return fleet.real_time(client, time, self.now, assignment.task, up_from_s)
 
     def _measure(self, version: int, now: float) -> None:
         assert self.evaluator is not None
@@ -326,11 +370,12 @@ def _item_to_plain(item: Event | _Due) -> dict[str, Any]:
         return {
             "due": assignment_to_json(item.assignment),
             "time": [item.time.down_s, item.time.compute_s, item.time.up_s],
+            "more": [item.more_bytes, item.waited_s],
         }
     return event_to_json(item)
 
 
 def _item_from_plain(data: dict[str, Any]) -> Event | _Due:
     if "due" in data:
-        return _Due(assignment_from_json(data["due"]), TaskTime(*data["time"]))
+        return _Due(assignment_from_json(data["due"]), TaskTime(*data["time"]), *data.get("more", ()))
     return event_from_json(data)

@@ -84,6 +84,11 @@ class StepsByGroup(WrappedSelect):
 class GroupReported(Trigger):
     """Trigger that merges each client's first update alone, and then a group when all have reported or its time is up."""
 
+    @property
+    def allows_overlap(self) -> bool:
+        """Return False, since a client waits for the merge of its group."""
+        return False
+
     def due(self, waiting: TriggerContext) -> bool:
         """Check whether a first update waits, a group is complete, or a group's time is up."""
         return bool(waiting.memory.of(CompassMemory).due(waiting.now_s))

@@ -305,6 +305,11 @@ class BestUnits(Select):
     rounds: int = 20
     groups: int = 64
 
+    @property
+    def needs_last_update(self) -> bool:
+        """Return True, since the client continues its scores from its last update."""
+        return True
+
     def __post_init__(self) -> None:
         self._limit()
         at_least("warm_up", self.warm_up, 0)

@@ -111,6 +111,11 @@ class WrappedSelect(Select):
 
     inner: Select
 
+    @property
+    def needs_last_update(self) -> bool:
+        """Whether the inner select's work depends on a client's last update."""
+        return self.inner.needs_last_update
+
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work."""
         return self.inner(client, fleet)

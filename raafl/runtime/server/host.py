@@ -10,6 +10,7 @@ from typing import Any
 from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.hooks import HookList, RunHooks
+from raafl.errors import BadInput
 from raafl.monitoring.monitor import Monitor
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.service_manager import ServiceManager
@@ -62,6 +63,8 @@ def host(
         if transport.comes_and_goes:
             before = None if saved is None else saved.section["coordinator"]["min_clients"]
             min_clients = min_clients or before or experiment.clients
+        if experiment.overlap:
+            raise BadInput("overlap is true, which is for simulated runs: leave it out")
         parts = build(
             experiment, pace=experiment.emulate and experiment.devices is not None, min_clients=min_clients,
             count_lost=not transport.comes_and_goes,

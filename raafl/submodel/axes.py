@@ -16,13 +16,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One tensor dimension on an axis: index i of the axis covers its elements ``offset + [i * unit, (i + 1) * unit)``.
+    """One tensor dimension that belongs to an axis, so that it shrinks when units of the axis are dropped.
+
+    Unit i of the axis covers the elements ``offset + [i * unit, (i + 1) * unit)`` of the dimension.
 
     Attributes:
-        name: name of the parameter or buffer.
+        name: name of the parameter or buffer that has the dimension.
         dim: index of the dimension, from 0.
-        unit: number of elements per index: the pixels of a channel after a flatten, or the width of a head.
-        offset: element at which index 0 begins: the beginning of k's part in a fused qkv.
+        unit: number of elements for each unit of the axis, such as the width of an attention head.
+        offset: element at which unit 0 begins, such as the beginning of k in a fused qkv tensor.
     """
 
     name: str
@@ -33,9 +35,11 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A group of tensor dimensions that shrink together: each of ``size`` units is kept or dropped in all ``members``.
+    """An axis: tensor dimensions that shrink together. Each of its ``size`` units is kept or dropped in all of them at once.
 
-    Several members may lie on one dimension (q, k and v in one tensor); elements that no member covers are always kept.
+    An example is a hidden layer: a neuron lies in its own layer's weight and bias, and in the next layer's weight.
+    Several ``members`` may lie on one dimension (q, k and v in one tensor). Elements that no member covers are always
+    kept.
     """
 
     name: str
@@ -44,7 +48,7 @@ class Axis:
 
 
 class AxisTable:
-    """All axes of a model, validated against its tensors and indexed by tensor."""
+    """All axes of a model (groups of tensor dimensions that shrink together), checked against its tensors."""
 
     def __init__(self, axes: Iterable[Axis], shapes: Shapes) -> None:
         """Validate each axis; raise `SpecError` for a member outside its tensor, or on elements of another axis."""
@@ -66,7 +70,7 @@ class AxisTable:
                     )
 
     def check(self, spec: Spec) -> None:
-        """Raise `SpecError` unless the model has every axis that the spec names, with enough units."""
+        """Raise `SpecError` if the submodel ``spec`` names an axis or a unit that the model does not have."""
         for name, kept in spec.kept:
             axis = self.axes.get(name)
             if axis is None:
@@ -80,11 +84,16 @@ class AxisTable:
                 )
 
     def is_whole(self, name: str, kept: Kept) -> bool:
-        """Check whether all units of axis ``name`` are kept."""
+        """Check whether ``kept`` contains all units of the axis.
+
+        Args:
+            name: name of the axis.
+            kept: indices of the kept units.
+        """
         return len(kept) == self.axes[name].size
 
     def lengths(self, spec: Spec) -> dict[str, dict[int, int]]:
-        """Return the number of elements kept, by tensor that shrinks and by dimension."""
+        """Return the remaining length of each dimension that a submodel shrinks, by tensor and dimension."""
         result: dict[str, dict[int, int]] = {}
         for axis, indices in spec.kept:
             gone = self.axes[axis].size - len(indices)
@@ -94,7 +103,7 @@ class AxisTable:
         return result
 
     def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
-        """Return the runs of kept elements, by tensor that shrinks and by dimension."""
+        """Return the elements that a submodel keeps, as ranges, by tensor and dimension; only for dimensions that shrink."""
         kept = {name: runs(indices) for name, indices in spec.kept if not self.is_whole(name, indices)}
         touched = dict.fromkeys((m.name, m.dim) for name in kept for m in self.axes[name].members)
         result: dict[str, dict[int, Runs]] = {}
@@ -141,16 +150,18 @@ def _check(axis: Axis, member: Member, shapes: Shapes) -> None:
 
 
 def declared_axes(declaration: Mapping[str, Any], shapes: Shapes, aliases: Mapping[str, str]) -> list[Axis]:
-    """Return the axes that a model's `submodel_axes` declares as plain data.
+    """Read the axes that a model declares in `submodel_axes`, as plain data.
 
     Args:
-        declaration: list of ``(name, dim)``, ``(name, dim, unit)`` or ``(name, dim, unit, offset)`` for each axis, by
-            its name; the size of the axis follows from the shapes. `Axis` objects are taken as they are.
+        declaration: tensor dimensions of each axis, by the axis's name: ``(name, dim)``, ``(name, dim, unit)`` or
+            ``(name, dim, unit, offset)``. The size of the axis follows from the shapes. `Axis` objects are taken as
+            they are.
         shapes: shape of every parameter and buffer.
-        aliases: name in ``shapes`` of each tied tensor, by its other names.
+        aliases: names of tied tensors, each mapped to the tensor's name in ``shapes``.
 
     Raises:
-        SpecError: an entry has another form, names an unknown tensor, or has members of different sizes.
+        SpecError: an entry has another form or names an unknown tensor, or the dimensions of an axis have different
+            sizes.
     """
     axes = []
     for name, value in declaration.items():

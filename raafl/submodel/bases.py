@@ -14,10 +14,10 @@ from raafl.submodel.spec import SpecError
 
 
 class Bases:
-    """A model's frozen base in several precisions. All are derived from the module's own, so that none has to be sent.
+    """A model's frozen parameters (its base) in several precisions. Each machine derives them itself, so none is sent.
 
     Attributes:
-        names: names of the precisions, the highest (the module's own) first; empty if there is no other.
+        names: names of the precisions, highest first, which is the module's own; empty if there is only that one.
     """
 
     def __init__(self, module: nn.Module, frozen: Mapping[str, Tensor]) -> None:
@@ -30,26 +30,31 @@ class Bases:
         self._rebuild: Callable[[], nn.Module] | None = None
 
     def normal(self, name: str | None) -> str | None:
-        """Return ``name``, or None for the module's own precision; raises `SpecError` for one that the module does not have."""
+        """Return ``name``, or None if it is the module's own precision; raise `SpecError` if the module does not have it."""
         if name is not None and name not in self.names:
             known = nearest(name, self.names, "this model has one form of it: name none")
             raise SpecError(f"spec.base is '{name}', which this model does not have: {known}")
         return None if self.names and name == self.names[0] else name
 
     def module(self, name: str, values: Mapping[str, Tensor] | None = None) -> Any:
-        """Return a copy of the module with its base in precision ``name``, converted from ``values``; None = without values."""
+        """Return a copy of the module with its frozen parameters in another precision.
+
+        Args:
+            name: name of the precision.
+            values: frozen parameters in the module's own precision, to be converted; None = leave out all values.
+        """
         memo = {id(self._frozen[n]): nn.Parameter(value, requires_grad=False) for n, value in (values or {}).items()}
         module: Any = copy_structure(self._module, memo)
         module.submodel_hold(name)
         return module
 
     def take(self, own: FrozenBase, rebuild: Callable[[], nn.Module] | None = None) -> None:
-        """Store the base in the module's own precision, from which the other precisions are converted.
+        """Store the frozen parameters in the module's own precision, from which all others are converted.
 
         Args:
-            own: values of the base.
-            rebuild: function that builds the model anew; then only the precision of the last task is kept, initially
-                none. None = keep all.
+            own: values of the frozen parameters.
+            rebuild: function that builds the model anew. If it is given, only the precision of the latest task is kept
+                in memory, to save space. None = keep all precisions.
         """
         self._own, self._rebuild = own, rebuild if self.names else None
         self._made, self._digests = {}, {}
@@ -57,7 +62,7 @@ class Bases:
             own.let_go()
 
     def values(self, name: str | None) -> FrozenBase | None:
-        """Return the base's values in a precision; None if the model has no frozen base, or its values are not loaded."""
+        """Return the frozen parameters in a precision; None if the model has none, or their values are not loaded."""
         name = self.normal(name)
         if self._own is None or (name is None and self._rebuild is None):
             return self._own
@@ -70,7 +75,7 @@ class Bases:
         return self._made[name]
 
     def digest(self, name: str | None) -> str | None:
-        """Return the digest of the base's values in a precision, which are converted temporarily if needed."""
+        """Return a digest of the frozen parameters in a precision."""
         name = self.normal(name)
         if self._own is None or name is None or self._rebuild is not None:
             base = self.values(name)

@@ -26,7 +26,7 @@ def _norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
 
 
 def statistics_of(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of the running mean and variance of each batch norm in ``module``."""
+    """Return the names of running mean and running variance of each batch norm in ``module``."""
     return [
         (f"{path}.running_mean", f"{path}.running_var") if path else ("running_mean", "running_var")
         for path, _ in _norms(module)
@@ -34,7 +34,7 @@ def statistics_of(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def keep_static(module: nn.Module) -> None:
-    """Make batch norms normalise by batch statistics and leave their running statistics unchanged; changes ``module`` in place."""
+    """Make all batch norms of ``module`` use the statistics of each batch and leave their running statistics unchanged."""
     for _, norm in _norms(module):
         norm.momentum = 0.0
 
@@ -42,14 +42,14 @@ def keep_static(module: nn.Module) -> None:
 def still_buffers(
     module: nn.Module, trains: Collection[str], buffers: Collection[str], *, static: bool, frozen: bool
 ) -> set[str]:
-    """Return the buffers that clients do not send back: static statistics, and those of layers that a spec freezes.
+    """Return the names of the buffers that clients do not send back: static running statistics, and those of frozen layers.
 
     Args:
-        module: model whose buffers they are.
-        trains: names of the parameters that train.
-        buffers: names of the buffers.
-        static: whether the run's statistics are static, so that clients send none.
-        frozen: whether the spec freezes parameters.
+        module: model to which the buffers belong.
+        trains: names of the parameters that are trained.
+        buffers: names of all buffers.
+        static: whether running statistics are static in this run, so that clients send none.
+        frozen: whether the submodel freezes some parameters.
     """
     still = {name for pair in statistics_of(module) for name in pair} if static else set()
     if frozen:
@@ -63,11 +63,11 @@ def still_buffers(
 
 @torch.no_grad()
 def collect_statistics(module: nn.Module, batches: Iterable[Any], run: Callable[[nn.Module, Any], object]) -> None:
-    """Set each batch norm's running statistics to their mean over ``batches``, in place; everything else stays unchanged.
+    """Compute the running statistics of each batch norm as the mean over ``batches``, in place; nothing else changes.
 
     Args:
-        module: model that was trained.
-        batches: batches of any data that may be used; more are better.
+        module: model after training.
+        batches: batches of suitable data; more give better statistics.
         run: function that calls the model on a batch, such as ``lambda model, batch: model(batch[0])``.
     """
     norms = [norm for _, norm in _norms(module)]
@@ -108,19 +108,19 @@ class _Mean:
             total.add_(one)
 
     def store(self) -> None:
-        """Write the means into the running statistics, in place, each rounded once."""
+        """Write the means into the running statistics, in place, each rounded only once."""
         for one, total in zip(self._statistics, self._sums, strict=True):
             one.copy_(total / self._num if self._num else one)
 
 
 class Pooling:
-    """Exact merging of running variances, for any merge that is a weighted mean.
+    """Exact merging of running variances, for any merge that computes weighted means.
 
-    A mean of variances ignores differences between means. Second moments, ``E[x^2] = var + mean^2``, can be averaged
-    (law of total variance): clients send them in place of variances, and the global state has them while it is merged.
+    A mean of variances ignores that the clients' means differ. Second moments, ``E[x^2] = var + mean^2``, can be
+    averaged. So clients send them in place of variances, and the global state has them during a merge.
 
-    In half precision ``var + mean^2`` loses a small variance, so clients send such variances unchanged, and the merge, which
-    computes in single precision, converts them.
+    In half precision, ``var + mean^2`` would lose a small variance. Clients then send the variance itself, and the
+    merge, which computes in single precision, converts it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -130,17 +130,21 @@ class Pooling:
 
     @classmethod
     def of(cls, module: nn.Module, batch_norm: BatchNorm) -> Pooling | None:
-        """Return the pooling of a model's running variances; None for a model that merges no running statistics."""
+        """Return the object that pools a model's running variances; None if the model has no running statistics to merge.
+
+        Args:
+            module: the model.
+            batch_norm: the run's setting for batch norm.
+        """
         pooling = cls(module) if batch_norm == "merged" else None
         return pooling if pooling is not None and pooling.pairs else None
 
     def to_moments_(self, tensors: FlatTensors, half: bool | None = None) -> FlatTensors:
-        """Convert the variances in ``tensors`` to second moments, in place; variances of absent parts are skipped.
+        """Convert the variances in ``tensors`` to second moments, in place.
 
         Args:
-            tensors: tensors of a submodel or of the whole model.
-            half: choice of variances to convert: those that the model has in half precision (True), the others (False),
-                or all (None).
+            tensors: tensors of a submodel or of the whole model; variances that they lack are skipped.
+            half: selection of variances to convert: True = those in half precision, False = all others, None = all.
         """
         pairs = [pair for pair in self.pairs if half is None or (pair[1] in self._half) is half]
         means, variances = _of(pairs, tensors)
@@ -149,14 +153,15 @@ class Pooling:
         return tensors
 
     def as_sent(self, tensors: FlatTensors) -> AbstractContextManager[None]:
-        """Return a context in which ``tensors`` are as a client sends them; when it ends, their statistics are restored."""
+        """Return a context in which ``tensors`` have the form that a client sends; their statistics are restored afterwards."""
         return self.untouched(self.to_moments_(tensors, half=False))
 
     @contextmanager
     def merging(self, values: FlatTensors) -> Iterator[FlatTensors]:
-        """Return a context in which ``values`` has second moments; when it ends, unchanged variances are equal to before.
+        """Return a context in which ``values`` have second moments in place of variances, for a merge.
 
-        A variance that rounding leaves slightly below 0 becomes 0.
+        Afterwards, variances that the merge has not changed have the same bits as before. A variance slightly below 0,
+        by rounding, becomes 0.
         """
         means, variances = self.statistics_in(values)
         old_means, old = [mean.clone() for mean in means], [variance.clone() for variance in variances]
@@ -170,7 +175,7 @@ class Pooling:
 
     @contextmanager
     def untouched(self, tensors: FlatTensors) -> Iterator[None]:
-        """Return a context that restores the running statistics of ``tensors`` when it ends."""
+        """Return a context after which the running statistics of ``tensors`` are the same as before."""
         statistics = [tensor for group in self.statistics_in(tensors) for tensor in group]
         before = [tensor.clone() for tensor in statistics]
         yield
@@ -178,7 +183,7 @@ class Pooling:
             tensor.copy_(old)
 
     def statistics_in(self, tensors: FlatTensors) -> tuple[list[Tensor], list[Tensor]]:
-        """Return views of the running means and variances (or second moments) that ``tensors`` has."""
+        """Return views of the running means and of the variances (or second moments) among ``tensors``."""
         return _of(self.pairs, tensors)
 
 

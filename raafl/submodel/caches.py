@@ -16,7 +16,7 @@ _MISSING: Any = object()
 
 
 class Caches:
-    """Cached results by kind and key. Threads may share it: two may compute the same result at once, which is harmless."""
+    """Cache of results by kind and key. Threads may share it; in the worst case two compute the same result at once."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -24,7 +24,7 @@ class Caches:
         self._lock = threading.Lock()
 
     def get(self, kind: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return a cached result; compute it if there is none.
+        """Return a cached result; compute and store it if it is missing.
 
         Args:
             kind: kind of the result.

@@ -18,7 +18,7 @@ from raafl.submodel.spec import Spec, SpecError
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A stack of blocks, any of which may be left out: path of the container, and names of its blocks in order."""
+    """A list of a model's blocks, any of which a submodel may leave out: the path of the list, and the blocks' names in order."""
 
     path: str
     names: tuple[str, ...]
@@ -28,18 +28,18 @@ class Stack:
         return len(self.names)
 
     def block(self, index: int) -> str:
-        """Return the path of block number ``index``."""
+        """Return the path of the block with number ``index``."""
         return join(self.path, self.names[index])
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """An early exit: modules that compute logits after some of the blocks.
+    """An early exit: an output head that computes logits after some of the blocks.
 
     Attributes:
         paths: paths of the exit's modules.
-        instead_of: path whose place each module takes when the exit is kept, such as those of the last norm and the
-            head of a shorter model, by the module's path; empty for an exit that the model's own forward calls.
+        instead_of: for each module's path, the path of the module whose place it takes when the exit is kept, such as
+            the last norm or the head; empty for an exit that the model's own forward calls.
     """
 
     paths: tuple[str, ...]
@@ -47,23 +47,33 @@ class Exit:
 
 
 def join(*parts: str) -> str:
-    """Join path components, of which some may be empty."""
+    """Join components of a path, some of which may be empty."""
     return ".".join(part for part in parts if part)
 
 
 def within(name: str, paths: Iterable[str]) -> bool:
-    """Check whether a tensor or module is one of ``paths`` or lies inside one; the root '' contains all."""
+    """Check whether a tensor or module is one of ``paths`` or inside one of them; the path '' contains all.
+
+    Args:
+        name: name of the tensor or module.
+        paths: paths of modules or tensors.
+    """
     return any(not path or name == path or name.startswith(f"{path}.") for path in paths)
 
 
 def above(name: str) -> list[str]:
-    """Return the paths of all modules that contain a tensor or module of this name, outermost first, with the root."""
+    """Return the paths of all modules that contain a tensor or module of this name, outermost first, starting with ''."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:end]) for end in range(len(parts) + 1)]
 
 
 def declarations(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each part that declares ``attribute``, outermost first, as its path and its declaration."""
+    """Yield each module that declares ``attribute``, outermost first: its path and its declaration.
+
+    Args:
+        module: model to search.
+        attribute: name of the method or attribute that declares something, such as `submodel_axes`.
+    """
     for path, part in module.named_modules():
         value = getattr(part, attribute, None)
         if value is not None:
@@ -71,13 +81,13 @@ def declarations(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mappi
 
 
 def find_stacks(module: nn.Module) -> dict[str, Stack]:
-    """Return the stacks by name: declared ones (`submodel_blocks`), then lists of equal blocks, by path.
+    """Find the stacks, lists of blocks that may be left out: declared ones (`submodel_blocks`), then lists of equal blocks.
 
-    Blocks of a list must have parts, one type and equal shapes. If a list mixes blocks of other shapes, as a stage of a
-    ResNet does, blocks of that type form no stack at all; neither do lists within blocks, such as lists of experts.
+    The blocks of a list must have submodules, one type and equal shapes. If their shapes differ, as within a stage of a
+    ResNet, blocks of that type form no stack. Lists inside of blocks, such as lists of experts, form none either.
 
     Raises:
-        SpecError: a declared path is not a `ModuleList` or `Sequential`.
+        SpecError: a declared path is neither a `ModuleList` nor a `Sequential`.
     """
     stacks = {}
     for prefix, declared in declarations(module, "submodel_blocks"):
@@ -120,13 +130,13 @@ def _is_module(module: nn.Module, path: str) -> bool:
 
 
 def find_exits(module: nn.Module) -> dict[str, Exit]:
-    """Return the exits by name, as declared in `submodel_exits`: a list of paths, or a mapping.
+    """Find the exits that a model declares in `submodel_exits`, by name; each is a list of paths or a mapping.
 
-    A list names the modules of an exit, which are None in a submodel without it. A mapping goes from the path of a
-    module to the path of the module that replaces it in a submodel with the exit.
+    A list names the modules of an exit; they are None in a submodel without it. A mapping has the path of each module
+    of the exit, and the path of the module that it replaces in a submodel with the exit.
 
     Raises:
-        SpecError: a path in a mapping is not a module.
+        SpecError: a path in a mapping does not lead to a module.
     """
     exits = {}
     for prefix, declared in declarations(module, "submodel_exits"):
@@ -146,13 +156,13 @@ def find_exits(module: nn.Module) -> dict[str, Exit]:
 def check_names(
     spec: Spec, names: Sequence[str], aliases: Mapping[str, str], stacks: Mapping[str, Stack], exits: Mapping[str, Exit]
 ) -> None:
-    """Raise `SpecError` unless all stacks, blocks, parameters and exits that ``spec`` names exist.
+    """Raise `SpecError` if ``spec`` names a stack, block, parameter or exit that does not exist.
 
     Args:
-        spec: spec to check. If several places share a tensor, it must not leave out the first one, after which the
-            tensor is named.
-        names: names of the parameters.
-        aliases: other names of shared tensors.
+        spec: submodel to check. Of a tensor that several modules share, it must not leave out the first one, after
+            which the tensor is named.
+        names: names of all parameters.
+        aliases: further names of shared tensors, each mapped to the first one.
         stacks: stacks of blocks, by name.
         exits: exits, by name.
     """
@@ -184,13 +194,18 @@ def check_names(
 
 
 def stand_ins(spec: Spec, exits: Mapping[str, Exit]) -> dict[str, str]:
-    """Map each place that a kept exit's module takes to that module's path; of several exits, the last one counts."""
+    """Return the path of the exit's module that replaces each replaced module; of several kept exits, the last one counts.
+
+    Args:
+        spec: submodel, which names the exits that are kept.
+        exits: exits of the model, by name.
+    """
     kept = [one for name, one in exits.items() if name in (spec.exits or ())]
     return {place: path for one in kept for place, path in zip(one.instead_of, one.paths, strict=False)}
 
 
 def absent(spec: Spec, stacks: Mapping[str, Stack], exits: Mapping[str, Exit]) -> tuple[str, ...]:
-    """Return the paths of the modules that ``spec`` leaves out.
+    """Return the paths of the modules that the submodel leaves out.
 
     Args:
         spec: spec of the submodel.

@@ -35,12 +35,12 @@ class _Views:
 
     @property
     def is_flat(self) -> bool:
-        """Whether this piece is contiguous in both storages."""
+        """Whether this piece is contiguous in both storages, so that one flat copy moves it."""
         return self.full[0] == self.small[0] == (1,)
 
     @property
     def end(self) -> tuple[torch.dtype, int, int]:
-        """Position at which the next piece must start to be joined to this one, if both are contiguous."""
+        """Position at which the next piece would have to start to be joined to this one, if both are contiguous."""
         return self.dtype, self.full[1] + self.size[0], self.small[1] + self.size[0]
 
 
@@ -54,20 +54,26 @@ class _Indexed:
         self.indices = {dim: torch.tensor([i for run in runs for i in range(*run)]) for dim, runs in several.items()}
 
     def region(self, full: FlatTensors) -> Tensor:
-        """Return the view of the full tensor that is narrowed to the kept ranges."""
+        """Return a view of the full tensor, narrowed to the ranges that the submodel keeps."""
         view = full.view(self.full)
         for dim, (start, stop) in self.narrow.items():
             view = view.narrow(dim, start, stop - start)
         return view
 
     def pick(self, region: Tensor) -> Tensor:
-        """Return a copy of the kept elements of a region."""
+        """Return a copy of the elements of a region that the submodel keeps."""
         for dim in self.indices:
             region = region.index_select(dim, self.index(dim, region.device))
         return region
 
     def put(self, region: Tensor, values: Tensor, dims: tuple[int, ...] | None = None) -> None:
-        """Write the kept elements of a region; with several index lists, through a copy of the slices that the first one keeps."""
+        """Write values to the elements of a region that the submodel keeps, in place.
+
+        Args:
+            region: view of the full tensor, from `region`.
+            values: values to write, in the submodel's shape.
+            dims: dimensions with index lists that remain to be applied; None = all of them.
+        """
         dim, *rest = dims if dims is not None else tuple(self.indices)
         index = self.index(dim, region.device)
         if rest:
@@ -77,7 +83,12 @@ class _Indexed:
         region.index_copy_(dim, index, values)
 
     def index(self, dim: int, device: torch.device) -> Tensor:
-        """Return the index list on the device of the tensors, which is cached there."""
+        """Return the list of kept indices of a dimension as a tensor on ``device``; cached.
+
+        Args:
+            dim: index of the dimension.
+            device: device of the result.
+        """
         index = self.indices[dim]
         if index.device != device:
             index = self.indices[dim] = index.to(device)
@@ -85,15 +96,15 @@ class _Indexed:
 
 
 class CopyPlan:
-    """Plan for moving one part of a submodel between full storage and small storage. It is immutable except for its caches.
+    """Plan that copies a submodel's tensors between the whole model's storage and the submodel's own.
 
-    Ranges are strided views, so that nothing is copied that is not written; a whole model is one operation per dtype. Index
-    lists are gathered, changed and written back.
+    Contiguous ranges are handled as views, so that only needed elements are copied; a whole model is one operation per
+    dtype. Other indices are gathered, changed and written back. A plan is immutable, except for its caches.
 
     Attributes:
         spec: spec of the submodel.
-        full_layout: layout of the whole model.
-        layout: layout of the submodel's part.
+        full_layout: layout of the whole model's tensors.
+        layout: layout of the submodel's tensors.
     """
 
     def __init__(
@@ -163,12 +174,12 @@ class CopyPlan:
         return zip(self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True)
 
     def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update) -> None:
-        """Call ``fn(target, source)`` on matching pieces.
+        """Call ``fn(target, source)`` on all matching pieces of the whole model and the submodel.
 
         Args:
             full: values of the whole model; changed in place.
             small: values of the submodel.
-            fn: function that changes ``target``, a piece of ``full``, in place, given ``source``.
+            fn: function that changes ``target``, a piece of the whole model, in place by means of ``source``.
         """
         for target, source in self._pairs(full, small):
             fn(target, source)
@@ -179,7 +190,12 @@ class CopyPlan:
             piece.put(region, target)
 
     def gather(self, full: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Copy the submodel from ``full`` to ``out`` (default: new storage on the same device) and return it."""
+        """Copy the submodel's values out of the whole model, and return them.
+
+        Args:
+            full: values of the whole model.
+            out: storage for the result; None = new storage on the same device.
+        """
         if out is None:
             out = FlatTensors.empty(self.layout, full.device)
         for source, target in self._pairs(full, out):
@@ -189,34 +205,44 @@ class CopyPlan:
         return out
 
     def scatter_(self, full: FlatTensors, small: FlatTensors) -> None:
-        """Write the submodel's values into ``full``; everything else in it stays unchanged."""
+        """Write the submodel's values into the whole model, in place; all other values stay unchanged.
+
+        Args:
+            full: values of the whole model; changed in place.
+            small: values of the submodel.
+        """
         for target, source in self._pairs(full, small):
             target.copy_(source)
         for piece in self._indexed:
             piece.put(piece.region(full), small.view(piece.small).to(full.device))
 
     def add_(self, full: FlatTensors, small: FlatTensors, alpha: float = 1.0) -> None:
-        """Add ``alpha * small`` to ``full`` in place.
+        """Add ``alpha * small`` to the whole model, in place.
 
         Args:
             full: values of the whole model; changed in place.
             small: values of the submodel.
-            alpha: factor of ``small``.
+            alpha: factor on ``small``.
         """
         self.apply_(full, small, lambda target, source: target.add_(source, alpha=alpha))
 
     def lerp_(self, full: FlatTensors, small: FlatTensors, weight: float) -> None:
-        """Move ``full`` by ``weight`` of the distance towards ``small``, in place.
+        """Move the whole model's values by the share ``weight`` towards the submodel's, in place.
 
         Args:
             full: values of the whole model; changed in place.
             small: values of the submodel.
-            weight: share of the distance, 0 to 1.
+            weight: share of the distance to move, from 0 to 1.
         """
         self.apply_(full, small, lambda target, source: target.lerp_(source, weight))
 
     def cover_(self, count: FlatTensors, weight: float = 1.0) -> None:
-        """Add ``weight`` to ``count``, in the full layout, at every element of the submodel."""
+        """Add ``weight`` to every element that the submodel has, to count how often elements are trained.
+
+        Args:
+            count: numbers in the layout of the whole model; changed in place.
+            weight: number to add.
+        """
         self._check(count)
         for target in self._cached(count, self._full_side):
             target.add_(weight)

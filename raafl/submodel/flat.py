@@ -34,23 +34,23 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_merged(dtype: torch.dtype) -> bool:
-    """Check whether tensors of ``dtype`` can train and be merged: real and complex floating-point numbers."""
+    """Check whether tensors of ``dtype`` can be trained and merged: real and complex floating-point numbers."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the real dtype of at least 32 bits in which tensors of ``dtype`` are summed; integers keep their dtype."""
+    """Return the dtype in which tensors of ``dtype`` are summed: real, of at least 32 bits; integers keep their dtype."""
     return torch.promote_types(dtype.to_real(), torch.float32) if is_merged(dtype) else dtype
 
 
 def reals(tensor: Tensor) -> Tensor:
-    """Return a view of a complex tensor as pairs of real numbers, shape ``(*shape, 2)``; other tensors unchanged."""
+    """Return a complex tensor as a view of pairs of real numbers, shape ``(*shape, 2)``; other tensors are returned unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One named tensor: its shape, and its first element's position in the flat buffer of its dtype."""
+    """One named tensor of a layout: its shape, and the position of its first element in the flat buffer of its dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,13 +74,13 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions of named tensors in flat buffers, packed in order per dtype; equal layouts have equal fingerprints."""
+    """Positions of named tensors in flat buffers, one per dtype. Equal layouts have equal fingerprints."""
 
     entries: tuple[TensorEntry, ...]
 
     @classmethod
     def pack(cls, tensors: Iterable[tuple[str, Iterable[int], torch.dtype]]) -> Layout:
-        """Return the layout that packs ``(name, shape, dtype)`` in order.
+        """Return the layout that packs tensors, given as ``(name, shape, dtype)``, one after the other.
 
         Raises:
             BadInput: a name occurs twice, or a dtype is not in `DTYPES`.
@@ -106,7 +106,7 @@ class Layout:
 
     @cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes in the order of their buffers, which is that of the first entries."""
+        """Dtypes in the order of their buffers: that in which they first occur."""
         return tuple(self.numel)
 
     @cached_property
@@ -121,7 +121,7 @@ class Layout:
 
     @cached_property
     def wide(self) -> Layout:
-        """Layout in which sums are computed (`wide_dtype`), with complex tensors as ``(*shape, 2)``; self if nothing changes."""
+        """Layout for exact sums: dtypes by `wide_dtype`, complex tensors as ``(*shape, 2)``; self if nothing changes."""
         if all(wide_dtype(dtype) == dtype for dtype in self.dtypes):
             return self
         return Layout.pack(
@@ -130,7 +130,7 @@ class Layout:
 
     @cached_property
     def single_copy_bytes(self) -> int:
-        """Number of bytes of a single-precision copy of all half-precision tensors; 0 if there are none."""
+        """Bytes of a single-precision copy of all half-precision tensors; 0 if there are none."""
         return sum(4 * numel for dtype, numel in self.numel.items() if is_merged(dtype) and dtype.itemsize == 2)
 
     @property
@@ -152,12 +152,12 @@ class Layout:
         return self._hash
 
     def to_json(self) -> dict[str, Any]:
-        """Return the layout as plain data, without offsets, which follow from the order."""
+        """Return the layout as plain data; positions are left out, since they follow from the order."""
         return {"tensors": [[e.name, list(e.shape), _NAMES[e.dtype]] for e in self.entries]}
 
     @classmethod
     def from_json(cls, data: object) -> Layout:
-        """Return the layout from the result of `to_json`.
+        """Restore a layout from the result of `to_json`.
 
         Raises:
             BadInput: ``data`` has another form.
@@ -168,11 +168,11 @@ class Layout:
         return cls.pack(_checked(item) for item in tensors)
 
     def only(self, names: Collection[str]) -> Layout:
-        """Return the layout of only those tensors that are in ``names``, in this order."""
+        """Return a layout with only the tensors in ``names``, in this layout's order."""
         return Layout.pack((e.name, e.shape, e.dtype) for e in self.entries if e.name in names)
 
     def is_prefix_of(self, other: Layout) -> bool:
-        """Check whether each buffer of this layout is the beginning of a buffer of ``other``."""
+        """Check whether each buffer of this layout is the beginning of the same buffer of ``other``."""
         return all(other.by_name.get(entry.name) == entry for entry in self.entries)
 
 
@@ -189,13 +189,13 @@ def _checked(item: Any) -> tuple[str, list[int], torch.dtype]:
 
 
 class FlatTensors:
-    """Named tensors as views into one buffer per dtype.
+    """Named tensors, stored as views into one flat buffer per dtype.
 
     Attributes:
         layout: names, shapes and positions of the tensors.
-        buffers: 1-D contiguous tensors by dtype, in the layout's order; they may be views into larger storage. Write into
-            them; never replace them, since views of them are cached.
-        views: cache of strided views by plan, which lives as long as the object.
+        buffers: one contiguous 1-D tensor per dtype, in the layout's order, which may be a view into larger storage.
+            Write into them, but never replace them, since views of them are cached.
+        views: cache of views that copy plans need.
     """
 
     __slots__ = ("__weakref__", "buffers", "layout", "views")
@@ -216,20 +216,34 @@ class FlatTensors:
 
     @classmethod
     def empty(cls, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
-        """Return uninitialised storage for ``layout``."""
+        """Return uninitialised storage for the tensors of ``layout``.
+
+        Args:
+            layout: names, shapes and positions of the tensors.
+            device: device of the storage.
+        """
         return cls(layout, {d: torch.empty(n, dtype=d, device=device) for d, n in layout.numel.items()})
 
     @classmethod
     def zeros(cls, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
-        """Return storage for ``layout``, all zero."""
+        """Return storage for the tensors of ``layout``, filled with zeros.
+
+        Args:
+            layout: names, shapes and positions of the tensors.
+            device: device of the storage.
+        """
         return cls(layout, {d: torch.zeros(n, dtype=d, device=device) for d, n in layout.numel.items()})
 
     @classmethod
     def from_named(cls, tensors: Mapping[str, Tensor], layout: Layout | None = None) -> FlatTensors:
-        """Copy named tensors into new flat storage, in the order of the mapping or of ``layout``.
+        """Copy named tensors into new flat storage.
+
+        Args:
+            tensors: tensors by name.
+            layout: layout of the result; None = pack the tensors in the order of the mapping.
 
         Raises:
-            BadInput: a tensor that ``layout`` names is missing or has another shape or dtype.
+            BadInput: a tensor of ``layout`` is missing or has another shape or dtype.
         """
         if layout is None:
             layout = Layout.pack((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
@@ -248,7 +262,7 @@ class FlatTensors:
         return self.view(self.layout.by_name[name])
 
     def view(self, entry: TensorEntry) -> Tensor:
-        """Return the tensor of ``entry``, which belongs to this layout, as a view."""
+        """Return the tensor of ``entry`` as a view; the entry must belong to this layout."""
         buffer = self.buffers[entry.dtype]
         return buffer.as_strided(entry.shape, entry.stride, buffer.storage_offset() + entry.offset)
 
@@ -276,21 +290,21 @@ class FlatTensors:
         return next((buffer.device for buffer in self.buffers.values()), torch.device("cpu"))
 
     def copy_(self, other: FlatTensors) -> FlatTensors:
-        """Copy the values of ``other``, which has the same layout, into this storage; one copy per dtype."""
+        """Copy the values of ``other``, which has the same layout, into this storage; return self."""
         _same_layout(self.layout, other.layout)
         for dtype, buffer in self.buffers.items():
             buffer.copy_(other.buffers[dtype])
         return self
 
     def take_(self, other: FlatTensors) -> FlatTensors:
-        """Copy the tensors that both contain from ``other`` into this storage."""
+        """Copy the tensors that both objects have from ``other`` into this storage; return self."""
         for name, tensor in self.items():
             if name in other:
                 tensor.copy_(other[name])
         return self
 
     def zero_(self) -> FlatTensors:
-        """Set every element to 0, in place."""
+        """Set every element to 0, in place; return self."""
         for buffer in self.buffers.values():
             buffer.zero_()
         return self
@@ -300,7 +314,7 @@ class FlatTensors:
         return FlatTensors(self.layout, {dtype: buffer.clone() for dtype, buffer in self.buffers.items()})
 
     def to(self, device: torch.device | str) -> FlatTensors:
-        """Return the same values on ``device``: self if they are there already, else a copy."""
+        """Return the same values on ``device``: self if they are there already, or else a copy."""
         device = torch.device(device)
         if device == torch.device("cuda"):  # the current GPU, by its index: devices are compared
             device = torch.device("cuda", torch.cuda.current_device())
@@ -309,7 +323,11 @@ class FlatTensors:
         return FlatTensors(self.layout, {dtype: buffer.to(device) for dtype, buffer in self.buffers.items()})
 
     def widen(self, out: FlatTensors | None = None) -> FlatTensors:
-        """Copy the values, exactly, into ``out`` (default: new storage) in ``layout.wide``; self if that is the layout."""
+        """Convert the values, exactly, to the layout for sums (`Layout.wide`); self if that is the same layout.
+
+        Args:
+            out: storage for the result; None = new storage.
+        """
         if self.layout.wide is self.layout:
             return self
         out = FlatTensors.empty(self.layout.wide, self.device) if out is None else out
@@ -318,7 +336,7 @@ class FlatTensors:
         return out
 
     def round_(self, wide: FlatTensors) -> FlatTensors:
-        """Copy the values of ``wide``, which has the layout ``layout.wide``, into this storage, each rounded once."""
+        """Round the values of ``wide``, whose layout is `Layout.wide`, into this storage; return self."""
         for own, other in self._as_reals(wide):
             own.copy_(other)
         return self
@@ -331,28 +349,28 @@ class FlatTensors:
         return ((reals(tensor), wide[name]) for name, tensor in self.items())
 
     def prefix(self, layout: Layout) -> FlatTensors:
-        """Return the beginning of each buffer as flat tensors with ``layout``, sharing storage.
+        """Return the beginning of each buffer as flat tensors with ``layout``; they share the storage.
 
         Raises:
-            BadInput: ``layout`` is not a prefix of this one.
+            BadInput: ``layout`` is not the beginning of this layout.
         """
         if not layout.is_prefix_of(self.layout):
             raise BadInput("layout: only the first tensors of each dtype can be viewed; copy the others with a plan")
         return FlatTensors(layout, {dtype: self.buffers[dtype][:numel] for dtype, numel in layout.numel.items()})
 
     def is_finite(self) -> bool:
-        """Check whether all elements are finite, neither NaN nor infinite."""
+        """Check whether no element is NaN or infinite."""
         return all(is_finite(buffer) for buffer in self.buffers.values())
 
     def fingerprint(self) -> str:
-        """Return the xxh3_128 digest of the bytes, buffer by buffer, as hexadecimal digits."""
+        """Return the xxh3_128 digest of all bytes, as hexadecimal digits."""
         digest = xxhash.xxh3_128()
         for buffer in self.buffers.values():
             digest.update(_bytes(buffer))
         return digest.hexdigest()
 
     def model_digest(self) -> str:
-        """Return the sha256 digest over name, dtype, shape and bytes of each tensor, in name order, as hexadecimal digits."""
+        """Return the sha256 digest of names, dtypes, shapes and values, in the order of names, as hexadecimal digits."""
         digest = hashlib.sha256()
         for entry in sorted(self.layout.entries, key=lambda e: e.name):
             digest.update(json.dumps([entry.name, _NAMES[entry.dtype], list(entry.shape)]).encode())
@@ -365,7 +383,7 @@ class FlatTensors:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Return the wrap-around sum of all elements' bits as integers: an int64 scalar on the tensor's device."""
+    """Return the sum of all elements' bits as integers, modulo 2^64: an int64 scalar on the tensor's device."""
     return tensor.detach().contiguous().flatten().view(_WORDS[min(tensor.element_size(), 8)]).sum(dtype=torch.int64)
 
 
@@ -379,7 +397,7 @@ def _bytes(buffer: Tensor) -> Any:
 
 
 def is_finite(piece: Tensor) -> bool:
-    """Check whether all elements of a tensor are finite; its sum suffices unless that overflows."""
+    """Check whether no element of a tensor is NaN or infinite. The sum is enough for that, unless it overflows."""
     if not is_merged(piece.dtype):
         return True
     # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN

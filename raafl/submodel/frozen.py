@@ -20,10 +20,10 @@ Selections = Mapping[str, Mapping[int, Runs]]
 
 
 class FrozenBase:
-    """Values of a model's frozen parameters, shared by every small module on this machine; none may change them.
+    """Values of a model's frozen parameters, which all small modules on this machine share; nothing may change them.
 
     Attributes:
-        tensors: frozen parameters by name, whole as in the full model.
+        tensors: frozen parameters by name, in their full shapes.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -33,17 +33,22 @@ class FrozenBase:
         self._digests: dict[str, str] = {}
 
     def idle_bytes(self, layout: Layout, selections: Selections) -> int:
-        """Return the bytes of base tensors in memory that a submodel does not use: absent ones, and those copied in part."""
+        """Return the bytes of frozen parameters that are in memory but that a submodel does not use directly.
+
+        Args:
+            layout: layout of the frozen parameters in the submodel.
+            selections: elements that the submodel keeps, by tensor and dimension.
+        """
         return sum(t.nbytes for n, t in self.tensors.items() if n not in layout.by_name or n in selections)
 
     def note(self) -> None:
-        """Compute and store the digest of the values, if it is not stored yet."""
+        """Compute the digest of the values and store it, if that was not done before."""
         if not self._digests:
             self._digests = {name: _digest(tensor) for name, tensor in self.tensors.items()}
 
     @cached_property
     def digest(self) -> str:
-        """Digest of names, dtypes, shapes and values, as hexadecimal digits; equal on two machines with the same base."""
+        """Hexadecimal digest of names, dtypes, shapes and values, by which two machines compare their frozen parameters."""
         self.note()
         rows = [
             [name, str(self.tensors[name].dtype), list(self.tensors[name].shape), digest]
@@ -52,17 +57,17 @@ class FrozenBase:
         return xxhash.xxh3_128(json.dumps(rows).encode()).hexdigest()
 
     def let_go(self) -> None:
-        """Release the values and keep their digest; the tensors move to the meta device."""
+        """Release the values but keep their digest; the tensors move to the meta device."""
         self.note()
         self.tensors = {name: on_meta(tensor) for name, tensor in self.tensors.items()}
         self._on.clear()
 
     def selected(self, layout: Layout, selections: Selections, device: torch.device) -> dict[str, Tensor]:
-        """Return the part of the base that a submodel uses, by name: whole tensors are shared, cut ones copied.
+        """Return the frozen parameters that a submodel uses, by name: whole tensors are shared, cut ones are copied.
 
         Args:
             layout: layout of the frozen parameters in the submodel.
-            selections: indices that the submodel keeps.
+            selections: elements that the submodel keeps, by tensor and dimension.
             device: device of the result.
         """
         self.note()
@@ -75,7 +80,7 @@ class FrozenBase:
         return part
 
     def changed(self, device: torch.device) -> str | None:
-        """Return the name of a tensor on ``device`` that was written to, or None; reads all of the tensors."""
+        """Return the name of a tensor on ``device`` that was changed although it is frozen; None if there is none."""
         return next((name for name, t in self._on.get(device, {}).items() if _digest(t) != self._digests[name]), None)
 
 
@@ -85,7 +90,12 @@ def _digest(tensor: Tensor) -> str:
 
 
 def select(tensor: Tensor, selection: Mapping[int, Runs]) -> Tensor:
-    """Return a copy of the part of a tensor that ``selection`` keeps."""
+    """Return a copy of the elements of a tensor that ``selection`` keeps.
+
+    Args:
+        tensor: tensor to cut.
+        selection: ranges of elements to keep, by dimension.
+    """
     for dim, runs in selection.items():
         tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in runs], dim)
     return tensor

@@ -29,7 +29,11 @@ Note = Callable[[str, list[Tensor]], None]
 
 @contextmanager
 def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
-    """Return a context that restores all RNG states when it ends, with those of ``gpus`` (indices)."""
+    """Return a context that restores the state of all random generators at its end.
+
+    Args:
+        gpus: indices of the GPUs whose generators are restored, too.
+    """
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(list(gpus)):
@@ -40,7 +44,7 @@ def undisturbed(gpus: Iterable[int] = ()) -> Iterator[None]:
 
 
 def seeded(seed: int) -> None:
-    """Seed the CPU generators of torch, numpy and Python; `torch.manual_seed` would walk the stack for each absent GPU."""
+    """Seed the CPU generators of torch, NumPy and Python; cheaper than `torch.manual_seed` on a machine without GPUs."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -48,10 +52,10 @@ def seeded(seed: int) -> None:
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Return a context in which caches (`functools.lru_cache`) of the user's functions do not keep results.
+    """Return a context in which caches of the user's functions (`functools.lru_cache`) store nothing.
 
-    Traced steps have tensors without values, and numbers that remember their origin; a cached one would reach the steps
-    that train.
+    Traced steps use tensors without values and special integers, which must not get into later training through a
+    cache.
     """
     before = {function: function.cache_info().misses for function in _functions_with_a_cache()}
     try:
@@ -76,7 +80,7 @@ def _functions_with_a_cache() -> list[Any]:
 
 @contextmanager
 def unfused() -> Iterator[None]:
-    """Return a context in which recurrent layers run step by step, since torch's fused ones are a single operation."""
+    """Return a context in which recurrent layers run step by step, since torch's fused kernels would hide their operations."""
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -86,7 +90,7 @@ def unfused() -> Iterator[None]:
 
 
 def settle(module: nn.Module) -> None:
-    """Prepare a copy for training mode without a Trainer, with dense gradients: sparse ones have no values to compare or count."""
+    """Prepare a copy of a module for training without a Trainer. Its gradients are dense, since sparse ones cannot be traced."""
     module.train()
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):
@@ -101,7 +105,12 @@ def _ignore(*args: object, **kwargs: object) -> None:
 
 
 def watch_outputs(module: nn.Module, note: Note) -> list[Any]:
-    """Register hooks that call ``note`` with the outputs of modules that the training step calls; return the hooks' handles."""
+    """Call ``note`` with the outputs of all modules that the training step calls directly; return the hooks' handles.
+
+    Args:
+        module: module whose parts are watched.
+        note: function that receives the outputs.
+    """
     depth = [0]
 
     def begin(layer: nn.Module, args: object) -> None:
@@ -131,7 +140,7 @@ def _tensors_given(answer: object) -> Iterator[Tensor]:
 
 
 def loss_of(module: Any, batch: Any) -> Any:
-    """Run a training step, with the Lightning hooks before it; return its loss, or None if it skips the batch."""
+    """Run a training step and the Lightning hooks before it; return its loss, or None if it skips the batch."""
     device = next((tensor.device for tensor in batch_tensors(batch)), torch.device("cpu"))
     batch = transferred(module, batch, device, lambda batch, device: batch)
     begin(module, batch)
@@ -148,12 +157,12 @@ def call(module: nn.Module, batch: Any) -> Any:
 
 
 def draw_(name: str, value: Tensor, noise: Tensor) -> None:
-    """Set a parameter to values like those of initialised layers.
+    """Set a parameter to values like those of freshly initialised layers.
 
     Args:
         name: name of the parameter.
         value: parameter to change in place.
-        noise: standard normal numbers of the same shape.
+        noise: standard normal numbers in the shape of ``value``.
     """
     if value.dim() > 1:
         value.copy_(noise / math.sqrt(max(value.numel() // max(len(value), 1), 1)))
@@ -162,13 +171,18 @@ def draw_(name: str, value: Tensor, noise: Tensor) -> None:
 
 
 def noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Return standard normal numbers in the shape of ``value``; for complex values, in both parts."""
+    """Return standard normal numbers in the shape of ``value``; for complex values, in both parts.
+
+    Args:
+        value: tensor whose shape is used.
+        generator: random generator.
+    """
     noise = torch.randn(reals(value).shape, generator=generator)
     return torch.view_as_complex(noise) if value.is_complex() else noise
 
 
 def draw(module: nn.Module, seed: int) -> None:
-    """Set all parameters to random values like those of initialised layers, no two alike; integers become 0."""
+    """Set all parameters to random values like those of freshly initialised layers, no two equal; integers become 0."""
     generator = torch.Generator().manual_seed(7 + seed)
     for name, parameter in module.named_parameters():
         value = parameter.detach()
@@ -179,7 +193,7 @@ def draw(module: nn.Module, seed: int) -> None:
 
 
 def user_frame(error: Exception) -> str:
-    """Return the last line outside torch and this package that an error passed, as ``file.py:line``."""
+    """Return the last line of the user's code in an error's traceback, as ``file.py:line``."""
     place, frame = "", error.__traceback__
     while frame is not None:
         if is_theirs(frame.tb_frame.f_code.co_filename):
@@ -189,7 +203,7 @@ def user_frame(error: Exception) -> str:
 
 
 def is_theirs(file: str) -> bool:
-    """Check whether a file contains the user's code, that is, neither torch's nor this package's."""
+    """Check whether a file is the user's code, that is, neither torch's nor this package's."""
     return "/torch/" not in file and "/raafl/submodel/" not in file and not file.startswith("<")
 
 

@@ -38,7 +38,7 @@ def _factors(layer: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def ranks(module: nn.Module) -> list[Axis]:
-    """Return the rank of each LoRA layer in ``module`` as an axis."""
+    """Return one axis for each LoRA layer in ``module``: its rank, which a submodel may reduce."""
     axes = []
     for path, layer in module.named_modules():
         prefix, factors = f"{path}." if path else "", list(_factors(layer)) if is_lora(layer) else []
@@ -52,7 +52,7 @@ def ranks(module: nn.Module) -> list[Axis]:
 
 
 def unscaled(module: nn.Module) -> frozenset[str]:
-    """Return the paths of layers whose outputs are ranks, which are not rescaled when ranks are dropped."""
+    """Return the paths of layers whose outputs are LoRA ranks; these are not rescaled when ranks are dropped."""
     return frozenset(
         f"{path}.lora_A.{adapter}" if path else f"lora_A.{adapter}"
         for path, layer in module.named_modules()
@@ -63,11 +63,11 @@ def unscaled(module: nn.Module) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """Names of the tensors of a linear layer's adapter, which adds ``scaling * B A`` to the layer's weight.
+    """Names of the tensors of one LoRA adapter, which adds ``scaling * B A`` to the weight of a linear layer.
 
     Attributes:
-        a: name of A, which has the shape (rank, in).
-        b: name of B, which has the shape (out, rank).
+        a: name of the matrix A, of shape (rank, in).
+        b: name of the matrix B, of shape (out, rank).
         base: name of the layer's own weight, of shape (out, in), or (in, out) if it is ``transposed``.
     """
 
@@ -79,7 +79,7 @@ class LoraPair:
 
 
 def pairs_of(module: nn.Module) -> tuple[tuple[LoraPair, ...], tuple[str, ...]]:
-    """Return the adapters of linear layers in ``module``, and the paths of LoRA layers on other layers."""
+    """Return the LoRA adapters of all linear layers in ``module``, and the paths of adapters on other kinds of layers."""
     pairs, others = [], []
     for path, layer in module.named_modules():
         if not is_lora(layer):

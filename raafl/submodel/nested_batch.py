@@ -21,15 +21,16 @@ def mapped(
     packed: Callable[[PackedSequence], Any] | None = None,
     movable: Callable[[Any], Any] | None = None,
 ) -> object:
-    """Return a batch of the same structure with the result of ``change`` for each tensor; ``batch`` stays unchanged.
+    """Apply a function to every tensor of a batch; return a batch of the same structure, and leave ``batch`` unchanged.
 
     Args:
-        batch: tensors, nested in lists, tuples, mappings and dataclasses, or attributes of an object.
-        change: function called with each tensor; of a packed sequence not with `batch_sizes`, which torch needs on the
-            CPU.
-        packed: function called with each packed sequence instead; None = ``change`` is called with its parts.
-        movable: function called with each other object that has a method ``to``, such as a graph; None = ``change`` is
-            called with its tensors.
+        batch: tensors nested in lists, tuples, mappings and dataclasses, or in attributes of an object.
+        change: function that is called with each tensor; not with `batch_sizes` of a packed sequence, which torch needs
+            on the CPU.
+        packed: function that is called with each packed sequence as a whole; None = ``change`` is called with its
+            tensors.
+        movable: function that is called with each other object that has a method ``to``, such as a graph; None =
+            ``change`` is called with its tensors.
     """
 
     def walk(item: object, is_inside: bool) -> object:
@@ -50,7 +51,7 @@ def mapped(
 
 
 def tensors_in(values: object) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and mappings, such as an operation's arguments, in order."""
+    """Return the tensors in nested lists, tuples and mappings, such as the arguments of an operation, in order."""
     return list(_tensors(values))
 
 
@@ -67,7 +68,7 @@ def batch_tensors(batch: object) -> list[Tensor]:
 
 
 def to_device(batch: object, device: torch.device) -> object:
-    """Return ``batch`` with its tensors on ``device``; tensors without values stay on the meta device."""
+    """Move the tensors of a batch to ``device``; tensors without values stay on the meta device."""
     if device.type == "cpu":
         return batch
     return mapped(
@@ -78,7 +79,12 @@ def to_device(batch: object, device: torch.device) -> object:
 
 
 def meta_batch(batch: object, batch_size: int | None = None) -> object:
-    """Return ``batch`` on the meta device, with ``batch_size`` samples if that is given."""
+    """Return the batch on the meta device, where tensors have no values.
+
+    Args:
+        batch: batch of data.
+        batch_size: number of samples of the result; None = as many as ``batch`` has.
+    """
     samples = num_samples(batch)
 
     def resized(x: Tensor) -> Tensor:

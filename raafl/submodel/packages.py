@@ -9,16 +9,16 @@ TORCHVISION = "torchvision.models.vision_transformer.VisionTransformer"
 
 
 def hugging_face(names: str) -> list[str]:
-    """Return the dotted names of types of transformers, given as pairs of family and type."""
+    """Return the dotted names of types in transformers, given as text with pairs of family and type."""
     split = [name.split(".") for name in names.split()]
     return [f"transformers.models.{family}.modeling_{family}.{kind}" for family, kind in split]
 
 
 def type_names(module: nn.Module) -> list[str]:
-    """List the dotted names of a module's type and its bases, nearest first."""
+    """Return the dotted names of a module's type and of its base classes, nearest first."""
     return [f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__]
 
 
 def is_packaged(module: nn.Module) -> bool:
-    """Check whether a module is a whole transformer of another package."""
+    """Check whether a module is a whole transformer model from another package."""
     return not {PRETRAINED, TORCHVISION}.isdisjoint(type_names(module))

@@ -29,11 +29,11 @@ GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 
 @dataclass(slots=True)
 class Form:
-    """Cache entry of an operation: the form of its arguments (shapes, dtypes), and the form and cost of its result.
+    """Cache entry of an operation on the meta device: the form of its arguments, and the form and cost of its result.
 
     Attributes:
-        key: operation, default dtype and form of the arguments, as one key.
-        result: form of the result; None = unknown, or more than the form matters.
+        key: key of the entry: the operation, the default dtype, and shapes and dtypes of the arguments.
+        result: form of the result; None = it is unknown, or depends on more than the arguments' form.
         cost: FLOPs and bytes of the operation; None = unknown.
     """
 
@@ -42,7 +42,7 @@ class Form:
     cost: Any = None
 
     def remember(self) -> None:
-        """Store the known result and cost for later operations of this form."""
+        """Store the result's form and cost for later operations with the same arguments."""
         if len(_known) >= _MOST:
             _known.clear()
         _known[self.key] = self
@@ -57,10 +57,10 @@ class _OfItsOwn(Exception):
 
 
 def result_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Run an ATen operation; if an equal one has run and only the result's form matters, create the result instead.
+    """Run an ATen operation on tensors without values; reuse the known form of its result if possible.
 
     Args:
-        func: operation of ATen.
+        func: operation of ATen, torch's tensor library.
         args: positional arguments of the operation.
         kwargs: keyword arguments of the operation.
     """
@@ -68,10 +68,10 @@ def result_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mappin
 
 
 def form_of(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form | None:
-    """Return the form of an operation on tensors without values; None if more than the form of an argument matters.
+    """Return the cache entry of an operation; None if its result depends on more than shapes and dtypes.
 
     Args:
-        func: operation of ATen.
+        func: operation of ATen, torch's tensor library.
         args: positional arguments of the operation.
         kwargs: keyword arguments of the operation.
     """
@@ -90,13 +90,13 @@ def form_of(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> F
 
 
 def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], form: Form | None) -> object:
-    """Run an operation, or create its result if the result's form is known.
+    """Run an operation, or create its result from the cache entry if the result's form is known.
 
     Args:
-        func: operation of ATen.
+        func: operation of ATen, torch's tensor library.
         args: positional arguments of the operation.
         kwargs: keyword arguments of the operation.
-        form: form of the operation; None = it must be run.
+        form: cache entry of the operation; None = run it.
     """
     if form is not None and form.result is not None:
         return _made(form.result)

@@ -14,21 +14,22 @@ Kept = range | tuple[int, ...]
 
 
 class SpecError(BadInput):
-    """Raised for a spec that does not fit the model; the message names the axis, the value and the remedy."""
+    """Raised for a submodel that does not fit the model; the message names the axis, the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Description of one submodel: kept indices, present blocks, trained parameters. `FULL` is the whole model.
+    """Description of one submodel: the units, blocks and exits that it keeps, and the parameters that train.
 
-    A spec is hashable. Build one with `Spec.select`. Fields are sorted by name, and contiguous indices are a range.
+    `FULL` is the whole model. A spec is hashable; build one with `Spec.select`. Fields are sorted by name, and
+    contiguous indices are stored as a range.
 
     Attributes:
-        kept: pairs ``(axis, indices)``; an axis that is not named is kept whole.
-        blocks: pairs ``(stack, indices)`` of the blocks present; a stack that is not named is kept whole.
+        kept: pairs ``(axis, indices)`` of the units that are kept; an axis that is not named is kept whole.
+        blocks: pairs ``(stack, indices)`` of the blocks that are present; a stack that is not named is kept whole.
         trained: names of the parameters that train, or of modules that contain them; None = all that the model trains.
-        exits: names of the present exit heads; None = all.
-        base: precision of the frozen base (`raafl.submodel.bases`); None = the model's own, or not chosen yet.
+        exits: names of the exits (output heads) that are present; None = all.
+        base: precision of the frozen parameters (`raafl.submodel.bases`); None = the model's own, or not chosen yet.
     """
 
     kept: tuple[tuple[str, Kept], ...] = ()
@@ -57,13 +58,13 @@ class Spec:
         trained: Iterable[str] | None = None,
         exits: Iterable[str] | None = None,
     ) -> Spec:
-        """Return the spec that keeps these indices, e.g. ``Spec.select({"fc1": range(40)}, trained=["fc2"])``.
+        """Return the submodel that keeps the given units, such as ``Spec.select({"fc1": range(40)}, trained=["fc2"])``.
 
         Args:
-            kept: indices of units by axis; an axis that is not named is whole. None = all axes are whole.
-            blocks: indices of blocks by stack; a stack that is not named is whole. None = all stacks are whole.
-            trained: names of layers that train; None = all.
-            exits: names of the exits present; None = all.
+            kept: indices of the units to keep, by axis; other axes stay whole. None = all axes stay whole.
+            blocks: indices of the blocks to keep, by stack; other stacks stay whole. None = all stacks stay whole.
+            trained: names of the layers that train; None = all.
+            exits: names of the exits to keep; None = all.
         """
         return cls(
             tuple((kept or {}).items()),  # type: ignore[arg-type]  # normalised on construction
@@ -78,22 +79,22 @@ class Spec:
 
     @property
     def is_full(self) -> bool:
-        """Whether this is the whole model, training everything that the model itself trains."""
+        """Whether this is the whole model with everything trained that the model itself trains."""
         return self == FULL
 
     @property
     def leading(self) -> Spec:
-        """The spec that keeps equally many leading indices of each axis; it has the same cost."""
+        """The submodel with as many units of each axis, but the first ones; its cost is the same."""
         kept = tuple((name, range(len(indices))) for name, indices in self.kept)
         return Spec(kept, self.blocks, self.trained, self.exits, self.base)
 
     @property
     def cut(self) -> Spec:
-        """The same spec without the precision of the base, which changes neither training nor merging."""
+        """The same submodel without the precision of frozen parameters, which does not matter for training and merging."""
         return self if self.base is None else replace(self, base=None)
 
     def indices(self, axis: str) -> Kept | None:
-        """Return the kept indices of ``axis``, or None if it is kept whole."""
+        """Return the indices of the kept units of ``axis``; None if it is kept whole."""
         return next((indices for name, indices in self.kept if name == axis), None)
 
     def __str__(self) -> str:
@@ -115,7 +116,7 @@ class Spec:
         return (" ".join(words) or "full") + ("" if self.base is None else f" on {self.base}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the spec as plain data; `FULL` is ``{}``."""
+        """Return the spec as plain data; the whole model is ``{}``."""
         data: dict[str, Any] = {}
         for name, pairs in (("kept", self.kept), ("blocks", self.blocks)):
             if pairs:
@@ -129,7 +130,7 @@ class Spec:
 
     @classmethod
     def from_json(cls, data: object) -> Spec:
-        """Return the spec from the result of `to_json`.
+        """Restore a spec from the result of `to_json`.
 
         Raises:
             SpecError: ``data`` has another form; the message names the field.
@@ -207,7 +208,7 @@ def _read_names(field_name: str, data: object) -> tuple[str, ...] | None:
 
 
 def runs(kept: Kept) -> list[tuple[int, int]]:
-    """Return the maximal contiguous ``[start, stop)`` runs of increasing indices."""
+    """Return the longest contiguous ranges ``[start, stop)`` in a list of increasing indices."""
     if isinstance(kept, range):
         return [(kept.start, kept.stop)]
     starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(kept)) if b != a + 1), len(kept)]

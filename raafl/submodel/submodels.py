@@ -31,17 +31,25 @@ T = TypeVar("T")
 
 
 class Submodels:
-    """The submodels of one model: its axes, layouts and costs. It stores shapes, but of values only the frozen base.
+    """The submodels of one model: its axes, layouts and costs. It stores no values, except those of frozen parameters.
 
-    A module says what it has, as plain data without any import of raafl: ``submodel_axes()`` (axis -> tensor
-    dimensions, see `declared_axes`; where the model has none, axes are found by following a step, see `discover_axes`),
-    ``submodel_blocks()`` (stack -> path of the `ModuleList` or `Sequential` whose members may be left out; the forward must
-    loop over it), ``submodel_exits()`` (see `find_exits`). Any submodule may have ``submodel_resize(counts)``, called on the
-    small copy with the number of indices kept of each shrunk axis. Stacks and exits of a part have its path before their
-    names. ``submodel_sent`` names parameters that do not train and are sent all the same: the server changes them.
-    ``submodel_bases`` names forms in which what is frozen may be held, the module's own and most precise first, and
-    ``submodel_hold(base)``, called on a copy, changes that copy's frozen parameters to one of the others, in place. A layer
-    whose frozen weights are packed says ``submodel_plain()``: an ordinary layer of its shapes, on which a large model is proven.
+    An axis is a group of tensor dimensions that shrink together. A module may declare its structure by methods that
+    return plain data, without importing raafl:
+
+    - ``submodel_axes()``: axes and their tensor dimensions, see `declared_axes`. Without it, axes are found by
+      following a training step, see `discover_axes`.
+    - ``submodel_blocks()``: paths of lists (`ModuleList`, `Sequential`) whose blocks may be left out; the forward must
+      loop over them.
+    - ``submodel_exits()``: output heads after some blocks, see `find_exits`.
+    - ``submodel_resize(counts)``: called on a small copy of any submodule with the number of kept units of each axis
+      that has shrunk.
+    - ``submodel_sent``: names of parameters that do not train but are sent, since the server changes them.
+    - ``submodel_bases``: names of precisions in which frozen parameters may be stored, the module's own first;
+      ``submodel_hold(base)`` converts a copy of the module to another one, in place.
+    - ``submodel_plain()``: for a layer with packed frozen weights, an ordinary layer of the same shapes, on which axes
+      of a large model are checked.
+
+    In names of stacks and exits, the path of the submodule that declares them comes first.
     """
 
     whole: Submodels | None = None  # the model's, where these are of some of its tensors alone (`raafl.core.exchange`)
@@ -103,28 +111,31 @@ class Submodels:
 
     @property
     def axes(self) -> dict[str, Axis]:
-        """Axes by name, in the model's order. If there are none, `problem` or `kept_whole` has the reason."""
+        """Axes (groups of dimensions that shrink together) by name, in the model's order. If none, `why_whole` has the reason."""
         return self._table.axes
 
     @property
     def kept_whole(self) -> dict[str, str]:
-        """Layers whose width cannot shrink, each with the reason that tracing has found."""
+        """Layers whose width cannot shrink, each with the reason that was found."""
         found = self.discovered if self._table else None
         return {**({} if found is None else found.kept_whole), **self.refuted}
 
     @property
     def problem(self) -> str | None:
-        """Reason why the search has found no axes beyond those that layers declare; None = it succeeded."""
+        """Reason for which the search found no axes beyond declared ones; None = it succeeded."""
         found = self.discovered if self._table else None
         return None if found is None else found.problem
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Everything that cannot shrink, each with its reason: layers (`kept_whole`), and ``forward`` if tracing it failed."""
+        """Everything that cannot shrink, with the reason: layers, and ``forward`` if the model could not be traced."""
         return self.kept_whole | ({} if self.problem is None else {"forward": self.problem})
 
     def exclude_axis(self, reasons: Mapping[str, str]) -> None:
-        """Remove axes, each with a reason that `kept_whole` then reports; to be called before any spec is used.
+        """Remove axes, so that they stay whole; to be called before any submodel is used.
+
+        Args:
+            reasons: reason for each axis to remove, which `kept_whole` then reports.
 
         Raises:
             SpecError: one of the axes does not exist.
@@ -141,7 +152,7 @@ class Submodels:
         self._caches.clear()
 
     def why_whole(self) -> str:
-        """Explain why there are no axes, with the layer that prevents them and the remedy."""
+        """Explain why the model has no axes: name the layer that prevents them, and the remedy."""
         if self.problem is not None:
             return self.problem
         whole = [f"'{name}' ({reason})" for name, reason in list(self.kept_whole.items())[:3]]
@@ -151,23 +162,23 @@ class Submodels:
 
     @cached_property
     def stacks(self) -> dict[str, Stack]:
-        """Stacks of blocks, any of which may be left out, by name."""
+        """Stacks (lists of blocks, any of which may be left out) by name."""
         return find_stacks(self.module)
 
     @cached_property
     def exits(self) -> dict[str, Exit]:
-        """Exit heads by name."""
+        """Exits (output heads after some blocks) by name."""
         return find_exits(self.module)
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Number of elements of each parameter, in order of registration; tied parameters once."""
+        """Number of elements of each parameter, in the order of registration; a tied parameter counts once."""
         return {name: parameter.numel() for name, parameter in self._parameters.items()}
 
     # ---- which submodels there are ----
 
     def validate(self, spec: Spec) -> None:
-        """Raise `SpecError`, naming the axis, the value and the remedy, unless ``spec`` is a submodel of this model."""
+        """Raise `SpecError`, naming the axis, the value and the remedy, if ``spec`` is not a submodel of this model."""
         self.normal(spec)
 
     def normal(self, spec: Spec) -> Spec:
@@ -208,11 +219,10 @@ class Submodels:
         """Return the layout of a submodel's tensors.
 
         Args:
-            spec: spec of the submodel.
-            part: "present" is everything that a client needs; "sent" is what it receives: all but the frozen base, once
-                that is attached (see `hold`); "trained" is what it sends back: the parameters that train and the
-                floating-point buffers. The trained layout is the beginning of the sent one, which is the beginning of the
-                present one.
+            spec: submodel whose tensors are described.
+            part: tensors to include: "present" = all that a client needs; "sent" = what it receives, all but frozen
+                parameters that were attached (see `attach_base`); "trained" = what it sends back, trained parameters
+                and floating-point buffers. Each part is the beginning of the one before.
         """
         spec = self.normal(spec)
         return self.cached("layout", (spec, part), lambda: self._layout(spec, part))
@@ -246,7 +256,7 @@ class Submodels:
         return frozenset(chosen & self._requires_grad)
 
     def selections(self, spec: Spec) -> dict[str, dict[int, Runs]]:
-        """Return the runs of each dimension that a submodel keeps, by tensor; ``spec`` must come from `normal`."""
+        """Return the elements that a submodel keeps, as ranges, by tensor and dimension; ``spec`` must come from `normal`."""
         return self._table.selections(spec) if spec.kept else {}
 
     def _absent(self, spec: Spec) -> tuple[str, ...]:
@@ -255,13 +265,13 @@ class Submodels:
     def plan(
         self, spec: Spec = FULL, part: Part = "trained", whole: Part = "present", only: frozenset[str] | None = None
     ) -> CopyPlan:
-        """Return the copy plan between the whole model and a submodel; cached.
+        """Return the plan that copies tensors between the whole model and a submodel; cached.
 
         Args:
-            spec: spec of the submodel.
-            part: part of the submodel's tensors to copy.
-            whole: part of the whole model's tensors, from or to which they are copied.
-            only: names of the tensors to copy; None = all that both parts have.
+            spec: submodel whose tensors are copied.
+            part: tensors of the submodel to copy, see `layout`.
+            whole: tensors of the whole model from or to which they are copied, see `layout`.
+            only: names of the tensors to copy; None = all that belong to both parts.
         """
         spec = self.normal(spec)
         return self.cached("plan", (spec, part, whole, only), lambda: self._plan(spec, part, whole, only))
@@ -273,18 +283,19 @@ class Submodels:
         return CopyPlan(spec, full, small, self.selections(spec))
 
     def cached(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return a cached result, computing it if there is none; arguments as for `Caches.get`."""
+        """Return a cached result; compute and store it if it is missing. Arguments as for `Caches.get`."""
         return self._caches.get(what, key, make)
 
     # ---- what does not travel ----
 
     def attach_base(self, values: nn.Module | FlatTensors, rebuild: Callable[[], nn.Module] | None = None) -> None:
-        """Attach the values of the frozen parameters, which are then not sent: server and client each have them.
+        """Attach the values of the frozen parameters. From then on they are not sent, since server and client each have them.
 
         Args:
-            values: a real instance of this model, or the global state. Its frozen values are shared, not copied: they must not
-                change.
-            rebuild: function that builds that instance anew, to keep only the last task's precision; None = keep all.
+            values: a real instance of this model, or the global state. Its frozen values are shared, not copied, so
+                they must not change.
+            rebuild: function that builds that instance anew, so that only the latest task's precision is kept in
+                memory; None = keep all.
         """
         if not self.frozen:
             return
@@ -294,7 +305,7 @@ class Submodels:
         self._caches.clear()
 
     def form(self, spec: Spec) -> Submodels:
-        """Return these submodels; if ``spec`` names another precision of the frozen base, those of a copy with it."""
+        """Return these submodels, or those of a copy of the model if ``spec`` names another precision of the frozen parameters."""
         base = self.normal(spec).base
         return self if base is None else self.cached("form", base, lambda: self._form(base))
 
@@ -308,11 +319,11 @@ class Submodels:
         return form
 
     def base_of(self, spec: Spec) -> FrozenBase | None:
-        """Return the shared values of the frozen base in the precision of ``spec``; None if they are not loaded."""
+        """Return the frozen parameters in the precision that ``spec`` names; None if they are not loaded."""
         return self.bases.values(spec.base)
 
     def idle_bytes(self, spec: Spec = FULL) -> int:
-        """Return the number of bytes of the frozen base that a client of ``spec`` does not use, or uses in part."""
+        """Return the bytes of frozen parameters that a client of this submodel has in memory but does not use directly."""
         if self.base is None:
             return 0
         return self.base.idle_bytes(self.layout(spec), self.selections(self.normal(spec)))
@@ -327,17 +338,18 @@ class Submodels:
         present: FlatTensors | None = None,
         base: FrozenBase | None = None,
     ) -> Shrunk:
-        """Return the small dense module of ``spec``; fill its ``present`` storage with `CopyPlan.gather` or from the wire.
+        """Return a physically smaller module for ``spec``. Fill its storage with `CopyPlan.gather`, or from received tensors.
 
-        The full model is never allocated. Names of tensors are those of the full model.
+        The full model is never allocated. Tensors have the same names as in the full model.
 
         Args:
-            spec: spec of the submodel.
-            rescale: whether to multiply the output of layers that lost features by 1/(share kept) while training.
+            spec: submodel to build.
+            rescale: whether to multiply the output of layers that have lost units by 1/(share kept) while training.
             device: device on which to build the module.
-            present: storage to use, in ``layout(spec)``; the global state itself gives a module with the global values.
-            base: frozen base that is shared with other small modules; the storage is then in
-                ``layout(spec, "sent")``.
+            present: storage to use, in ``layout(spec)``; None = new storage. The global state itself gives a module
+                with the global values.
+            base: frozen parameters that are shared with other small modules; the storage is then in ``layout(spec,
+                "sent")``.
         """
         spec = self.normal(spec)
         if spec.base is not None:
@@ -364,11 +376,16 @@ class Submodels:
         return Shrunk(module, present, present.prefix(self.layout(spec, "trained")))
 
     def state(self, module: nn.Module) -> FlatTensors:
-        """Return a copy of the full state of ``module``, a real instance of this model, in ``layout()``."""
+        """Copy all values of ``module``, a real instance of this model, to flat storage in ``layout()``."""
         return FlatTensors.from_named(dict(module.named_parameters()) | persistent_buffers(module), self.layout())
 
     def load_(self, module: nn.Module, state: FlatTensors) -> None:
-        """Copy a full state into ``module``, a real instance of this model, in place."""
+        """Copy values from flat storage into ``module``, a real instance of this model, in place.
+
+        Args:
+            module: module that is changed.
+            state: values in ``layout()``.
+        """
         tensors: Mapping[str, Tensor] = dict(module.named_parameters()) | persistent_buffers(module)
         with torch.no_grad():
             for name, value in state.items():
@@ -377,9 +394,13 @@ class Submodels:
     # ---- what they cost ----
 
     def cost(self, spec: Spec = FULL, batch_size: int = 1) -> Cost:
-        """Predict the cost of training ``spec``; see `raafl.submodel.cost.predicted.predict`. Cached.
+        """Predict the cost of training a submodel; see `raafl.submodel.cost.predicted.predict`. Cached.
 
-        Only the number of kept indices matters, not which ones.
+        Only the number of kept units matters, not which ones.
+
+        Args:
+            spec: submodel to train.
+            batch_size: local batch size.
         """
         return self.cached("cost of", (spec, batch_size), lambda: self._typical_cost(spec, batch_size))
 

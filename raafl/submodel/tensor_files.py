@@ -25,13 +25,13 @@ _IN_RAM: Final = ("tmpfs", "ramfs")
 
 
 class InFile(Tensor):
-    """A 1-D tensor in a mapped file without a name; its clones are in files of their own, results of operations in memory."""
+    """A 1-D tensor whose memory is a temporary file. A clone gets another file; results of operations are in ordinary memory."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     folder: str
 
     def clone(self, *_: object, **__: object) -> Tensor:
-        """Return a copy in a file of its own, so that a checkpoint takes no memory; in memory if the disk is full."""
+        """Return a copy in another file, so that a checkpoint takes no memory; in ordinary memory if the disk is full."""
         try:
             copy = _mapped(self.folder, self.numel(), self.dtype)
         except OSError:
@@ -43,7 +43,7 @@ class InFile(Tensor):
 
 
 def zeros_in(folder: str, layout: Layout) -> FlatTensors:
-    """Return zeroed storage for ``layout`` in files in ``folder``; clones are placed there, too.
+    """Return zeros for ``layout`` that are stored in files in ``folder``; clones are stored there, too.
 
     Raises:
         RunFailed: the disk is full.
@@ -63,12 +63,12 @@ def zeros_in(folder: str, layout: Layout) -> FlatTensors:
 
 
 def is_in_files(flat: FlatTensors) -> bool:
-    """Check whether ``flat`` was created by `zeros_in`."""
+    """Check whether ``flat`` is stored in files, by `zeros_in`."""
     return all(isinstance(buffer, InFile) for buffer in flat.buffers.values())
 
 
 def release(flat: FlatTensors) -> None:
-    """Release the memory that use of ``flat`` has taken, if it is in files, which keep their contents."""
+    """Release the memory in which file contents are cached; no effect on tensors that are not in files."""
     for buffer in flat.buffers.values():
         if isinstance(buffer, InFile):
             _release(buffer)
@@ -86,12 +86,12 @@ def check_folder(folder: str) -> None:
 
 
 def check_room(folder: str, num_bytes: int, what: str) -> None:
-    """Raise `BadInput` unless a folder's disk has enough free space.
+    """Raise `BadInput` if the disk of ``folder`` has too little free space.
 
     Args:
         folder: folder for the files.
         num_bytes: number of bytes needed.
-        what: description of the files, for the message.
+        what: description of the files, for the error message.
     """
     if (free := shutil.disk_usage(folder).free) < num_bytes:
         raise BadInput(
@@ -101,7 +101,7 @@ def check_room(folder: str, num_bytes: int, what: str) -> None:
 
 
 def is_in_ram(folder: str) -> bool:
-    """Check whether files in ``folder`` are themselves in RAM."""
+    """Check whether files in ``folder`` are stored in memory, as in a RAM disk."""
     place = Path(folder).resolve()
     kinds = [line.split(" ")[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
     around = [(len(point), kind) for point, kind in kinds if place.is_relative_to(point)]

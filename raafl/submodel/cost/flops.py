@@ -27,12 +27,12 @@ _REDUCTIONS = frozenset(
 def product_flops(
     packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object
 ) -> float:
-    """Return the FLOPs of a matrix product, convolution, attention, recurrent layer or transform; 0 for other operations.
+    """Return the FLOPs of a product: of matrices, a convolution, attention, a recurrent layer or a transform; otherwise 0.
 
-    A multiplication with its addition counts as 2 FLOPs, or 8 for complex numbers.
+    A multiplication with its addition counts as 2 FLOPs, for complex numbers as 8.
 
     Args:
-        packet: operation of ATen.
+        packet: operation of ATen, torch's tensor library.
         args: positional arguments of the operation.
         kwargs: keyword arguments of the operation.
         result: result of the operation.
@@ -46,12 +46,12 @@ def product_flops(
 
 
 def arithmetic_flops(func: Any, args: Any, results: Sequence[Tensor]) -> float:
-    """Return one FLOP per value that a pointwise operation produces or a reduction reads; 0 for other operations.
+    """Return the FLOPs of arithmetic on single values: one per value that is produced or reduced; 0 for other operations.
 
     Args:
-        func: operation of ATen.
+        func: operation of ATen, torch's tensor library.
         args: positional arguments of the operation.
-        results: tensors that the operation returned.
+        results: tensors that the operation has returned.
     """
     if func._overloadpacket in _REDUCTIONS:
         return float(args[0].numel())
@@ -61,13 +61,13 @@ def arithmetic_flops(func: Any, args: Any, results: Sequence[Tensor]) -> float:
 
 
 def convolution_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) -> int:
-    """Return the FLOPs of a convolution, or of one of its gradients, which multiply the same pairs of numbers.
+    """Return the FLOPs of a convolution; its gradients multiply the same pairs of numbers and have as many.
 
     Args:
         x: input of shape (n, c, positions...).
         weight: weight of shape (o, c / g, kernel...); for a transposed convolution (c, o / g, kernel...).
         y: output of shape (n, o, positions...).
-        transposed: whether each position of the input, rather than of the output, meets the whole kernel.
+        transposed: whether the whole kernel meets each position of the input, instead of each position of the output.
     """
     return 2 * x.shape[0] * math.prod((x if transposed else y).shape[2:]) * weight.numel()
 

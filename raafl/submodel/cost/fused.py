@@ -19,7 +19,7 @@ _LSTM = 2
 
 
 class FusedKernels(TorchFunctionMode):
-    """Context in which attention stores no scores, and recurrent nets take few operations, as on a CPU."""
+    """Context in which attention and recurrent layers on the meta device run as on a CPU, for realistic memory and operations."""
 
     def __torch_function__(
         self,

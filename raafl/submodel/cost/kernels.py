@@ -49,17 +49,17 @@ the layer of `raafl.devices.probes`: plain arithmetic runs at the speed of memor
 def traffic(
     packet: torch._ops.OpOverloadPacket, args: Sequence[Any], results: Sequence[Tensor], moved_bytes: int
 ) -> tuple[int, float]:
-    """Return the effective bytes of an operation, and its FLOPs on padding.
+    """Return the bytes that an operation effectively moves, and its FLOPs on padding.
 
-    Effective bytes are proportional to the time of moving them. They are more for an operation that copies, as
-    convolutions do, or that draws or compares elements one by one; they are fewer for one that is faster than most.
-    Only convolutions have padding: whole channels.
+    Effective bytes are scaled to be proportional to time. Operations that copy, such as convolutions, or that draw or
+    compare elements one by one, count more; especially fast ones count less. Only convolutions have padding, in whole
+    channels.
 
     Args:
-        packet: operation of ATen.
+        packet: operation of ATen, torch's tensor library.
         args: positional arguments of the operation.
-        results: tensors that the operation returned.
-        moved_bytes: number of bytes of operands and results.
+        results: tensors that the operation has returned.
+        moved_bytes: bytes of all operands and results.
     """
     shape = _convolution(packet, args, results)
     if shape is None:
@@ -74,12 +74,12 @@ def traffic(
 
 
 def workspace_bytes(packet: object, args: Sequence[Any], results: Sequence[Tensor]) -> int:
-    """Return the bytes that a convolution or oneDNN's LSTM needs at its peak, in addition to operands and results; 0 for others.
+    """Return the additional bytes that a convolution or oneDNN's LSTM needs while it runs; 0 for other operations.
 
     Args:
-        packet: operation of ATen.
+        packet: operation of ATen, torch's tensor library.
         args: positional arguments of the operation.
-        results: tensors that the operation returned.
+        results: tensors that the operation has returned.
     """
     if packet in _RECURRENT:
         return _recurrent_workspace(*args)

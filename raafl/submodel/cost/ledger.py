@@ -30,21 +30,22 @@ _CHANGES = frozenset({_aten.mul_, _aten.add_, _aten.lerp_, _aten.addcmul_, _aten
 
 
 class Ledger(TorchDispatchMode):
-    """Context that counts all operations of torch; inside it, a condition on a tensor without values is false.
+    """Context that counts FLOPs, moved bytes and memory of all torch operations within it.
+
+    Tensors may lack values (on the meta device); a condition on such a tensor counts as false.
 
     Attributes:
-        flops: number of multiply-adds of matrix products, convolutions, attention and recurrent layers.
-        arithmetic: number of operations on single values, for all other operations.
-        padding_flops: number of additional FLOPs of convolutions on padded channels.
-        moved_bytes: effective bytes of operands and results of every operation that is not a view (`traffic`); for an
+        flops: number of FLOPs in matrix products, convolutions, attention and recurrent layers.
+        arithmetic: number of FLOPs in all other operations.
+        padding_flops: number of additional FLOPs that convolutions spend on padded channels.
+        moved_bytes: effective bytes of operands and results (see `traffic`), for operations that are not views; of an
             embedding, only the rows read.
-        kernels: number of operations of each kind that are not views.
-        live_bytes: number of bytes of storages that were created under the ledger and are still alive; each storage
-            counts once.
-        peak_bytes: largest number of bytes alive at once, with workspaces of convolutions (`workspace_bytes`).
-        asked: whether a condition asked if any element is true (except for finiteness), as code does for the samples of
-            an expert.
-        some: answer that such a condition gets.
+        kernels: number of operations of each kind, without views.
+        live_bytes: bytes of all tensor storage that was created in this context and is still alive.
+        peak_bytes: largest number of bytes alive at once, including workspaces (`workspace_bytes`).
+        asked: whether the code has asked if any element of a tensor is true, as a mixture of experts does to find an
+            expert's samples; questions about finiteness do not count.
+        some: answer that such a question gets.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
@@ -61,7 +62,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def task_flops(self) -> float:
-        """Number of FLOPs that predicts a step's time: those of products, or of other arithmetic if it has no products."""
+        """Number of FLOPs that predicts a step's time: those of products; for a step without products, of other arithmetic."""
         return self.flops or self.arithmetic
 
     def __torch_dispatch__(
@@ -131,13 +132,13 @@ def _finds_nothing(packet: torch._ops.OpOverloadPacket, args: tuple[Any, ...]) -
 
 
 class OperationCost(NamedTuple):
-    """FLOPs and bytes of one operation, as a `Ledger` counts them.
+    """FLOPs and bytes of one operation.
 
     Attributes:
         flops: FLOPs of products; see `product_flops`.
         padding_flops: FLOPs of a convolution on padded channels.
         num_bytes: number of bytes of operands and results.
-        moved_bytes: effective bytes; see `traffic`.
+        moved_bytes: effective bytes that are moved; see `traffic`.
         arithmetic: FLOPs of an operation that is not a product; see `arithmetic_flops`.
     """
 
@@ -201,5 +202,5 @@ def _bytes_of(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a key of a tensor's storage that is unique while it lives, also on the meta device, unlike `data_ptr`."""
+    """Return a key that identifies a tensor's storage while it is alive; unlike `data_ptr`, it works on the meta device."""
     return int(tensor.untyped_storage()._cdata)

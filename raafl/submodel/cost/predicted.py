@@ -37,27 +37,26 @@ _SLOTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of training one submodel at one batch size.
+    """Predicted cost of training one submodel with one batch size.
 
     Attributes:
-        params: number of parameters present.
-        flops_per_sample: number of multiplications and additions of the products in one sample's forward and backward
-            pass; for a step without products, such as matrix factorisation, of operations on single values.
-        peak_bytes: memory that a client's tensors need at the worst moment of a task. It includes the received values,
-            which are kept, the frozen base if the client holds it, the module with its buffers, and the batch. To these
-            it adds the larger of two amounts: activations, gradients and temporaries of the forward and backward pass
-            with the optimiser's state, or everything alive in the optimiser's step. Memory that libraries take for
-            themselves is not included.
+        params: number of parameters in the submodel.
+        flops_per_sample: FLOPs of products in the forward and backward pass of one sample; for a step without products,
+            such as matrix factorisation, of operations on single values.
+        peak_bytes: largest memory of a client's tensors during a task. It includes the received values, the frozen
+            parameters if the client has them, the module with its buffers, and the batch. Added is the larger of two
+            amounts: activations, gradients and temporaries of forward and backward pass with the optimiser's state; or
+            all that is alive in the optimiser's step. Memory of the libraries themselves is not included.
         down_bytes: number of bytes that a client receives.
         up_bytes: number of bytes that a client sends.
-        moved_bytes_per_sample: number of bytes that all operations of a step, with the optimiser's, read and write,
-            divided by the samples; each operation's bytes are scaled to the time that it takes to move them.
-        padding_flops_per_sample: number of additional multiplications and additions of convolutions on padded channels.
-        num_exchanges: number of round trips to the server in mid-task, such as one for each batch of a model in two
-            halves.
-        kernels_per_sample: number of operations of a step that are not views, divided by the samples; the optimiser,
-            which updates all parameters at once on a GPU, counts one operation of each kind.
-        guessed: parts of FLOPs, bytes moved and peak memory that are guessed, with the reason; "" = none, a step was
+        moved_bytes_per_sample: bytes that all operations of a step read and write, per sample, including the
+            optimiser's; each operation's bytes are scaled to its time.
+        padding_flops_per_sample: additional FLOPs of convolutions on padded channels, per sample.
+        num_exchanges: number of round trips to the server during a task, such as one per batch in split learning.
+        kernels_per_sample: number of operations of a step, without views, per sample. The optimiser counts one
+            operation of each kind, since on a GPU it updates all parameters at once.
+        guessed: parts of this cost that are estimates, with the reason, because the step could not be traced; "" =
+            none.
             traced to its end.
     """
 
@@ -81,15 +80,15 @@ _BY_PARAMETERS = "6 FLOPs count for each parameter that trains, and no activatio
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """FLOPs, memory and traffic of one training step, without the module and the batch.
+    """FLOPs, memory and traffic of one training step, not counting the module and the batch themselves.
 
     Attributes:
-        flops: FLOPs of forward and backward pass; None = they could not run.
-        moved_bytes: effective bytes of all operations.
-        peak_bytes: largest memory alive at once, from the second step on.
+        flops: FLOPs of forward and backward pass; None = they could not be run.
+        moved_bytes: effective bytes that all operations move.
+        peak_bytes: largest memory that is alive at once, from the second step on.
         padding_flops: FLOPs of forward and backward pass on padded channels.
-        num_kernels: number of operations of forward and backward pass, and of kinds of operations of the update.
-        guessed: parts that are guessed, as in `Cost`.
+        num_kernels: number of operations in forward and backward pass, plus the kinds of operations in the update.
+        guessed: parts that are estimates, as in `Cost`.
     """
 
     flops: float | None
@@ -104,26 +103,25 @@ def predict(
     make: Make, spec: Spec, example_batch: object, batch_size: int, layouts: Mapping[str, Layout], names: frozenset[str],
     idle_bytes: int, is_whole: bool = True,
 ) -> Cost:  # fmt: skip
-    """Predict the cost of training ``spec``; nothing is allocated if its step can be traced without values.
+    """Predict the cost of training a submodel by running one step without values, on the meta device.
 
-    One `training_step`, its backward pass and the step of the module's own optimiser run on the meta device, where
-    tensors have a size but no values; the memory alive is traced from operation to operation. A step that needs values
-    (it reads some, or assigns samples to experts) is traced on random ones. If neither runs (there is no step, or no
-    model with values), a forward pass counts three times, and all gradients are assumed to be alive with all
-    activations. Without an example batch, 6 FLOPs count for each parameter that trains, and no activations.
+    `training_step`, its backward pass and the optimiser's step are run, and the memory alive is followed from operation
+    to operation. A step that needs values, for example to assign samples to experts, is run on random ones instead. If
+    that also fails, the cost is estimated: a forward pass counts three times, and all gradients are assumed to be alive
+    together with all activations. Without an example batch, 6 FLOPs count per trained parameter, and no activations.
 
     Args:
-        make: function that makes the small module of a spec, on the meta device or in a given storage.
+        make: function that builds the small module of a submodel, on the meta device or in a given storage.
         spec: submodel to train.
-        example_batch: any batch of the data; None = there is none.
-        batch_size: batch size of the client.
+        example_batch: a batch of the data, of any size; None = there is none.
+        batch_size: batch size whose cost is predicted.
         layouts: layouts of the tensors that are ``present``, ``sent`` and ``trained``.
         names: names of the parameters among these tensors.
-        idle_bytes: number of bytes that a client holds of a frozen base for other submodels.
-        is_whole: whether the module's step is the model's, and may be traced on random values.
+        idle_bytes: bytes of frozen parameters that the client has in memory but does not use in this submodel.
+        is_whole: whether the submodel's step is the whole model's, and may be run on random values.
 
     Raises:
-        SpecError: the step runs with the whole model but not with ``spec``.
+        SpecError: the step works with the whole model but fails with ``spec``.
     """
     trained, down_bytes = layouts["trained"], layouts["sent"].num_bytes
     from raafl.submodel.find.trace import LARGE
@@ -251,12 +249,12 @@ class _Run:
         self.fused = FusedKernels()
 
     def step(self, default: str, every: bool = False) -> Step:
-        """Trace a training step, its backward pass and the optimiser's step.
+        """Run a training step, its backward pass and the optimiser's step, and count them.
 
         Args:
-            default: device on which the user's code creates tensors.
-            every: whether parameters without a gradient get one, since more samples would have reached them, as for
-                experts.
+            default: device on which the user's code creates new tensors.
+            every: whether parameters without a gradient get one, since more samples would have reached them, as in a
+                mixture of experts.
         """
 
         def passes() -> None:
@@ -272,14 +270,14 @@ class _Run:
         return self._updated(work.task_flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total())
 
     def forward(self) -> Step:
-        """Trace a forward pass and the optimiser's step; count the forward pass three times."""
+        """Run a forward pass and the optimiser's step, and count the forward pass three times."""
         peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
         work = self.ledger
         times = 3 * work.kernels.total()
         return self._updated(3.0 * work.task_flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, times)
 
     def update(self) -> Step:
-        """Trace the optimiser's step; the values are assumed to be read once by each of three passes."""
+        """Run the optimiser's step; forward and backward pass are assumed to read each value three times."""
         values = sum(p.numel() * p.itemsize for p in self.module.parameters())
         return self._updated(None, 3 * values, self.gradient_bytes)
 

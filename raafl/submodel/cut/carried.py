@@ -17,7 +17,7 @@ _NAMES = "_raafl_carried"
 
 
 def set_carried(layer: nn.Module, name: str, value: object) -> None:
-    """Set an attribute of a layer that survives copies of the layer, by deepcopy or pickle.
+    """Set an attribute of a layer such that copies of the layer (deepcopy, pickle) keep it.
 
     Args:
         layer: layer to change in place.

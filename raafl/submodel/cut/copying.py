@@ -17,9 +17,13 @@ _ATTACHED = ("_trainer", "_fabric")
 
 
 def copy_structure(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Deep-copy a module except for the tensors in ``memo`` and the Trainer that a LightningModule is attached to.
+    """Deep-copy a module, except for the tensors in ``memo`` and the Trainer to which a LightningModule is attached.
 
-    Both modules share an attribute, or a member of a list, tuple or dictionary, that `copy.deepcopy` refuses.
+    Attributes, or items in lists, tuples and dictionaries, that `copy.deepcopy` refuses are shared with the copy.
+
+    Args:
+        module: module to copy.
+        memo: replacements for tensors, by their `id`.
     """
     sentinel = object()
     for part in module.modules():
@@ -66,12 +70,12 @@ def _uncopyable(thing: object, own: dict[int, Any]) -> Iterator[Any]:
 def remade(
     module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor]
 ) -> nn.Module:  # fmt: skip
-    """Copy a module, with each of its tensors replaced by the result of ``parameter`` or ``buffer``.
+    """Copy a module with new tensors: each parameter and buffer is replaced by the result of a function.
 
     Args:
         module: module to copy.
-        parameter: function that maps each parameter to its replacement.
-        buffer: function that maps each buffer to its replacement.
+        parameter: function that returns the replacement of a parameter.
+        buffer: function that returns the replacement of a buffer.
     """
     memo: dict[int, Any] = {id(p): nn.Parameter(parameter(p), p.requires_grad) for p in module.parameters()}
     memo |= {id(b): buffer(b) for b in module.buffers()}
@@ -79,7 +83,7 @@ def remade(
 
 
 def without_values(module: nn.Module) -> nn.Module:
-    """Return a copy of the module on the meta device; non-persistent buffers are shared, since the constructor computed them."""
+    """Copy a module to the meta device, where tensors have no values. Non-persistent buffers are shared with the original."""
     persistent = {id(buffer) for buffer in persistent_buffers(module).values()}
     return remade(module, on_meta, lambda x: on_meta(x) if id(x) in persistent else x)
 
@@ -91,7 +95,7 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are part of the state dict, each once, by name."""
+    """Return the buffers that belong to the state dict, each once, by name."""
     transient = {
         f"{path}.{name}" if path else name
         for path, part in module.named_modules(remove_duplicate=False)

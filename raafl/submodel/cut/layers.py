@@ -28,7 +28,7 @@ OUTPUTS: dict[type[nn.Module], tuple[str, int]] = {
 
 
 def resizes(*types: type[nn.Module] | str) -> Callable[[Resize], Resize]:
-    """Register the decorated function as the one that adjusts sizes of layers of these types."""
+    """Register the decorated function, which adjusts size attributes of layers of these types after they have shrunk."""
 
     def add(function: Resize) -> Resize:
         RESIZES.update(dict.fromkeys(types, function))
@@ -38,7 +38,7 @@ def resizes(*types: type[nn.Module] | str) -> Callable[[Resize], Resize]:
 
 
 def resize(layer: nn.Module) -> None:
-    """Adjust the size attributes of a layer to its current tensors."""
+    """Adjust the size attributes of a layer, such as ``out_features``, to its current tensors."""
     _compute_anew(layer)
     names = (key for pair in zip(type(layer).__mro__, type_names(layer), strict=True) for key in pair)
     if (found := next((RESIZES[key] for key in names if key in RESIZES), None)) is not None:
@@ -47,7 +47,10 @@ def resize(layer: nn.Module) -> None:
 
 
 def computed_by(hook: object) -> str | None:
-    """Return the tensor that a hook of `nn.utils.weight_norm`, `spectral_norm` or `prune` recomputes before each forward."""
+    """Return the name of a tensor that a hook (`nn.utils.weight_norm`, `spectral_norm`, `prune`) recomputes.
+
+    None = it does not.
+    """
     name = getattr(hook, "name", getattr(hook, "_tensor_name", None))
     return name if type(hook).__module__.startswith("torch.nn.utils.") else None
 
@@ -78,7 +81,7 @@ def _looked_at(layer: nn.Module) -> Iterator[None]:
 
 
 def produces(layer: nn.Module) -> tuple[str, int] | None:
-    """Return the parameter and dimension that correspond to a layer's output features; None for a layer that passes an axis on."""
+    """Return the parameter and dimension that produce a layer's output features; None for a layer without any of its own."""
     if isinstance(layer, nn.modules.conv._ConvNd) and layer.groups > 1:
         return None  # each output channel has its own inputs
     found = next((base for base in type(layer).__mro__ if base in OUTPUTS), None)
@@ -132,7 +135,7 @@ def _layer_norm(layer: nn.LayerNorm | nn.RMSNorm) -> None:
 
 
 def adopt(layer: nn.RNNBase) -> None:
-    """Update a recurrent layer's list of weights after its tensors were replaced."""
+    """Refresh a recurrent layer's internal list of weights after its tensors were replaced."""
     layer.__dict__["flatten_parameters"] = _stays  # cuDNN would move them into storage of its own
     layer._init_flat_weights()
 

@@ -16,10 +16,10 @@ from raafl.submodel.cut.layers import resizes
 
 
 class FewerHeads(nn.MultiheadAttention):
-    """An `nn.MultiheadAttention` whose ``num_heads * head_dim`` differs from its ``embed_dim``.
+    """An `nn.MultiheadAttention` from which heads were removed, so that ``num_heads * head_dim`` differs from its ``embed_dim``.
 
     Attributes:
-        scale: factor on the heads' joint output while training; see `Submodels.shrink`.
+        scale: factor on the joint output of all heads while training; see `Submodels.shrink`.
     """
 
     scale: float = 1.0
@@ -35,14 +35,14 @@ class FewerHeads(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the output and, if requested, the attention weights.
+        """Compute attention as `nn.MultiheadAttention` does; return the output and, if requested, the attention weights.
 
         Args:
             query: queries of shape (L, E), or with a batch dimension as in the base class.
             key: keys of shape (S, E), or with a batch dimension.
             value: values of shape (S, E), or with a batch dimension.
             key_padding_mask: mask as in `nn.MultiheadAttention`; None = no padding.
-            need_weights: whether to return attention weights; else None is returned.
+            need_weights: whether to return attention weights; False = return None in their place.
             attn_mask: mask as in `nn.MultiheadAttention`; None = no mask.
             average_attn_weights: whether to average the weights over heads.
             is_causal: whether the mask is causal, as in `nn.MultiheadAttention`.

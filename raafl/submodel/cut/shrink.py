@@ -24,10 +24,11 @@ from raafl.submodel.frozen import select
 
 @contextmanager
 def skeleton() -> Iterator[None]:
-    """Return a context in which modules built by this thread have their parameters on the meta device: shapes without memory.
+    """Return a context in which new modules get their parameters on the meta device, so that they take no memory.
 
-    Buffers stay real, since values computed by a constructor (positions, frequencies) are part of the model. Each parameter is
-    released as it is registered, so that at most one tensor's memory is used.
+    It affects this thread only. Buffers stay real, since the values that a constructor computes (positions,
+    frequencies) belong to the model. A parameter is released as soon as it is registered, so that at most one takes
+    memory at a time.
     """
     from torch.nn.modules.module import register_module_parameter_registration_hook
     from torch.utils.weak import WeakIdKeyDictionary
@@ -51,13 +52,13 @@ def skeleton() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A physically smaller module, and the flat storage of its tensors.
+    """A physically smaller module and the flat storage of its tensors.
 
     Attributes:
-        module: ordinary module whose parameters and buffers are views into ``present``.
-        present: all tensors of the submodel, except a frozen base shared with other modules. Fill it before use; training changes
-            it in place.
-        trained: tensors that are sent back; a view of the beginning of ``present``.
+        module: ordinary module, whose parameters and buffers are views into ``present``.
+        present: storage of all tensors of the submodel, except frozen ones that are shared with other modules. Fill it
+            before use; training changes it in place.
+        trained: tensors that are sent back, a view of the beginning of ``present``.
     """
 
     module: nn.Module
@@ -67,19 +68,19 @@ class Shrunk:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Everything from which a small module is built: the full module, kept indices, absent blocks, sizes to correct.
+    """Everything from which a small module is built: the full module, and a description of the units and blocks to keep.
 
     Attributes:
-        module: full module; its values are never read.
-        selections: kept runs, by tensor and dimension, for tensors that shrink.
-        trains: names of the parameters that train.
-        absent: paths of the modules that are left out.
-        stand_ins: path of the module used in place of a module that is left out, by the latter's path.
-        counts: number of kept units, by axis that shrinks.
-        frozen: values of frozen parameters that lie outside the small module's own storage.
-        sizes: sizes in the module's code that depend on axes.
-        full: number of units of the full module, by axis.
-        unscaled: paths of layers whose output is not rescaled when they lose features.
+        module: full module, whose values are never read.
+        selections: ranges of elements to keep, by tensor and dimension, for tensors that shrink.
+        trains: names of the parameters that are trained.
+        absent: paths of the modules to leave out.
+        stand_ins: path of the module that takes another's place, by the path of the module that is left out.
+        counts: number of kept units of each axis that shrinks.
+        frozen: values of frozen parameters that are shared with other modules.
+        sizes: numbers in the module's own code that must shrink with the axes.
+        full: number of units of each axis in the full module.
+        unscaled: paths of layers whose output is not rescaled when they lose units.
     """
 
     module: nn.Module
@@ -95,13 +96,13 @@ class Structure:
 
 
 def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
-    """Build the small module, whose tensors are views into ``present``.
+    """Build a small module whose tensors are views into the storage ``present``.
 
     Args:
-        structure: structure to build from.
+        structure: description of the module to build.
         present: storage for all tensors.
-        rescale: multiply the output of each layer that produces a shrunk axis by 1/(share kept) while training: HeteroFL's scaler
-            (Diao et al. 2021, section 3.1).
+        rescale: whether to multiply the output of each layer that has lost units by 1/(share kept) while training:
+            HeteroFL's scaler (Diao et al. 2021, section 3.1).
     """
     full = structure.module
     small = copy_structure(full, _replacements(structure, present))
@@ -190,7 +191,7 @@ def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> Non
 
 
 class StandIn(nn.Module):
-    """Module used in another's place, such as an exit as the model's head; its tensors keep their names."""
+    """Module that takes another one's place, such as an exit in place of the model's head. Its tensors keep their names."""
 
     def __init__(self, module: nn.Module) -> None:
         """Stand in for ``module``, which lies elsewhere in the same model."""
@@ -198,7 +199,7 @@ class StandIn(nn.Module):
         self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Call the module that stands in."""
+        """Call the module that takes the place."""
         return self.stands_for[0](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -209,7 +210,7 @@ class StandIn(nn.Module):
 
 
 class Gaps(nn.ModuleList):
-    """A `ModuleList` with absent blocks: indices count the present blocks, and names stay those of the full model."""
+    """A `ModuleList` from which blocks were removed. Indices count the remaining blocks; names stay those of the full model."""
 
     def _get_abs_string_index(self, idx: Any) -> str:
         return str(list(self._modules)[idx])

@@ -35,10 +35,10 @@ Site = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Size of a dimension as a function of the number of kept units of each axis: a sum of products.
+    """Size of a dimension as a formula of how many units each axis keeps: a sum of products.
 
     Attributes:
-        terms: pairs of a factor and the axes by whose counts it is multiplied; (64, ()) is the number 64.
+        terms: pairs of a factor and the axes whose numbers of units are multiplied with it; (64, ()) is the number 64.
     """
 
     terms: tuple[tuple[int, tuple[str, ...]], ...]
@@ -49,34 +49,35 @@ class Extent:
 
     @property
     def axes(self) -> set[str]:
-        """Axes on which the size depends."""
+        """Axes on which the size depends, by name."""
         return {axis for _, axes in self.terms for axis in axes}
 
     @classmethod
     def of(cls, terms: Mapping[tuple[str, ...], int]) -> Extent:
-        """Return the canonical form of a sum: sorted terms, none of them zero."""
+        """Return a sum in its canonical form: sorted terms, none of them zero."""
         return cls(tuple((factor, axes) for axes, factor in sorted(terms.items()) if factor))
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Integers in a model's own code that must shrink with its axes, such as the width in `x.view(-1, 64)`.
+    """Numbers in a model's own code that must shrink with its axes, such as the width in `x.view(-1, 64)`.
 
     Attributes:
-        attributes: size by module path and attribute path, for integers that the code reads from attributes.
-        calls: sizes of the arguments of each call, by module path and method, then by the call's place in the method.
+        attributes: size of each number that the code reads from an attribute, by module path and attribute path.
+        calls: sizes of the arguments in each call of the code, by module path and method, then by the position of the
+            call.
     """
 
     attributes: Mapping[tuple[str, Trail], Extent] = field(default_factory=dict)
     calls: Mapping[tuple[str, str], Mapping[Site, Mapping[Where, Extent]]] = field(default_factory=dict)
 
     def apply_(self, small: nn.Module, counts: Counts, full: Counts) -> None:
-        """Set the attributes of a small module, and correct its calls, where sizes depend on axes that shrink.
+        """Correct the numbers of a small module that depend on axes which have shrunk: set its attributes and patch its calls.
 
         Args:
-            small: copy of the model, to change in place.
-            counts: number of kept units, by axis.
-            full: number of units of the full model, by axis.
+            small: copy of the model, changed in place.
+            counts: number of kept units of each axis.
+            full: number of units of each axis in the full model.
         """
         modules = dict(small.named_modules(remove_duplicate=False))
         shrunk = {axis for axis, count in counts.items() if full.get(axis, count) != count}
@@ -91,7 +92,12 @@ class Sizes:
 
 
 def put(modules: Mapping[str, nn.Module], values: Mapping[tuple[str, Trail], int]) -> None:
-    """Set attributes of modules; an object that other modules share, such as a config, is copied for the module first."""
+    """Set attributes of modules; an object that several modules share, such as a config, is first copied for the module.
+
+    Args:
+        modules: modules by path.
+        values: new values by module path and attribute path.
+    """
     own: set[tuple[str, str]] = set()
     for (path, (name, *inside)), value in values.items():
         if path not in modules or name not in modules[path].__dict__:
@@ -125,7 +131,7 @@ def shallow(value: object) -> object:
 
 
 class Corrected:
-    """Method of a small module that runs with corrected sizes; survives copying and pickling."""
+    """A method of a small module that runs with corrected sizes; it survives copying and pickling."""
 
     def __init__(self, module: nn.Module, method: str, table: Mapping[Site, Mapping[Where, int]]) -> None:
         """Replace the method of ``module``."""
@@ -142,7 +148,7 @@ BORDERS: set[CodeType] = {Corrected.__call__.__code__}
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return the file and line of the module's method that led to the call in ``frame``; None outside a method."""
+    """Return the file and line in a module's method from which the call in ``frame`` came; None outside of methods."""
     found = []
     while frame is not None and frame.f_code not in BORDERS:
         found.append((frame.f_code.co_qualname, frame.f_lasti))
@@ -203,7 +209,7 @@ TAKERS: dict[str, Sized] = {}
 
 
 def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
-    """Register the decorated function as the one that finds sizes in calls of these functions of torch."""
+    """Register the decorated function, which finds the sizes among the arguments of these torch functions."""
 
     def add(function: Sized) -> Sized:
         TAKERS.update(dict.fromkeys(names, function))
@@ -214,13 +220,13 @@ def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of a tensor dimension whose size an integer is: the whole dimension, its first indices, or one factor of it.
+    """The part of a tensor dimension whose length a number is: all of it, its first indices, or one of its factors.
 
     Attributes:
-        tensor: tensor that has the dimension.
+        tensor: tensor to which the dimension belongs.
         dim: index of the dimension, from 0.
-        stop: index below which the part ends; None = the whole dimension.
-        outer: number of indices of the slowest factor, which alone is the part; None = the whole dimension.
+        stop: index at which the part ends; None = the end of the dimension.
+        outer: length of the slowest factor, if the number is only that factor; None = it is not.
     """
 
     tensor: Tensor

@@ -19,19 +19,19 @@ from raafl.submodel.depth.tails import TAILS, tail_of
 
 
 def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
-    """Add an exit head to ``model`` after each of these numbers of blocks, in place, and return it.
+    """Add an exit (an output head) to ``model`` after each of the given numbers of blocks, in place; return the model.
 
-    The exits are modules ``exits.exit4`` and so on, copies of the model's present norm and head, and are declared as
-    ``submodel_exits``. An exit of a language model has a norm of its own and shares the vocabulary. A model of your own
-    declares its exits itself, see `Submodels`.
+    The exits are modules named ``exits.exit4`` and so on. Each is a copy of the model's current last norm and head, and
+    is declared in ``submodel_exits``. An exit of a language model has its own norm and shares the output matrix over
+    the vocabulary. A model of your own declares its exits itself; see `Submodels`.
 
     Args:
         model: a classifier or causal language model of transformers (BERT, RoBERTa, DistilBERT, ViT, DeiT, LLaMA,
             Mistral, Qwen2) or torchvision's `VisionTransformer`.
-        depths: numbers of blocks, each from 1 to one less than the model has.
+        depths: numbers of blocks after which an exit is added, each from 1 to one less than the model has.
 
     Raises:
-        BadInput: the model has another type, lacks one of the depths, or has exits already.
+        BadInput: the model has another type, has too few blocks for one of the depths, or has exits already.
     """
     tail = tail_of(model)
     if tail is None:
@@ -58,15 +58,15 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
 
 
 def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
-    """Add exits, in place, to the one model in ``module`` whose head is known, as ``submodels.exits`` asks.
+    """Add exits (output heads), in place, to the transformers model in ``module``, as the option ``submodels.exits`` says.
 
     Args:
-        module: such a model, or a module that contains it, as a LightningModule does.
-        depths: numbers of blocks, as for `add_exits`; empty = do nothing.
+        module: model of a known type, or a module that contains exactly one, such as a LightningModule.
+        depths: numbers of blocks after which an exit is added, as for `add_exits`; empty = add none.
 
     Raises:
-        BadInput: ``module`` contains no such model or several, or the model has exits already or lacks one of the
-            depths.
+        BadInput: ``module`` does not contain exactly one model of a known type, or the model has exits already or too
+            few blocks.
     """
     if not depths:
         return
@@ -96,7 +96,7 @@ def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
 
 
 class EarlyLogits:
-    """Logits of every exit from the same forward pass as the model's own, for self-distillation between depths.
+    """Logits of all exits from one forward pass of the model, so that exits can learn from each other.
 
     >>> import torch, torchvision
     >>> model = torchvision.models.VisionTransformer(8, 4, 3, 2, hidden_dim=8, mlp_dim=8, num_classes=5)
@@ -146,13 +146,13 @@ class EarlyLogits:
         self._input_ids = kwargs.get("input_ids", args[0] if args else None)
 
     def close(self) -> None:
-        """Stop recording logits, and remove the hooks."""
+        """Stop recording logits, and remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._hidden.clear()
 
     def logits(self) -> dict[str, Tensor]:
-        """Return the logits of each exit in the last forward pass, shallowest first, and release that pass's tensors."""
+        """Return the logits of each exit in the latest forward pass, shallowest first; then release the tensors of that pass."""
         tail: Any = tail_of(self.model)
         answers = {}
         for name in self.names:

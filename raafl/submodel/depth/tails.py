@@ -14,19 +14,19 @@ from raafl.submodel.packages import TORCHVISION, hugging_face, type_names
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The layers after a model's last block (norm and head), for one type of model.
+    """Description of the layers after a model's last block (norm and head), for one type of model.
 
     Attributes:
-        names: paths of the modules that an exit copies; {} is the model's ``base_model_prefix``.
-        logits: ``logits(model, modules, hidden, input_ids)`` computes logits from hidden states (batch, positions,
-            width), with these modules in place of the model's.
+        names: paths of the modules that an exit copies; in them, {} stands for the model's ``base_model_prefix``.
+        logits: function ``logits(model, modules, hidden, input_ids)`` that computes logits from hidden states (batch,
+            positions, width) with copies of these modules.
     """
 
     names: str
     logits: Callable[[Any, Any, Tensor, Tensor | None], Any]
 
     def paths(self, model: nn.Module) -> list[str]:
-        """Return the paths of the described modules in ``model``."""
+        """Return the paths of the described modules in this model."""
         return self.names.format(getattr(model, "base_model_prefix", "")).split()
 
 
@@ -68,5 +68,5 @@ TAILS = {name: tail for names, tail in _ENDS for name in names}
 
 
 def tail_of(model: nn.Module) -> Tail | None:
-    """Return the description of a model's last layers; None if its type is not known."""
+    """Return the description of a model's last layers; None if the model's type is not known."""
     return next((TAILS[name] for name in type_names(model) if name in TAILS), None)

@@ -23,22 +23,22 @@ def depth_window(
     exit: str | Sequence[str] = (),
     kept: Mapping[str, Iterable[int]] | None = None,
 ) -> Spec:
-    """Return the submodel that trains blocks ``start`` to ``stop - 1`` (Co-S2P's window of consecutive blocks).
+    """Return the submodel that trains only blocks ``start`` to ``stop - 1``, a window of the model (Co-S2P).
 
-    Blocks below the window are present and frozen, as is everything before the stack, so that they run without a graph;
-    with ``start`` 0 it trains. Blocks above are absent. Everything after the stack trains: the exit if one is named,
-    else the model's own last layers. A tensor tied to one below the window is frozen with it.
+    Blocks below the window, and all layers before the blocks, run frozen and without gradients; if ``start`` is 0, the
+    layers before the blocks train, too. Blocks above are absent. Layers after the blocks train: the exit if one is
+    named, else the model's own last layers. A tensor that is tied to a frozen one is frozen, too.
 
     Args:
         submodels: submodels of the model.
-        start: index of the first block that trains.
-        stop: number of blocks present.
-        stack: name of the stack; may be left out if there is only one.
-        exit: name of the exit head; of several, the last one that the model declares ends the forward pass.
-        kept: indices to keep of axes; axes of absent blocks may be among them.
+        start: index of the window's first block.
+        stop: index after the window's last block.
+        stack: name of the list of blocks; None = the only one.
+        exit: name of the exit that ends the forward pass, or several names, of which the last one declared ends it.
+        kept: indices of the units to keep, by axis; axes of absent blocks may be named.
 
     Raises:
-        SpecError: there is no such stack, window or exit.
+        SpecError: there is no such list of blocks, window or exit.
     """
     blocks = stack_of(submodels, stack)
     name = next(iter(submodels.stacks)) if stack is None else stack
@@ -64,11 +64,15 @@ def depth_window(
 
 
 def last_fraction(submodels: Submodels, share: float) -> Spec:
-    """Return the submodel in which only the last layers train, with at most ``share`` of the parameters.
+    """Return the submodel in which only the last layers train, with at most the share ``share`` of the parameters.
 
-    At least one layer trains. The others run forward only (TimelyFL, Algorithm 3: partial training). A block of a stack counts
-    as one layer, like any other module with parameters of its own. Exit heads, which the model's own forward does not reach, are
+    At least one layer trains; all others only run forward (TimelyFL, Algorithm 3: partial training). A block counts as
+    one layer, like any other module that has parameters of its own. Exits that the model's own forward does not use are
     left out.
+
+    Args:
+        submodels: submodels of the model.
+        share: largest share of the parameters that train, in (0, 1].
 
     Raises:
         BadInput: the share is not in (0, 1].
@@ -92,10 +96,14 @@ def last_fraction(submodels: Submodels, share: float) -> Spec:
 
 
 def stack_of(submodels: Submodels, name: str | None = None) -> Stack:
-    """Return a stack of blocks by name; without a name, the only stack.
+    """Return a stack (a list of blocks) by its name.
+
+    Args:
+        submodels: submodels of the model.
+        name: name of the stack; None = the only one.
 
     Raises:
-        SpecError: there is no stack of that name; or, without a name, none or several.
+        SpecError: there is no stack of that name; or, without a name, there is not exactly one.
     """
     stacks = submodels.stacks
     if not stacks:

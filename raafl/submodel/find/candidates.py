@@ -26,7 +26,7 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """Place of an atom in a tensor: unit i covers ``start + [i * unit, (i + 1) * unit)``, for each of ``starts``."""
+    """Where the units of a possible axis lie in a tensor: unit i covers ``start + [i * unit, (i + 1) * unit)``, for each start."""
 
     name: str
     dim: int
@@ -38,12 +38,12 @@ class Occurrence:
 
 @dataclass
 class Candidate:
-    """A possible axis: one atom (`raafl.submodel.find.labels`) and its places in parameters.
+    """A possible axis: units that might be dropped, and their positions in all tensors.
 
     Attributes:
-        atom: atom of labels that would be the axis.
-        spots: places of the atom, in the order of the model's tensors.
-        outside: atoms that vary more slowly in the same dimension: heads, for the features of a head.
+        atom: units that would form the axis (see `raafl.submodel.find.labels`).
+        spots: positions of these units in the model's tensors, in order.
+        outside: slower-varying units in the same dimension, such as heads for the features of a head.
     """
 
     atom: Atom
@@ -52,18 +52,18 @@ class Candidate:
 
     @property
     def producers(self) -> list[str]:
-        """Names of the tensors that produce the candidate's units; if none does, of those that contain them."""
+        """Names of the tensors that produce the units, such as a layer's weight; if there are none, of those that contain them."""
         made = [spot.name for spot in self.spots if spot.is_made]
         made = made or [spot.name for spot in self.spots if not spot.is_read]
         return made or [spot.name for spot in self.spots]
 
 
 class Candidates:
-    """All candidates of a model, divided into axes and dimensions that must stay whole.
+    """All possible axes of a model, divided into real axes and dimensions that must stay whole.
 
     Attributes:
-        axes: candidates that are axes, by name, in the order of the model's tensors.
-        whole: reason why a dimension, or a part of it, cannot shrink, by (tensor, dimension).
+        axes: accepted axes by name, in the order of the model's tensors.
+        whole: reason for which a dimension, or a part of it, cannot shrink, by (tensor, dimension).
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Candidates:
     # ---- what comes of it ----
 
     def as_axes(self) -> list[Axis]:
-        """Return the candidates that are axes as `Axis` objects."""
+        """Return the accepted candidates as `Axis` objects."""
         axes = []
         for name, candidate in self.axes.items():
             members = dict.fromkeys(
@@ -214,7 +214,7 @@ class Candidates:
         return axes
 
     def whole(self) -> dict[tuple[str, int], Reason]:
-        """Return the reason for each dimension of a parameter that has no axis."""
+        """Return, for each dimension of a parameter without an axis, the reason for which it cannot shrink."""
         found: dict[tuple[str, int], Reason] = {}
         for name, dims in self.seen.dims.items():
             for place, dim in enumerate(dims if name in self.seen.parameters else ()):
@@ -225,10 +225,10 @@ class Candidates:
         return found
 
     def unscaled(self) -> frozenset[str]:
-        """Return the layers that produce units of an axis and are not rescaled when some are dropped.
+        """Return the layers whose output must not be rescaled when some of their units are dropped.
 
-        Scores are sums over the features of a head, all of which stay with the head. A gate multiplies a value that is
-        rescaled already.
+        One case are attention scores, which are sums over all features of a head that is kept whole. Another are gates,
+        which multiply a value that was already rescaled.
         """
         found: set[str] = set()
         for candidate in self.axes.values():
@@ -242,7 +242,7 @@ class Candidates:
         return frozenset(found)
 
     def extent(self, dim: Dim) -> Extent | None:
-        """Return the size of a dimension as a function of the axes' counts; None if it depends on the batch."""
+        """Return the size of a dimension as a formula of the axes' numbers of units; None if it depends on the batch."""
         terms: dict[tuple[str, ...], int] = {(): 1}
         for atom in dim.leaves():
             factor = self._terms(atom)

@@ -21,16 +21,16 @@ _REMEDY = "declare `submodel_axes` on the model, or train the full model"
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredAxes:
-    """Result of the search for the axes of a model.
+    """Result of the search for the axes of a model (groups of dimensions that can shrink together).
 
     Attributes:
-        axes: axes, ordered by the tensors in which they begin.
-        whole: reason why a dimension stays whole, by (parameter, dimension).
-        kept_whole: reason why a layer's width stays whole, by the layer that produces its features.
-        sizes: sizes in the module's code that depend on axes.
-        spanned: axes over which norms compute statistics.
-        unscaled: layers whose output is not rescaled when they lose features (see `Submodels.shrink`).
-        problem: reason why no step could be traced to its end; None = one was.
+        axes: axes that were found, in the order of the tensors in which they begin.
+        whole: reason for which a dimension cannot shrink, by (parameter, dimension).
+        kept_whole: reason for which a layer's width cannot shrink, by layer.
+        sizes: numbers in the module's own code that must shrink with the axes.
+        spanned: axes over which norms compute statistics, such as the residual width.
+        unscaled: layers whose output is not rescaled when they lose units (see `Submodels.shrink`).
+        problem: reason for which no training step could be traced to its end; None = one was.
     """
 
     axes: list[Axis] = field(default_factory=list)
@@ -42,7 +42,7 @@ class DiscoveredAxes:
     problem: str | None = None
 
     def follows(self) -> dict[str, Any]:
-        """Return the arguments of `raafl.submodel.cut.shrink.Structure` that tracing has determined."""
+        """Return the findings that `raafl.submodel.cut.shrink.Structure` needs, as its arguments."""
         full = {axis.name: axis.size for axis in self.axes}
         return {"sizes": self.sizes, "full": full, "unscaled": self.unscaled}
 
@@ -56,17 +56,18 @@ def discover_axes(
     residual_width: bool = False,
     only_ranks: bool = True,
 ) -> DiscoveredAxes:
-    """Find the axes of ``module`` by tracing a step on ``batch``, or on a generated batch.
+    """Find the axes of ``module`` by following its dimensions through the operations of a training step.
 
-    Outputs are never on an axis.
+    Dimensions of the model's outputs never belong to an axis.
 
     Args:
-        module: a real module or one without values.
-        batch: a real batch; None = generate one from what the first layer reads.
+        module: model with or without values.
+        batch: batch of real data; None = generate one that fits the first layer.
         shapes: shape of each parameter and buffer.
-        aliases: name in ``shapes`` of each tied tensor, by its other names.
-        residual_width: whether widths over which norms compute statistics are axes, too.
-        only_ranks: whether, in a model with LoRA layers, only their ranks are axes, and the base stays whole.
+        aliases: names of tied tensors, each mapped to the tensor's name in ``shapes``.
+        residual_width: whether widths over which norms compute statistics may be axes, too.
+        only_ranks: whether a model with LoRA layers gets axes only for their ranks, so that all other layers stay
+            whole.
     """
     ranks = lora.ranks(module)
     if ranks and only_ranks:

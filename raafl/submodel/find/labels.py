@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 
 class ShapeConflict(Exception):
-    """Raised if two dimensions cannot be equal, or one cannot be split as requested."""
+    """Raised if two dimensions cannot be equal, or if one cannot be split in the requested way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Reason why units cannot be dropped: in words, with the line of the user's code that causes it, if known."""
+    """Reason for which units cannot be dropped: in words, with the line of the user's code that causes it, if known."""
 
     text: str
     place: str = ""
@@ -37,18 +37,20 @@ class Reason:
 
 
 class Atom:
-    """``size`` indices that no operation has distinguished yet, or the factors or parts into which they were split.
+    """A group of indices that belong together in all tensors, as far as the traced operations show.
+
+    A later operation may split it into factors or parts.
 
     Attributes:
-        size: number of indices.
-        pin: reason why no index can be dropped; None = indices can be dropped.
-        span: reason why dropping some indices changes the results of others, as a norm does that computes statistics
-            over them.
-        marks: records of its uses: "read" = a product or a sum ran over it; "batch" = products ran side by side over
-            it, as over attention heads; "scored" = such a product summed over it; "gated" = its value multiplied
-            another; "given" = it belongs to an input, so that another batch may have another size.
-        factors: atoms whose product this is, slowest first; empty = not a product.
-        parts: dimensions whose indices follow one another in this atom; empty = not joined.
+        size: number of indices in the group.
+        pin: reason for which no index can be dropped; None = indices can be dropped.
+        span: reason for which dropping some indices changes the results of others, such as a norm that computes
+            statistics over them; None = there is none.
+        marks: uses that were seen: "read" = a product or sum ran over it; "batch" = products ran side by side over it,
+            as over attention heads; "scored" = such a product summed over it; "gated" = its value multiplied another;
+            "given" = it belongs to an input, whose size may differ in another batch.
+        factors: atoms whose product this one is, slowest-varying first; empty = it was not split into factors.
+        parts: dimensions that are concatenated in this one; empty = it is not a concatenation.
     """
 
     __slots__ = ("_same_as", "factors", "marks", "parts", "pin", "size", "span")
@@ -64,7 +66,7 @@ class Atom:
         self._same_as: Atom | None = None
 
     def now(self) -> Atom:
-        """Return the atom that stands for this one after unions (union-find)."""
+        """Return the atom that represents this one after it was united with others (union-find)."""
         atom = self
         while atom._same_as is not None:
             atom = atom._same_as
@@ -73,17 +75,17 @@ class Atom:
         return atom
 
     def become(self, other: Atom) -> None:
-        """Unite this atom with ``other``."""
+        """Unite this atom with ``other``, so that both represent the same units."""
         self._same_as = other
 
 
 class Dim:
-    """One dimension of a tensor. Views that leave a dimension unchanged pass on this very object.
+    """Label of one tensor dimension. A view that leaves a dimension unchanged keeps the same object.
 
     Attributes:
-        atoms: atoms whose product is the dimension.
-        is_read: whether a matrix product summed over it, as over the input side of a layer's weight.
-        is_made: whether a product or look-up produced it, as the output side of a layer's weight.
+        atoms: atoms whose product the dimension is.
+        is_read: whether a matrix product has summed over it, as over the input side of a weight.
+        is_made: whether a product or look-up has produced it, as the output side of a weight does.
     """
 
     __slots__ = ("atoms", "is_made", "is_read")
@@ -99,7 +101,7 @@ class Dim:
         return math.prod(atom.size for atom in self.atoms)
 
     def leaves(self) -> list[Atom]:
-        """Return the atoms whose product is this dimension, split ones by their factors, without atoms of one index."""
+        """Return the atoms whose product this dimension is, split as far as they are, without those of size 1."""
         found: list[Atom] = []
         for atom in self.atoms:
             atom = atom.now()
@@ -110,7 +112,7 @@ class Dim:
         return found
 
     def units(self) -> Iterator[Atom]:
-        """Yield every unsplit atom in this dimension, also inside concatenations."""
+        """Yield every unsplit atom of this dimension, including those inside concatenations."""
         for atom in self.leaves():
             if atom.parts:
                 for part in atom.parts:
@@ -120,7 +122,7 @@ class Dim:
 
 
 class Labels:
-    """Factory of labels (`Dim`), which unites, splits and marks them in place."""
+    """Factory of labels of tensor dimensions (`Dim`), which also unites, splits and marks them in place."""
 
     def __init__(self, place: Callable[[], str] = str) -> None:
         """Create labels whose pins are located by ``place()``, the line of code that is running."""
@@ -128,7 +130,12 @@ class Labels:
         self.is_spanning = True
 
     def new(self, size: int, pinned: str = "") -> Dim:
-        """Return a new dimension without relation to others; ``pinned`` is a reason why it cannot shrink."""
+        """Return the label of a new dimension that is related to no other.
+
+        Args:
+            size: number of indices.
+            pinned: reason for which it cannot shrink; "" = it can.
+        """
         if size == 1:
             return Dim()
         dim = Dim([Atom(size)])
@@ -137,17 +144,27 @@ class Labels:
         return dim
 
     def given(self, size: int) -> Dim:
-        """Return a dimension of an input, which cannot be cut and may have another size in another batch."""
+        """Return the label of an input's dimension, which cannot shrink and may have another size in another batch."""
         dim = self.new(size, "it is an input")
         self.mark(dim, "given")
         return dim
 
     def pin(self, dim: Dim, why: str | Reason) -> None:
-        """Record ``why`` as the reason for which ``dim`` cannot shrink; an earlier reason stays."""
+        """Record that a dimension cannot shrink, and why; an earlier reason stays.
+
+        Args:
+            dim: label of the dimension.
+            why: reason in words.
+        """
         self._note(dim, why, "pin")
 
     def span(self, dim: Dim, why: str | Reason) -> None:
-        """Record that statistics are computed over ``dim``, unless `is_spanning` is off."""
+        """Record that statistics are computed over a dimension, unless `is_spanning` is off.
+
+        Args:
+            dim: label of the dimension.
+            why: reason in words.
+        """
         if self.is_spanning:
             self._note(dim, why, "span")
 
@@ -158,20 +175,29 @@ class Labels:
                 setattr(atom, attribute, why)
 
     def mark(self, dim: Dim, *marks: str) -> None:
-        """Record uses of ``dim`` by their marks; see `Atom`."""
+        """Record uses of a dimension; see `Atom` for their names.
+
+        Args:
+            dim: label of the dimension.
+            marks: names of the uses.
+        """
         for atom in dim.units() if marks else ():
             atom.marks |= frozenset(marks)
 
     # ---- the same elements, in other dimensions ----
 
     def regroup(self, dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
-        """Distribute the product of ``dims`` over dimensions of these sizes, as a view does.
+        """Return the labels after a reshape: the same elements, divided into dimensions of other sizes.
 
-        Both are row-major orders of the same elements, so the factors must come in the same order. A factor that crosses a
-        border is split there.
+        Both orders are row-major, so the factors come in the same sequence. A factor that reaches across a border is
+        split there.
+
+        Args:
+            dims: labels before the reshape.
+            sizes: sizes of the dimensions after it.
 
         Raises:
-            ShapeConflict: a border lies within a factor.
+            ShapeConflict: a border lies inside of a factor that cannot be split there.
         """
         rest = [atom for dim in dims for atom in dim.leaves()]
         if math.prod(sizes) != math.prod(atom.size for atom in rest):
@@ -195,7 +221,7 @@ class Labels:
         return found
 
     def unify(self, one: Dim, other: Dim) -> None:
-        """Unite two dimensions, so that they are equal index by index.
+        """Record that two dimensions are equal, index by index.
 
         Raises:
             ShapeConflict: their sizes differ.
@@ -224,12 +250,12 @@ class Labels:
                 return
 
     def take(self, dim: Dim, start: int, length: int) -> Dim:
-        """Return the label of a slice of ``dim``: indices ``start`` to ``start + length - 1``.
+        """Return the label of a slice of a dimension: indices ``start`` to ``start + length - 1``.
 
         Args:
-            dim: dimension to select from.
-            start: first index to take.
-            length: number of indices.
+            dim: label of the dimension.
+            start: first index of the slice.
+            length: number of indices in the slice.
         """
         if start == 0 and length == dim.size:
             return dim
@@ -243,7 +269,7 @@ class Labels:
         return self.new(length, "it is a part of something else")
 
     def join(self, dims: Sequence[Dim]) -> Dim:
-        """Return the label of a concatenation of dimensions."""
+        """Return the label of several dimensions that are concatenated."""
         dims = [dim for dim in dims if dim.size]
         if len(dims) == 1:
             return dims[0]

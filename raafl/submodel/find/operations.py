@@ -29,16 +29,16 @@ Dims = Sequence[Dim]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One executed operation of torch, with the labels of its tensors, as a rule reads it.
+    """One executed torch operation with the labels of its tensors, as input to a rule.
 
     Attributes:
-        name: name of the operation, without the namespace.
-        arguments: arguments by name, as in the operation's schema.
-        ins: input tensors, in order.
-        outs: output tensors, in order.
-        labels: factory of labels, which combines dimensions.
-        dims_of: function that returns the labels of a tensor.
-        is_view: whether outputs share elements with an input.
+        name: name of the operation, without its namespace.
+        arguments: arguments by name, as in the schema of the operation.
+        ins: input tensors, in their order.
+        outs: output tensors, in their order.
+        labels: object that creates and combines labels.
+        dims_of: function that returns the labels of a tensor's dimensions.
+        is_view: whether outputs share memory with an input.
     """
 
     name: str
@@ -53,33 +53,47 @@ class Call:
         return self.arguments[name]
 
     def has(self, name: str) -> bool:
-        """Check whether a tensor was given for the argument ``name``."""
+        """Check whether the argument ``name`` is a tensor."""
         return isinstance(self.arguments.get(name), Tensor)
 
     def dims(self, which: str | int = 0) -> list[Dim]:
-        """Return the labels of an argument, given by name, or of an input, given by position."""
+        """Return the labels of one tensor's dimensions: an argument by name, or an input by position."""
         return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
 
     def place(self, more: int = 0) -> int:
-        """Return the argument ``dim`` as an index from 0; the output has ``more`` additional dimensions."""
+        """Return the argument ``dim`` as an index from 0.
+
+        Args:
+            more: number of dimensions that the output has more than the input.
+        """
         return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
 
     def new(self, sizes: Iterable[int], pinned: str = "") -> list[Dim]:
-        """Return new labels for these sizes; ``pinned`` is a reason why they cannot shrink."""
+        """Return labels for new dimensions of the given sizes.
+
+        Args:
+            sizes: sizes of the dimensions.
+            pinned: reason for which they cannot shrink; "" = they can.
+        """
         return [self.labels.new(size, pinned) for size in sizes]
 
     def others(self, first: Dims) -> list[Dims]:
-        """Return the labels of all outputs: ``first`` for the first one, new pinned labels for the others."""
+        """Return the labels of all outputs: ``first`` for the first one, and new ones that cannot shrink for the others."""
         return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
 
     def unify_last(self, dims: Dims, others: Dims) -> None:
-        """Unite two lists of dimensions from the last one backwards, skipping those of one index, which are broadcast."""
+        """Unite two lists of dimensions, from the last one backwards; those of size 1 are broadcast and skipped."""
         for dim, other in zip(reversed(dims), reversed(others), strict=False):
             if dim.size != 1:
                 self.labels.unify(dim, other)
 
     def unify_named(self, dim: Dim, *names: str) -> None:
-        """Unite ``dim`` with the only dimension of each named argument, such as a norm's weight and bias."""
+        """Unite a dimension with the only dimension of each named argument, such as a norm's weight and bias.
+
+        Args:
+            dim: label of the dimension.
+            names: names of the arguments.
+        """
         for name in names:
             if self.has(name):
                 self.labels.unify(self.dims(name)[0], dim)
@@ -100,7 +114,7 @@ POINTWISE = {
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the decorated function as the rule of these operations."""
+    """Register the decorated function as the rule of these operations, which says how they relate dimensions."""
 
     def add(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
@@ -125,7 +139,12 @@ def rule_of(func: torch._ops.OpOverload) -> Rule | None:
 
 
 def follow(rule: Rule | None, call: Call) -> list[Dims]:
-    """Return labels for the outputs of an operation; without a matching rule, pin the dimensions that it reads."""
+    """Return the labels of an operation's outputs; without a rule, the dimensions that it reads cannot shrink.
+
+    Args:
+        rule: rule of the operation; None = there is none.
+        call: the operation with its tensors.
+    """
     if not any(x.numel() for x in call.outs):  # nothing came to anything
         return [call.new(out.shape) for out in call.outs]
     if all(x.numel() for x in (*(() if call.name == "cat" else call.ins), call.outs[0])):
@@ -147,7 +166,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
 
 
 def pointwise(call: Call) -> list[Dims]:
-    """Unite the input dimensions that broadcasting aligns, and return the output's labels."""
+    """Rule of elementwise operations: unite the dimensions that broadcasting aligns; return the labels of the output."""
     return [_broadcast(call, out) for out in call.outs]
 
 

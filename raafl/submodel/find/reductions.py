@@ -13,13 +13,13 @@ from raafl.submodel.find.operations import Call, Dims, pointwise, rule
 
 
 class Along(NamedTuple):
-    """Rule of an operation that reduces or scans some of its input's dimensions.
+    """Rule for an operation that reduces or scans some dimensions of its input.
 
     Attributes:
-        where: name of the argument that names these dimensions, or the number of last dimensions that they are.
-        then: effect on these dimensions: "stay", "gone", or "new" with other indices.
-        why: reason why they cannot be cut; "" = they can be cut, since zeros add nothing.
-        is_span: whether they can be cut although that changes the results of other indices.
+        where: name of the argument that gives these dimensions, or the number of last dimensions.
+        then: effect on these dimensions in the output: "stay", "gone", or "new" with other indices.
+        why: reason for which they cannot shrink; "" = they can, since zeros add nothing.
+        is_span: whether they can shrink, but change the results of the remaining indices.
     """
 
     where: str | int
@@ -39,7 +39,7 @@ class Along(NamedTuple):
         return [self._left(call, out, places) for out in call.outs]
 
     def places(self, call: Call) -> set[int]:
-        """Return the indices of the affected dimensions; all dimensions if the call names none."""
+        """Return the affected dimensions by index; if the operation names none, all of them."""
         ndim = call.ins[0].dim()
         if isinstance(self.where, int):
             return set(range(ndim - self.where, ndim))

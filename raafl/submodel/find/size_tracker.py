@@ -46,12 +46,11 @@ ALONE = (nn.MultiheadAttention, nn.RNNBase)
 
 
 class Size(int):
-    """An integer that remembers its origin through sums, products and quotients.
+    """An integer that remembers where it was read, also after sums, products and quotients.
 
     Attributes:
-        origin: attribute or dimension from which the integer comes.
-        note: function called when code computes a number from it that is not a size, such as the scale of attention
-            scores.
+        origin: attribute or tensor dimension from which the number was read.
+        note: function that is called when the code computes something else from the number, such as a scaling factor.
     """
 
     origin: Origin
@@ -106,22 +105,22 @@ def origin_of(value: int) -> Origin:
 
 @dataclass(frozen=True, slots=True)
 class Attr:
-    """Origin of an integer that was read from an attribute of a module."""
+    """Origin of a number: an attribute of a module from which it was read."""
 
     key: Attribute
 
 
 @dataclass(frozen=True, slots=True)
 class SizeUse:
-    """One use of a size: an integer passed to a function of torch, with its origin.
+    """One use of a size: a number that was passed to a torch function, with its origin.
 
     Attributes:
-        method: path of the module whose method is running, and name of the method.
-        site: call in that method.
-        where: argument of the call.
-        name: name of the called function.
+        method: path of the module whose method is running, and the method's name.
+        site: position of the call in that method.
+        where: position of the number among the call's arguments.
+        name: name of the torch function.
         origin: origin of the number.
-        dim: dimension or part whose size the number is.
+        dim: dimension, or part of one, whose size the number is.
     """
 
     method: tuple[str, str]
@@ -150,12 +149,12 @@ BORDERS.add(_Method.__call__.__code__)
 
 
 class SizeTracker(TorchFunctionMode):
-    """Context that records every size that the model's code passes to torch.
+    """Context that records every size that a model's code passes to torch functions.
 
     Attributes:
         asked: uses of sizes that were recorded.
-        values: numbers that modules store.
-        running: methods that are running, innermost last.
+        values: numbers that are stored in modules.
+        running: methods that are running now, innermost last.
     """
 
     def __init__(
@@ -248,15 +247,15 @@ class SizeTracker(TorchFunctionMode):
     # ---- what follows from it ----
 
     def solve(self, extent_of: Callable[[Dim], Extent | None], full: Counts) -> Sizes:
-        """Return the sizes to correct in a small module: attributes that depend on axes, and arguments of calls.
+        """Return the numbers in the model's code that must be corrected in a small module.
 
-        An attribute gets the size of the dimension that it was used for, if all its uses agree. Calls are corrected
-        where their arguments would still be wrong with these attributes.
+        An attribute gets the size of the dimension for which it is used, if all its uses agree. A call is corrected if
+        its arguments would still be wrong then.
 
         Args:
-            extent_of: function that returns the size of a dimension by the axes' counts; None = it depends on the batch
-                as well.
-            full: number of units of the whole model, by axis.
+            extent_of: function that returns the size of a dimension as a formula of the axes' numbers of units; None =
+                the size depends on the batch, too.
+            full: number of units of each axis in the whole model.
         """
         extents = [extent_of(asked.dim) for asked in self.asked]
         wanted: dict[Attribute, set[Extent]] = {}

@@ -53,16 +53,16 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 @dataclass
 class TraceResult:
-    """Result of tracing a model.
+    """Result of following a model's dimensions through a training step.
 
     Attributes:
-        dims: labels of each parameter and buffer.
-        labels: factory with which the labels were created.
-        parameters: names of those tensors in ``dims`` that are parameters.
-        untouched: names of parameters that no operation has read.
-        given: labels of the outputs of modules that the training step itself calls, by path.
-        watch: record of the sizes that the code has used.
-        problem: reason why the step could not be traced to its end; None = it was.
+        dims: labels of the dimensions of each parameter and buffer.
+        labels: object that created the labels.
+        parameters: names of the tensors in ``dims`` that are parameters.
+        untouched: names of the parameters that no operation has read.
+        given: labels of the outputs of modules that the training step calls directly, by path.
+        watch: record of the sizes that the model's code has used.
+        problem: reason for which the step could not be followed to its end; None = it was.
     """
 
     dims: dict[str, list[Dim]]
@@ -75,7 +75,7 @@ class TraceResult:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that labels every tensor that operations of torch produce."""
+    """Context that labels the dimensions of every tensor that torch operations produce."""
 
     def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
         """Label the parameters and buffers of ``module``; with ``is_blind``, conditions on tensors are false."""
@@ -98,7 +98,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._dims = {id(x): self._dims[id(x)] for x in self.named.values()}
 
     def dims_of(self, tensor: Tensor) -> Dims:
-        """Return the labels of a tensor; a tensor that no operation has produced is an input, which cannot be cut."""
+        """Return the labels of a tensor. A tensor that no operation has produced is an input, whose dimensions cannot shrink."""
         _, known = self._dims.get(id(tensor), (None, ()))
         if len(known) != tensor.dim() or any(dim.size != n for dim, n in zip(known, tensor.shape, strict=True)):
             return self._label(tensor, [self.labels.given(size) for size in tensor.shape])
@@ -151,7 +151,7 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def place_in_code() -> str:
-    """Return the line of the user's code that is running, as ``file.py:line``."""
+    """Return the line of the user's code that is running now, as ``file.py:line``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -162,11 +162,11 @@ def place_in_code() -> str:
 
 
 def trace(module: nn.Module, batch: object) -> TraceResult:
-    """Trace one or more training steps of ``module``, or forward passes if it has no training step.
+    """Follow the dimensions of ``module`` through one or more training steps, or through forward passes if it has no step.
 
     Args:
-        module: a real module or one without values; neither it nor any random state is changed.
-        batch: a real batch, of which a few samples suffice; None = generate one, see `made_batch`.
+        module: model with or without values; neither the model nor any random state is changed.
+        batch: batch of real data, of which a few samples are enough; None = generate one, see `made_batch`.
     """
     first, runs = None, (isolated_run.loss_of, isolated_run.call) if has_step(module) else (isolated_run.call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
@@ -254,7 +254,7 @@ def _attempt(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], w
 
 
 def has_step(module: object) -> bool:
-    """Check whether a module has a training step of its own."""
+    """Check whether a module defines a training step itself."""
     own = getattr(type(module), "training_step", None)
     return own is not None and not own.__module__.startswith(("lightning.", "pytorch_lightning."))
 

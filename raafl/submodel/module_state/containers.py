@@ -20,13 +20,13 @@ _HOOKS = tuple(sorted(INTERNAL - {*_TENSORS}))
 
 
 class Record(ABC):
-    """Contents of an object at the time when it was recorded.
+    """Base class of records of an object's contents, with which changes can be found and undone.
 
     Attributes:
-        name: name of the attribute that leads to the object.
-        of_metric: whether the object belongs to a metric.
-        of_class: whether an attribute of a class leads to the object.
-        can_restore: whether `restore` puts the contents back.
+        name: name of the attribute through which the object was found.
+        of_metric: whether the object belongs to a torchmetrics metric.
+        of_class: whether the object was found through an attribute of a class.
+        can_restore: whether `restore` can undo changes.
     """
 
     can_restore = True
@@ -37,15 +37,15 @@ class Record(ABC):
 
     @abstractmethod
     def changed(self) -> list[str]:
-        """Return names for the contents that have changed."""
+        """Return the names of all contents that have changed since they were recorded."""
 
     def restore(self) -> None:
-        """Put the recorded contents back into the object."""
+        """Undo all changes: put the recorded contents back into the object."""
         raise NotImplementedError
 
 
 class AttributesRecord(Record):
-    """Attributes of an object; for a module, all but tensors, submodules and hooks."""
+    """Record of an object's attributes; for a module, all except tensors, submodules and hooks."""
 
     def __init__(self, reached: Reached, ignored: frozenset[str] = frozenset(), hooks: tuple[Any, ...] = ()) -> None:
         super().__init__(reached)
@@ -55,7 +55,7 @@ class AttributesRecord(Record):
         self._size = len(self._now)
 
     def is_same(self) -> bool:
-        """Check in a few microseconds that no attribute has changed; False may be a false alarm."""
+        """Check in a few microseconds whether no attribute has changed; False may be a false alarm."""
         return len(self._now) == self._size and all(map(is_, map(self._now.get, self._names), self._values))
 
     def changed(self) -> list[str]:
@@ -77,7 +77,7 @@ class AttributesRecord(Record):
 
 
 class HooksRecord(Record):
-    """Hooks of a module; those that a step adds are removed afterwards."""
+    """Record of a module's hooks, by which hooks that a step adds are removed afterwards."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -86,7 +86,7 @@ class HooksRecord(Record):
         self._saved = {place: self._tables[place].copy() for place, length in enumerate(self._lengths) if length}
 
     def changed(self) -> list[str]:
-        """Return an empty list, since a step may add hooks, which `restore` removes."""
+        """Return an empty list: a step may add hooks, and `restore` removes them."""
         return []
 
     def restore(self) -> None:
@@ -99,7 +99,7 @@ class HooksRecord(Record):
 
 
 class TensorsRecord(Record):
-    """Parameters, buffers and submodules of a module, by name."""
+    """Record of a module's parameters, buffers and submodules, by name."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -107,7 +107,7 @@ class TensorsRecord(Record):
         self._tables = [(table, dict(table), tuple(table.values())) for table in tables]
 
     def changed(self) -> list[str]:
-        """Return the names of tensors and submodules that have changed, without metrics created on demand."""
+        """Return the names of tensors and submodules that have changed, except metrics that were created on demand."""
         return [name for name, _, now in self._other() if not callable(getattr(now, "compute", None))]
 
     def lost(self) -> list[str]:
@@ -143,7 +143,7 @@ def _are(found: Collection[Any], values: tuple[Any, ...]) -> bool:
 
 
 class ListRecord(Record):
-    """The elements of a list or deque."""
+    """Record of the elements of a list or deque."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -162,7 +162,7 @@ class ListRecord(Record):
 
 
 class DictRecord(Record):
-    """Items of a dictionary. A dictionary that all copies of a module share, such as a cache, may gain items."""
+    """Record of a dictionary's items. A dictionary that all copies of a module share, such as a cache, may gain items."""
 
     def __init__(self, reached: Reached, *, shared: bool) -> None:
         super().__init__(reached)
@@ -185,7 +185,7 @@ class DictRecord(Record):
 
 
 class SetRecord(Record):
-    """The elements of a set."""
+    """Record of the elements of a set."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -203,7 +203,7 @@ class SetRecord(Record):
 
 
 class SlotsRecord(Record):
-    """The values of an object's slots."""
+    """Record of the values in an object's slots."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -224,7 +224,7 @@ class SlotsRecord(Record):
 
 
 class BytesRecord(Record):
-    """The bytes of a bytearray."""
+    """Record of the bytes of a bytearray."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -240,7 +240,7 @@ class BytesRecord(Record):
 
 
 class ClassRecord(Record):
-    """Plain values of a class, which cannot be restored."""
+    """Record of a class's plain values, which cannot be restored."""
 
     can_restore = False
 
@@ -263,7 +263,7 @@ class ClassRecord(Record):
 
 
 class FlagsRecord:
-    """The flag ``requires_grad`` of each parameter of a module."""
+    """Record of the flag ``requires_grad`` of each parameter of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         """Record them."""

@@ -54,7 +54,7 @@ class ClassData:
         self.kind = kind
 
     def values(self) -> dict[str, Any]:
-        """Return the class's attributes that are data, by name, without methods, classes or other descriptors."""
+        """Return the class's attributes that are data, by name; methods, classes and other descriptors are left out."""
         return {
             name: value
             for name, value in vars(self.kind).items()
@@ -63,14 +63,14 @@ class ClassData:
 
 
 class Reached(NamedTuple):
-    """An object that can be reached from a module through attributes.
+    """An object that was found by following the attributes of a module.
 
     Attributes:
-        name: name of the attribute that leads to it, with the path of its module, or with its class.
-        thing: the object: a module, a `ClassData`, or any object that is not a plain value.
-        of_metric: whether it belongs to a metric of torchmetrics, or another object with a `compute`.
-        of_class: whether an attribute of a class leads to it.
-        is_part: whether it is the module or a submodule.
+        name: name of the attribute that leads to it, after the path of its module or the name of its class.
+        thing: object that was found: a module, a `ClassData`, or any object that is not a plain value.
+        of_metric: whether it belongs to a torchmetrics metric, or to another object with a method `compute`.
+        of_class: whether it was found through an attribute of a class.
+        is_part: whether it is the module itself or one of its submodules.
     """
 
     name: str
@@ -81,7 +81,12 @@ class Reached(NamedTuple):
 
 
 def reach(module: nn.Module, own: Iterable[Tensor]) -> Iterator[Reached]:
-    """Yield a module's parts, the user's classes, and everything that their attributes lead to except ``own`` tensors."""
+    """Find all objects to which a module's attributes lead, each once, including submodules and the user's classes.
+
+    Args:
+        module: module at which the search starts.
+        own: tensors to leave out, since they are handled elsewhere.
+    """
     seen = {id(tensor) for tensor in own}
     parts = list(module.named_modules())
     seen.update(id(part) for _, part in parts)
@@ -144,7 +149,7 @@ def _children(thing: object) -> Iterator[Any]:
 
 
 def attributes_of(thing: object) -> dict[str, Any]:
-    """Return the attributes of an object as a mutable dictionary; an empty one if it has none."""
+    """Return the attributes of an object as a dictionary that can be changed; empty if it has none."""
     try:
         found = object.__getattribute__(thing, "__dict__")
     except AttributeError:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class ModuleState:
-    """State of a small module beside its parameters and persistent buffers, recorded when this object was made."""
+    """Record of a small module's state other than parameters and persistent buffers, by which each task starts equally."""
 
     def __init__(self, module: nn.Module, submodels: Submodels) -> None:
         """Record the state.
@@ -93,15 +93,19 @@ class ModuleState:
             self._watch()
 
     def changed(self, *, metrics: bool = True) -> list[str]:
-        """Return the attributes that have changed; without ``metrics``, those of torchmetrics are left out."""
+        """Return the names of the attributes that have changed.
+
+        Args:
+            metrics: whether to include those of torchmetrics.
+        """
         records = [r for r in (*self._restored, *self._fixed, *self._watched) if metrics or not r.of_metric]
         return sorted({name for record in records for name in record.changed()})
 
     def check(self) -> None:
-        """Raise an error for changes that cannot be restored, or that a step would lose.
+        """Raise an error if a step has changed something that cannot be restored or would be lost.
 
         Raises:
-            BadInput: a parameter or a submodule was replaced, or state that cannot be restored has changed.
+            BadInput: a parameter or submodule was replaced, or state has changed that cannot be restored.
         """
         for record in (*self._fixed, *self._watched):
             for name in record.changed():
@@ -115,7 +119,7 @@ class ModuleState:
 
 
 def has_values_beside(module: nn.Module) -> bool:
-    """Check whether a module has tensors or arrays beside its parameters and persistent buffers."""
+    """Check whether a module has tensors or arrays other than its parameters and persistent buffers."""
     own = [*module.parameters(), *persistent_buffers(module).values()]
     return any(isinstance(reached.thing, Tensor | np.ndarray) for reached in reach(module, own))
 

@@ -21,7 +21,7 @@ LARGE_BYTES = 1 << 24
 
 
 class TensorRecord(Record):
-    """Values of a tensor, its storage, and whether it had a gradient."""
+    """Record of a tensor's values, its storage, and whether it had a gradient."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -47,7 +47,7 @@ class TensorRecord(Record):
 
 
 class ArrayRecord(Record):
-    """The values of a numpy array."""
+    """Record of the values of a NumPy array."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -63,7 +63,7 @@ class ArrayRecord(Record):
 
 
 class RandomRecord(Record):
-    """The state of a random number generator of Python, numpy or torch."""
+    """Record of the state of a random generator of Python, NumPy or torch."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)
@@ -99,7 +99,7 @@ class RandomRecord(Record):
 
 
 class OpaqueRecord(Record):
-    """Position of an iterator, a queue or a file being read, as far as it is visible; it cannot be restored."""
+    """Record of the position of an iterator, a queue or an open file, as far as it is visible; it cannot be restored."""
 
     can_restore = False
 
@@ -113,7 +113,12 @@ class OpaqueRecord(Record):
 
 
 def has_values_of_its_own(tensor: Tensor, storages: set[int]) -> bool:
-    """Check whether a tensor's values can be restored and lie outside of ``storages`` (addresses)."""
+    """Check whether a tensor's values can be restored and lie outside of the given storages.
+
+    Args:
+        tensor: tensor to check.
+        storages: addresses of storages that are restored in another way.
+    """
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_inference():
         return False
     tensor = local_part(tensor)
@@ -122,7 +127,7 @@ def has_values_of_its_own(tensor: Tensor, storages: set[int]) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return the part of a sharded tensor (`torch.distributed.tensor.DTensor`) that this process holds; others as they are."""
+    """Return the part of a sharded tensor (`torch.distributed.tensor.DTensor`) on this process; other tensors unchanged."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
@@ -135,7 +140,7 @@ def _plain(state: object) -> Any:
 
 
 def progress_of(thing: Any) -> object:
-    """Return the position of an iterator, a queue or a file being read; None = it is none of these, or does not show it."""
+    """Return the position of an iterator, a queue or an open file; None if ``thing`` is none of these or hides it."""
     if isinstance(thing, types.GeneratorType):
         frame = thing.gi_frame
         return ("ended",) if frame is None else (frame.f_lasti, list(map(id, frame.f_locals.values())))

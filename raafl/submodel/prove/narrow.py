@@ -31,14 +31,14 @@ LONGEST = 64
 
 
 def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Submodels, nn.Module] | None:
-    """Return a narrow copy with the model's own buffers, if the same axes are found in it.
+    """Return a narrow copy of a large model, on which its axes can be checked faster; None if it has other axes.
 
-    Where possible the residual width is cut, too, and so is a frozen base beside LoRA ranks, which stay as they are:
-    the copy must have the same structure, but need not compute the same.
+    The copy must have the same structure, but need not compute the same. So the residual width is narrowed, too, where
+    possible, and so are frozen layers beside LoRA ranks; the ranks stay.
 
     Args:
-        submodels: submodels of the model.
-        module: model to copy.
+        submodels: submodels of the large model.
+        module: large model to copy.
         batch: example batch of its data.
     """
     ranks = {axis.members for axis in lora.ranks(module)}
@@ -89,7 +89,12 @@ def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
 
 
 def random_values(submodels: Submodels, module: nn.Module) -> FlatTensors:
-    """Return a full state with values like those of initialised layers, no two alike; buffers are the module's own."""
+    """Return the state of the whole model with random parameters like freshly initialised ones, no two equal.
+
+    Args:
+        submodels: submodels of the model.
+        module: model whose buffers are copied.
+    """
     generator, values = torch.Generator().manual_seed(7), FlatTensors.zeros(submodels.layout())
     buffers = persistent_buffers(module)
     statistics = {name for pair in statistics_of(module) for name in pair}
@@ -107,7 +112,7 @@ def random_values(submodels: Submodels, module: nn.Module) -> FlatTensors:
 
 
 def shortened(batch: object) -> object:
-    """Return a batch of texts with the first `LONGEST` tokens of each; other batches unchanged."""
+    """Shorten each text of a batch to its first `LONGEST` tokens; other batches are returned unchanged."""
     tensors = batch_tensors(batch)
     if not tensors or any(x.dim() != 2 or x.is_floating_point() or x.shape != tensors[0].shape for x in tensors):
         return batch
@@ -115,5 +120,5 @@ def shortened(batch: object) -> object:
 
 
 def num_values(submodels: Submodels) -> int:
-    """Return the number of elements of all parameters of the whole model."""
+    """Return the number of elements in all parameters of the whole model."""
     return sum(submodels.parameters.values())

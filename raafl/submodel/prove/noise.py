@@ -17,11 +17,13 @@ NOISE = (0.5, 0.9)
 
 
 class Quiet(TorchFunctionMode):
-    """Context that disables dropout, noise and casts to half precision, and records where they occurred.
+    """Context for comparing a small model with the whole one: dropout, noise and casts to half precision are disabled.
+
+    It records whether any of them occurred.
 
     Attributes:
-        noisy: whether any random number was drawn.
-        forced: whether double-precision values were cast to single precision.
+        noisy: whether the code has drawn any random number.
+        forced: whether the code has cast double-precision values to single precision.
     """
 
     forced = noisy = False

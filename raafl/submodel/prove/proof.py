@@ -61,17 +61,18 @@ class _Step:
 
 
 def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str, str]:
-    """Compare shrunk modules with the zero-masked whole one; return the axes whose proof failed, each with the reason.
+    """Check that each axis can really be shrunk; return the axes that failed, each with the reason.
 
-    All axes together are cut to one unit and to a random half. So are subsets, such that for any two axes there is a
-    subset with only one of them (except for models above `LARGE`). Wrong axes are found by bisection, or one by one if
-    axes fail only together; the others stay. A model above `LARGE` is first replaced by a narrow one with the same
-    axes.
+    A model from which units were removed must compute the same outputs and gradients as the whole model with these
+    units set to zero. All axes are first cut together, to one unit and to a random half. Subsets follow, such that for
+    any two axes one subset has only one of them (not for models above `LARGE`). Wrong axes are found by bisection, or
+    one by one if they fail only together. For a model above `LARGE`, a narrow copy with the same axes is checked
+    instead.
 
     Args:
-        submodels: submodels of the model, not used before.
-        module: a real module or one without values; its buffers are read.
-        batch: a real batch, of which a few samples suffice.
+        submodels: submodels of the model, which must not have been used before.
+        module: model with or without values; its buffers are read.
+        batch: batch of real data, of which a few samples are enough.
     """
     if not submodels.axes:
         return {}
@@ -113,7 +114,7 @@ class _Proof:
         self.noise = NOISE
 
     def begin(self) -> str | None:
-        """Run the whole model; return a reason why it cannot be compared with a smaller one, or None."""
+        """Run the whole model once; return a reason for which it cannot be compared with a smaller one, or None."""
         try:
             self.whole = self._made(FULL, self.values)
             self.state = ModuleState(self.whole, self.submodels)
@@ -137,7 +138,7 @@ class _Proof:
             return False
 
     def refuted(self) -> dict[str, str]:
-        """Return the axes whose proof failed, each with the reason."""
+        """Return the axes that failed the comparison, each with the reason."""
         rest, found = list(self.submodels.axes), dict[str, str]()
         while failing := self._failing(rest):
             wrong = dict(self._halved(failing))

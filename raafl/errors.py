@@ -23,8 +23,8 @@ class BadInput(ValueError):
     """Raised for wrong input before training starts; its message is one line, meant for the user.
 
     Attributes:
-        field: name of the config field at fault, if the message should also give the line of the config file that sets
-            it; else empty.
+        field: name of the config field at fault; the message then gets the line of the config file that sets the field.
+            Empty = no line is added.
     """
 
     field: str | None = None
@@ -61,7 +61,7 @@ class TaskFailed(CodeFailed):
 
     @property
     def kind(self) -> tuple[int, str, str]:
-        """Key that equal failures in different batches share: (client or source line at fault, kind of error, source line)."""
+        """Key that is equal for equal failures, even in different batches: (client at fault, kind of error, source line)."""
         return self.client, self.error.partition(":")[0], self.error.rpartition("(")[2]
 
 

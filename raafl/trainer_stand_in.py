@@ -16,7 +16,7 @@ from raafl.optimizers import configure
 
 
 class NotInTask(AttributeError):
-    """Raised if a module reads an attribute of its trainer that a federated task lacks; `hasattr` then returns False."""
+    """Raised if a module reads an attribute of its trainer that does not exist in federated training; `hasattr` returns False."""
 
 
 OF_A_TASK = frozenset((

@@ -60,7 +60,7 @@ class CallbackHooks(RunHooks):
         self._raise()
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics with those that callbacks add; see `RunHooks.on_measured`."""
+        """Return the metrics together with metrics that the callbacks add; see `RunHooks.on_measured`."""
         view = self._seen()
         self._announce(version, now)
         earlier, view.version, view.time_s = (view.version, view.time_s), version, now

@@ -52,7 +52,6 @@ class Callback:
 
         Metrics that the method returns, or adds to ``metrics``, are recorded: they appear in metrics.csv and in
         loggers, and targets may name them.
-
         """
         return None
 

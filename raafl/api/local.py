@@ -21,7 +21,7 @@ _started: list[int] = []
 
 @contextmanager
 def local_ranks(num_clients: int | None) -> Iterator[None]:
-    """Return a context in which server and clients run: those of torchrun, or ``num_clients`` copies of this script.
+    """Return a context in which server and clients run: the ranks of torchrun, or ``num_clients`` copies of this script.
 
     The process of a client ends at the end of the context, by `SystemExit`.
 

@@ -155,7 +155,7 @@ class ModuleSpec:
 
     @property
     def is_made(self) -> bool:
-        """Whether a module object was given, whose weights are the initial ones."""
+        """Whether the user gave a module object, so that training starts from its weights."""
         return isinstance(self.given, nn.Module)
 
     def make(self, data: LightningDataModule) -> LightningModule:
@@ -219,7 +219,7 @@ def _check_function(name: str, value: object, which: str) -> None:
 
 
 def called(thing: object) -> str:
-    """Return the qualified name of a function or class; for another object, that of its class."""
+    """Return the qualified name of a function or class; for any other object, the name of its class."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     name = f"{named.__module__}.{named.__qualname__}"
     return name.removeprefix("builtins.")

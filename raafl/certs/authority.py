@@ -146,7 +146,7 @@ class Authority:
         return [issued for issued in mine if issued.valid]
 
     def issued(self) -> list[Issued]:
-        """Return all certificates that the authority has issued, those that expire first coming first."""
+        """Return all certificates that the authority has issued, in the order in which they expire."""
         path = self.folder / "revoked.crl"
         revoked = read_revoked(path, self.certificate) if path.is_file() else frozenset()
         found = []

@@ -49,7 +49,7 @@ def command(argv: list[str]) -> str:
 
 
 def parser(name: str = "") -> ArgumentParser:
-    """Return a parser for `raafl certs NAME`; without ``name``, a parser for all their options, for shell completion."""
+    """Return a parser for `raafl certs NAME`; without ``name``, a parser for the options of all `raafl certs` commands."""
     found = ArgumentParser(prog="raafl certs", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--folder", default="certs", type=Path)
     if name in ("init", ""):

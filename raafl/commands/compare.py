@@ -36,7 +36,7 @@ def compare(argv: Sequence[str]) -> str:
 def run(comparison: Comparison, options: Namespace) -> str:
     """Run, plan or verify a comparison; return the text to print.
 
-    Errors are those of `compare`.
+    It raises the same errors as `compare`.
     """
     left_out: list[str] = []
     if options.rows:

@@ -42,7 +42,7 @@ class Halving:
 class Search:
     """Search for the best settings of each row of a comparison.
 
-    Each row gets equally many trials, on other seeds and other data than those that are reported.
+    Each row gets equally many trials. These use seeds and data that the reported runs do not use.
 
     Attributes:
         grid: values to try, by option; a single row may have another grid in `rows`.
@@ -189,7 +189,8 @@ def read(path: Path, variant: str | None = None) -> Comparison:
 
     Args:
         path: path of the file.
-        variant: name of an entry of `variants` in the file, whose fields replace those of the file; None = no
+        variant: name of an entry of `variants` in the file, whose fields replace the fields of the same name; None = no
+            replacement.
             replacement.
 
     Raises:

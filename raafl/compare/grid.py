@@ -73,7 +73,8 @@ class GridMethod:
         name: label of its rows.
         options: options of all of its runs.
         tasks: further options for single tasks, by task.
-        search: values to try for options, by task; None = those of the task. All methods get equally many trials.
+        search: values to try for options, by task; None = the values that the task names. All methods get equally many
+            trials.
         about: description for readers, in one sentence.
     """
 

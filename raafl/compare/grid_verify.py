@@ -38,7 +38,7 @@ def verify_grid(
         seed: seed for drawing the runs.
 
     Raises:
-        BadInput: the file has no result, or that of another grid.
+        BadInput: the file has no result, or the result of another grid.
     """
     asked = _drawn(grid, load_grid(path), share, seed)
     runner = Runner(folder / "runs", jobs, False, lambda _: None)
@@ -100,7 +100,7 @@ def beside(whole: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Add the rows of another result for the same tasks, fleets and options; return a new result with ranks among all rows.
 
     Args:
-        whole: one's own result; its rows take precedence over those of the same method.
+        whole: one's own result; its rows take precedence over rows of the same method in the other result.
         path: file of the other result; its rows get a field `from`.
 
     Raises:

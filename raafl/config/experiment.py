@@ -296,7 +296,7 @@ class Experiment:
         return [Target.parse(text) for text in texts]
 
     def profiles(self) -> list[Profile]:
-        """Return the device profiles of all clients; entry i - 1 is that of client i."""
+        """Return the device profile of each client, in the order of client ids from 1."""
         most = self._memory_bytes()
         if self.devices is None or self.clients < 1:
             return [Profile(memory_bytes=most)] * max(self.clients, 0)

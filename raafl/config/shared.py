@@ -1,4 +1,4 @@
-"""Select the sections of a config that server and clients must have in common, and those that a client receives.
+"""Select the sections of a config that must be equal on server and clients, and the sections that a client receives.
 
 Fields that are null are left out of both where null is their default: so a field that a later version of raafl adds, null unless
 used, keeps nobody of an earlier version away.

@@ -140,7 +140,7 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user runs a config, for `is_trusted`; only done if the config needs this trust."""
+    """Record that this user has run a config, so that `is_trusted` accepts it later; only if the config needs that."""
     try:
         tree = _tree(config_yaml)
         _check_names(tree)

@@ -23,7 +23,7 @@ def catalogue() -> Mapping[str, Any]:
 
 
 def figures(name: str) -> dict[str, float]:
-    """Return the fields of a device profile; for a generator, those of its median device. Empty if the name is unknown."""
+    """Return the fields of a device profile, or for a generator the fields of its median device; empty if the name is unknown."""
     found = catalogue()
     if name in found["devices"]:
         return {field: float(found["devices"][name][field]["value"]) for field in FIGURES}
@@ -41,7 +41,7 @@ def watts(name: str) -> float | None:
 
 
 def is_drawn(name: str) -> bool:
-    """Check whether a name is that of a generator, which draws a different random device for each client."""
+    """Check whether a name means a generator, which draws a different random device for each client."""
     return name in catalogue()["generators"]
 
 

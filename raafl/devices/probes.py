@@ -22,7 +22,8 @@ class Probes:
 
     Attributes:
         best_s: shortest time of each workload so far.
-        product: number of FLOPs, bytes and operations of the matrix product; ``layer`` and ``tiny`` likewise.
+        product: number of FLOPs, bytes and operations of the matrix product; ``layer`` and ``tiny``: the same for the
+            others.
     """
 
     def __init__(

@@ -227,7 +227,7 @@ class Device(Profile):
 
     @property
     def profile(self) -> Profile:
-        """Profile of this device; for a generator, that of the first client."""
+        """Profile of this device; for a generator, the profile of the first client."""
         return self._drawn(0)
 
     def profiles(self) -> list[Profile]:

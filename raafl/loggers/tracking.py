@@ -40,7 +40,7 @@ _COLOURS = dict(zip(KINDS, ("#4269d0", "#b9b9c2", "#ff725c", "#efb118"), strict=
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """One evaluation, as loggers receive it.
+    """Data of one evaluation, to be passed to a logger.
 
     Attributes:
         version: version of the evaluated model.

@@ -37,7 +37,7 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SpanSink:
-    """Receiver of OpenTelemetry's trace spans.
+    """Destination to which OpenTelemetry's trace spans are sent.
 
     Attributes:
         provider: tracer provider of OpenTelemetry's SDK.

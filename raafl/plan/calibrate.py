@@ -165,7 +165,7 @@ def read_real(folder: Path, experiment: Experiment, base: Profile | None = None)
     Args:
         folder: folder of the run.
         experiment: settings of the run, from its config.
-        base: device profile for the predictions; None = that of each client when it joined.
+        base: device profile for the predictions; None = the profile with which each client joined.
 
     Raises:
         BadInput: the folder has no run on the wall clock, or no task of the run arrived.

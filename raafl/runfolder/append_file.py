@@ -66,7 +66,7 @@ class AppendFile(Generic[Item]):
 
     @property
     def num_unwritten(self) -> int:
-        """Number of rows that the file lacks, since they wait or were dropped."""
+        """Number of rows that the file lacks, since they could not be written yet or were dropped."""
         return len(self._kept) + self.num_dropped
 
     @property
@@ -99,7 +99,7 @@ class AppendFile(Generic[Item]):
             self.flush()
 
     def flush(self) -> None:
-        """Try again to write the rows that wait."""
+        """Try again to write the rows whose writing has failed."""
         if self._file.closed:
             return
         self._tried_s = time.monotonic()

@@ -89,7 +89,7 @@ class ChainCheck:
 
     @property
     def next_head(self) -> str:
-        """Hash from which that of the next row is computed."""
+        """Hash of the last row, from which the next row's hash will be computed."""
         return self._before.hexdigest() if 0 < self.num_unlinked == self.num_rows else self.head
 
 

@@ -60,7 +60,7 @@ class Undone:
 
     @property
     def num_events(self) -> int:
-        """Number of events so far that still count."""
+        """Number of events so far, without events that no longer count since the run was resumed."""
         return len(self._events)
 
     def __contains__(self, number: int) -> bool:
@@ -109,7 +109,7 @@ class JournalReader:
 
     @property
     def num_events(self) -> int:
-        """Number of events that still count.
+        """Number of events, without events that no longer count since the run was resumed.
 
         Raises:
             ValueError: a row is damaged or has a field of the wrong type.

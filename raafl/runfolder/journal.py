@@ -203,7 +203,7 @@ class RunFolder:
         self._events.gap(num_rows)
 
     def flush(self) -> None:
-        """Try again to write rows of all files that could not be written."""
+        """Try again to write the rows, of all files, whose writing has failed."""
         for file in (self._events, self._metrics, self._clients):
             file.flush()
 

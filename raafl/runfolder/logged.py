@@ -35,7 +35,7 @@ def logged_values(update: Update) -> dict[str, float]:
 
 
 def column_of(name: str) -> str:
-    """Return the column of metrics.csv for the mean of a value that `training_step` logs; its plain name may be a metric."""
+    """Return the name of the column in metrics.csv for the mean of a value that `training_step` logs."""
     return name if name.startswith(TRAIN.rstrip("/")) else TRAIN + name
 
 
@@ -93,7 +93,7 @@ class LoggedMeans:
         return {"names": dict(self._names), "open": _copied(self._open), "closed": closed}
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Restore the state from the result of `save`."""
+        """Restore the means from the result of `save`."""
         self._names |= data["names"]
         self._open = _copied(data["open"])
         self._closed = [(version, _copied(sums)) for version, sums in data["closed"]]

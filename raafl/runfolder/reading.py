@@ -44,7 +44,7 @@ _TASK_NUMBERS = tuple(name for name in (*CLIENT_COLUMNS, *MEMORY_COLUMNS) if nam
 
 @dataclass(slots=True)
 class ClientRecord:
-    """A client, as described by the journal.
+    """Information about a client from the journal of a run.
 
     Attributes:
         profile: fields of its device profile; infinite speeds are None.
@@ -100,7 +100,7 @@ class Tasks:
         return dict(zip(clients.tolist(), np.split(order, starts[1:]), strict=True)) if len(clients) else {}
 
     def are(self, kind: str) -> npt.NDArray[np.bool_]:
-        """Return a mask `(len,)` of the tasks with this kind of outcome, such as "refused"."""
+        """Return a mask `(len,)` of the tasks whose outcome is of this kind, such as "refused"."""
         found: npt.NDArray[np.bool_] = self.kind == KINDS.index(kind)
         return found
 
@@ -175,7 +175,7 @@ def number(value: object) -> float:
 
 
 def read(path: Path) -> RecordedRun:
-    """Read a run folder as far as possible.
+    """Read the content of a run folder; the result has notes about files that are missing or damaged.
 
     Raises:
         BadInput: there is no run folder at ``path``.

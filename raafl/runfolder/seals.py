@@ -85,7 +85,7 @@ class TableDigest:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """State of journal and tables at one moment, for a seal.
+    """State of journal and tables at one moment, for a seal (a signed entry with their hashes).
 
     Attributes:
         rows: number of rows in the journal.
@@ -183,7 +183,7 @@ class SealFile:
                     os.close(descriptor)
 
     def flush(self) -> None:
-        """Try again to write the seals that wait."""
+        """Try again to write the seals whose writing has failed."""
         self._file.flush()
 
     def close(self) -> None:

@@ -203,7 +203,7 @@ class RunStatistics:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Restore the state from the result of `save`."""
+        """Restore the figures from the result of `save`."""
         self._open = (data["open"], set())
         self._shares, self._memory = list(data["shares"]), list(data["memory"])
         self._since.update(data["since"])

@@ -41,7 +41,7 @@ class Identity:
 
     @classmethod
     def of(cls, submodels: Submodels, config: Mapping[str, str] | None = None) -> Self:
-        """Return the identity of this process."""
+        """Compute the identity of this process from its model and config."""
         base = submodels.base
         digest = None if base is None else base.digest
         return cls(submodels.layout().fingerprint, digest, config, __version__, PROTOCOL)

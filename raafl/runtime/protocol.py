@@ -53,7 +53,7 @@ PRECISIONS: Final = ("32-true", "32", "bf16-mixed")
 
 
 def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
-    """Function to pass as `raafl.transport.Expect` for a message without tensors; arguments as for `raafl.transport.Expect`."""
+    """Callback for `Connection.recv` that accepts a message without tensors; arguments as for `raafl.transport.Expect`."""
 
 
 # ---- records, in the order of a session ----

@@ -51,7 +51,7 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
 
     Args:
         row: row of the journal.
-        series: recorded series of device profiles in earlier rows, by digest; those of this row are added.
+        series: recorded series of device profiles in earlier rows, by digest; series in this row are added.
 
     Returns:
         The event; None if the row is not an event.

@@ -142,7 +142,7 @@ class Header:
 
     @property
     def frame_bytes(self) -> int:
-        """Number of bytes of the whole frame."""
+        """Number of bytes of the whole message, header included."""
         footer = FOOTER_BYTES if self.payload_bytes else 0
         return HEADER_BYTES + self.json_bytes + self.payload_bytes + footer
 

@@ -50,7 +50,8 @@ WATCHDOG = {
 def identity(device: torch.device) -> str:
     """Return a text that identifies a device: for a GPU its machine and bus id, for any other device its type.
 
-    NCCL refuses to join two devices with the same id: parts of one GPU (MIG), and processes that share one (MPS).
+    NCCL cannot connect two processes whose devices have the same id: parts of one GPU (MIG), or one GPU shared by both
+    (MPS).
     """
     if device.type != "cuda":
         return device.type

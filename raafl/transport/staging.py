@@ -25,7 +25,7 @@ NUM_STAGED, NUM_AHEAD = 6, 2
 
 
 def chunks(tensors: FlatTensors) -> Iterator[Tensor]:
-    """Yield 1-D views of at most `CHUNK_BYTES` of the tensors, in the order in which they are sent."""
+    """Split tensors into 1-D views of at most `CHUNK_BYTES` each; yield these in the order in which they are sent."""
     for dtype, _ in declared(tensors):
         yield from torch.split(tensors.buffers[dtype].detach(), CHUNK_BYTES // dtype.itemsize)
 

@@ -127,7 +127,7 @@ class GroupSums:
         return wait
 
     def spread(self, tensor: Tensor) -> None:
-        """Replace a tensor in all processes by that of process 0 (broadcast)."""
+        """Copy the tensor of process 0 into that of all other processes (broadcast)."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         if tensor.is_cuda and self._nccl is not None:

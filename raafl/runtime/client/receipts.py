@@ -171,7 +171,7 @@ class Receipts:
                 gone.unlink()
 
     def close(self) -> None:
-        """Finish writing, and end the thread."""
+        """Finish writing the receipts, and end the thread that writes them."""
         self._writer.shutdown()
         self._file.close()
 

@@ -45,8 +45,8 @@ class Client:
     """Client on one connection to a server: receives tasks, trains them and sends the updates.
 
     One thread always receives, so that a stop message or a broken connection interrupts the present task, whose result
-    is no longer needed. The other thread trains and sends. During a task the server sends only stop and keepalive
-    messages, and those of a split task.
+    is no longer needed. The other thread trains and sends. During a task the server sends nothing but stop and
+    keepalive messages, and replies if the task is split between client and server.
 
     Attributes:
         unsent: id of a task whose answer could not be sent; None = none.

@@ -81,7 +81,7 @@ class Executor(ABC):
         return evaluator(values)
 
     def counted(self) -> dict[str, Any]:
-        """Return statistics of how tasks were trained, for `summed`; empty if tasks are trained one by one."""
+        """Return statistics of how tasks were trained, to be combined by `summed`; empty if tasks are trained one by one."""
         return {}
 
     def report(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class BatchedExecutor(Executor):
         return 1 if is_left else max(self._cap(assignment.spec), 1)
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
-        """Store the task until its result, or that of a similar task, is requested; see `Executor.submit`."""
+        """Store the task until its result or the result of a similar task is requested; see `Executor.submit`."""
         kind = self._kinds[assignment.id] = _kind(assignment)
         self._waiting[kind][assignment.id] = Member(assignment, snapshot, self._data(assignment.client))
         if self._refusal is None and (kind not in self._standing or self._standing[kind].reason is None):

@@ -138,7 +138,7 @@ class StatisticsHookList(HookList):
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
         """Call each observer for a checkpoint; see `RunHooks.on_checkpoint`.
 
-        At the end of a run it contains the final model's statistics, earlier those of the last evaluation.
+        At the end of a run these are the statistics of the final model, earlier of the last evaluated model.
         """
         with self._filler.filled(coordinator.state.values, anew=coordinator.finished is not None):
             super().on_checkpoint(coordinator, version, clock)

@@ -90,7 +90,10 @@ class HandedOver(Exception):
 
 
 class SessionLink:
-    """Connections of one session, one after another. `renew` runs on the session's thread, `offer` in the main loop."""
+    """Connection of a session to its client that can be replaced: if it breaks, the session continues on the client's next one.
+
+    `renew` runs on the session's thread, `offer` in the main loop.
+    """
 
     def __init__(
         self, client: int, incarnation: int, put: Callable[[LinkStep], None], resume_s: float,
@@ -163,7 +166,7 @@ class SessionLink:
             return True
 
     def end(self) -> None:
-        """Accept no further connection, and close those that wait."""
+        """Accept no further connection, and close connections that are waiting to be accepted."""
         with self._lock:
             self._has_ended = True
         while not self._next.empty():

@@ -125,7 +125,7 @@ class SecureSession:
         self._keep_alive, self._every_s, self._since = keep_alive, every_s, time.monotonic()
 
     def run(self, assignment: Assignment) -> None:
-        """Exchange all messages of a task with its client; the update is reported elsewhere, with those of the group.
+        """Exchange all messages of a task with its client. The update itself is reported by `SecureAggregator`.
 
         Args:
             assignment: task of the client.

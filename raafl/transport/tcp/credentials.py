@@ -69,7 +69,9 @@ class TlsFiles:
 
     @classmethod
     def find(cls, folder: Path, *, server: bool, given: dict[str, str | None]) -> TlsFiles:
-        """Return the certificate files; those that the user has not named are taken from the folder of `raafl certs`.
+        """Return the paths of the certificate files.
+
+        A path that the user has not given is looked up in the folder of `raafl certs`.
 
         Args:
             folder: folder in which `raafl certs` has stored its files.

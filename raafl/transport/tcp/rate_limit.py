@@ -22,14 +22,14 @@ class TokenBucket:
         self._lock = threading.Lock()
 
     def take(self, client: int) -> bool:
-        """Take one token of ``client``; return False if it has none left, so that its connection should be refused."""
+        """Use up one of the client's tokens, which allow it to connect; return False if it has none left."""
         with self._lock:
             left, now = self._now(client)
             self._left[client] = (left - 1 if left >= 1 else left, now)
             return left >= 1
 
     def has(self, client: int) -> bool:
-        """Check whether ``client`` has a token left."""
+        """Check whether the client has a token left, so that it may connect now."""
         with self._lock:
             return self._now(client)[0] >= 1
 

@@ -87,7 +87,7 @@ class ResumableConnection(Connection):
 
     @property
     def is_unconfirmed(self) -> bool:
-        """Whether it is unknown if the last task message arrived at the peer."""
+        """Whether the peer has not yet confirmed the last task message."""
         return self._last is not None
 
     def send(self, message: Message, timeout_s: float | None = None) -> int:

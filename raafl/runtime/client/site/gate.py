@@ -61,7 +61,7 @@ class PolicyRefusal(RunFailed):
 
 
 class Gate:
-    """Gate of a client without a policy, which allows everything."""
+    """Gate that checks tasks against the policy of a client's site; this base class has no policy and allows everything."""
 
     stopped: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the task at hand is no longer wanted; set by the client."""

@@ -41,7 +41,10 @@ def written(result: dict[str, Any]) -> str:
         f"`{(result['commit'] or 'unknown')[:8]}`: mean over {seeds} seeds ± half of its 95 % interval."
     )
     missing = (
-        ["These rows have not been run; the command without `--rows` runs them:", "\n".join(f"- {label}" for label in result["not_run"])]
+        [
+            "These rows have not been run; the command without `--rows` runs them:",
+            "\n".join(f"- {label}" for label in result["not_run"]),
+        ]
         if result.get("not_run")
         else []
     )

@@ -41,8 +41,8 @@ def rows(text: str) -> Rows:
     """Return the devices of a fleet, as entries of a device file.
 
     Args:
-        text: `fleet:NAME`, `fleet:NAME/SLOWER` or `fleet:NAME/SLOWER/LINKS_SLOWER` (SLOWER divides all speeds), or
-            `flhetbench:DEVICES-STATES:FOLDER`.
+        text: `fleet:NAME`; `fleet:NAME/SLOWER` or `fleet:NAME/SLOWER/LINKS_SLOWER`, with divisors for the computing
+            and link speeds; or `flhetbench:DEVICES-STATES:FOLDER`.
 
     Raises:
         ValueError: there is no such fleet, a number is not above 0, or the folder has no copy of FLHetBench.

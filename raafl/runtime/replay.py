@@ -57,7 +57,7 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
         The event; None if the row is not an event.
 
     Raises:
-        BadInput: raafl does not write such rows.
+        BadInput: the row was not written by raafl.
     """
     if row.get("event") not in EVENTS:
         return None

@@ -238,8 +238,11 @@ def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_st
             rows.append({
                 "model": model, "rate": row["rate"], "window": row["window"], "seconds": row["seconds"],
                 "time": whole["seconds"], "predicted time": whole["predicted_seconds"],
-                "memory": whole["peak_bytes"], "predicted memory": whole["predicted_bytes"],
+                "memory": whole["peak_bytes"], "predicted memory": whole["predicted_bytes"], "kernels": row["kernels"],
+                "predicted seconds": row["predicted_seconds"],
             })  # fmt: skip
+        flops_per_s, bytes_per_s, launch_s = probes.speeds()
+        rows.append({"model": model, "flops_per_s": flops_per_s, "bytes_per_s": bytes_per_s, "launch_s": launch_s})
     return rows
 
 

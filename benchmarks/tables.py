@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from raafl.compare.grid_result import cell_table
+from raafl.compare.provenance import machine_name
 from raafl.compare.tables import Cells, cells, sentences, short, time_cell
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,7 @@ def written(result: dict[str, Any]) -> str:
     seeds = max(len(row["seeds"]) for row in result["rows"])
     shown = "\n".join(f"- {line}" for line in sentences(result["rows"], result["reference"], result["metric"]))
     source = (
-        f"`raafl compare {_file_of(result['name'])}`, {result['date'][:10]}, {result['hardware']['processor']}, commit "
+        f"`raafl compare {_file_of(result['name'])}`, {result['date'][:10]}, {machine_name(result['hardware'])}, commit "
         f"`{(result['commit'] or 'unknown')[:8]}`: mean over {seeds} seeds ± half of its 95 % interval."
     )
     missing = (
@@ -74,7 +75,7 @@ def task_of(result: dict[str, Any], task: str) -> str:
     missing = sum(len(seeds) for cell in cells.values() for seeds in cell["not_run"].values())
     verdicts = [row["accepted"] for row in rows.values()]
     grid = f"benchmarks/unequal/{result['name'].removeprefix('unequal-')}.yaml"
-    made = f"{result['date'][:10]}, {result['hardware']['processor']}, commit `{(result['commit'] or 'unknown')[:8]}`"
+    made = f"{result['date'][:10]}, {machine_name(result['hardware'])}, commit `{(result['commit'] or 'unknown')[:8]}`"
     source = f"`raafl compare {grid}`, {made}.\nMedian over {len(result['seeds'])} seeds."
     source += f"\nNot run yet: {missing} of the runs." if missing else ""
     source += f"\nAccepted: {verdicts.count(True)} of {len(verdicts)} rows; refused: {verdicts.count(False)}."

@@ -5,10 +5,12 @@ Imports no torch, so that whoever needs one of these alone pays for nothing else
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import platform
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 import raafl
 
 _PACKAGES = ("torch", "lightning", "numpy")
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def provenance() -> dict[str, Any]:
@@ -25,7 +28,12 @@ def provenance() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "code_digest": code_digest(),
-        "hardware": {"processor": processor(), "system": platform.system(), "machine": platform.machine()},
+        "hardware": {
+            "processor": processor(),
+            "gpus": gpus(),
+            "system": platform.system(),
+            "machine": platform.machine(),
+        },
         "versions": {"python": platform.python_version(), "raafl": raafl.__version__}
         | {name: metadata.version(name) for name in _PACKAGES},
     }
@@ -38,6 +46,21 @@ def processor() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def gpus(folder: Path = _GPUS) -> list[str]:
+    """Return the model names of this machine's NVIDIA GPUs, which the driver keeps in files below a folder."""
+    found = []
+    for path in sorted(folder.glob("*/information")):
+        with contextlib.suppress(OSError):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return found
+
+
+def machine_name(hardware: Mapping[str, Any]) -> str:
+    """Return the processor and the GPUs of a result's machine in words, as "Intel(R) Xeon(R) Processor, NVIDIA H200"."""
+    return ", ".join([hardware["processor"], *hardware.get("gpus", [])])
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any
 
 from raafl.atomic_file import atomic_file
 from raafl.compare.comparison import Comparison
-from raafl.compare.provenance import provenance
+from raafl.compare.provenance import machine_name, provenance
 from raafl.compare.results import differences, gains, measure, summarize
 from raafl.compare.runs import Outcome
 from raafl.compare.search import Trial
@@ -120,7 +120,7 @@ def _page(found: Mapping[str, Any], table: Sequence[Sequence[str]], groups: Sequ
     commands = "".join(f"<pre>{escaped(run['command'])}</pre>" for row in found["rows"] for run in row["runs"][:1])
     bottom = f'{searched}<section id="commands"><h2>Commands</h2>{commands}</section>'
     title = f"{found['name']}: {len(found['rows'])} rows"
-    subtitle = f"raafl compare, {found['date'][:10]}, {found['hardware']['processor']}, commit {found['commit']}"
+    subtitle = f"raafl compare, {found['date'][:10]}, {machine_name(found['hardware'])}, commit {found['commit']}"
     return page(title, subtitle, top, [curves(groups)], bottom, {"commands": "Commands"})
 
 

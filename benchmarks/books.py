@@ -24,7 +24,7 @@ from raafl.local.failure import attempt
 from raafl.runfolder import growing_files
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import JournalRow
-from raafl.runtime.client.receipts import SiteBooks, receipt_of
+from raafl.runtime.client.receipts import SiteReceipts, receipt_of
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.setup import build
 from raafl.runtime.site_audit import retrain
@@ -86,7 +86,7 @@ def site(num_tasks: int, num_steps: int, share: float) -> Row:
             books = setup.receipts.folder
         receipts.append(time.process_time() - start)
         start = time.process_time()
-        again = retrain(SiteBooks.read(books), setup, share)
+        again = retrain(SiteReceipts.read(books), setup, share)
         audit.append(time.process_time() - start)
         assert not again.findings
     more = statistics.median((b - a) / a for a, b in zip(trained, receipts, strict=True))

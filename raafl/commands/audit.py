@@ -21,7 +21,7 @@ from raafl.sanitize import sanitize_text
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from raafl.runtime.client.receipts import SiteBooks
+    from raafl.runtime.client.receipts import SiteReceipts
 
 
 def parser() -> ArgumentParser:
@@ -92,7 +92,7 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
 class _Site:
     """Receipts of a site, and the server's keys in them."""
 
-    books: SiteBooks
+    books: SiteReceipts
     keys: list[str]
 
     def audit(
@@ -142,10 +142,10 @@ def _sites(folders: Sequence[Path]) -> list[_Site]:
     if not folders:
         return []
     with quick_imports():
-        from raafl.runtime.client.receipts import SiteBooks
+        from raafl.runtime.client.receipts import SiteReceipts
         from raafl.runtime.site_audit import server_keys
 
-    return [_Site(site, server_keys(site.receipts)) for site in map(SiteBooks.read, folders)]
+    return [_Site(site, server_keys(site.receipts)) for site in map(SiteReceipts.read, folders)]
 
 
 def _replay(folder: Path, options: Any, result: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ def replay(
         "equal": None if wanted is None else digest == wanted,
         "model_digest": digest,
         "recorded_digest": wanted,
-        "parted_at": None if played.parting is None else played.parting.to_json(),
+        "parted_at": None if played.first_difference is None else played.first_difference.to_json(),
         "events": played.num_events,
         "versions": parts.coordinator.state.version,
         "differences": differences(begun.get("conditions", {}), found),

@@ -22,7 +22,7 @@ from raafl.report.page import escaped, folded, page, shown, table_html
 from raafl.report.static import check_figure, draw
 from raafl.report.submodels import axes, regions, specs, staleness
 from raafl.report.timeline import time_spent, timeline
-from raafl.runfolder.books import doubt
+from raafl.runfolder.books import signature_warning
 from raafl.runfolder.reading import RecordedRun, read
 from raafl.units import size
 
@@ -132,7 +132,7 @@ def _deal_out(run: RecordedRun, *, trusted: bool) -> FederatedData:
 
 def _top(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:
     parts: list[str] = []
-    books = {id(run): [line] if (line := doubt(run.path)) is not None else [] for run in runs}
+    books = {id(run): [line] if (line := signature_warning(run.path)) is not None else [] for run in runs}
     notes_of = {id(run): [*books[id(run)], *overview.notes_of(run)] for run in runs}
     noted = [f"<li>{escaped(run.name)}: {escaped(note)}</li>" for run in runs for note in notes_of[id(run)]]
     notes = f'<div class="notes"><ul>{"".join(noted[:60])}</ul></div>' if noted else ""

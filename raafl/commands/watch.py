@@ -15,7 +15,7 @@ from raafl.config.argv import options_of
 from raafl.config.options import MODES
 from raafl.errors import BadInput
 from raafl.object_store import is_url
-from raafl.runfolder.books import doubt
+from raafl.runfolder.books import signature_warning
 from raafl.runfolder.tail import RunTail
 from raafl.units import duration
 from raafl.watch.progress import Progress
@@ -81,7 +81,7 @@ def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:
         found = {"run": str(path), **plain(watched.state.snapshot(None)), "silent_s": silent_s}
         if found["state"] == "running" and silent_s > SILENT_S:
             found["state"] = "silent"
-        more = {"damaged_lines": watched.num_damaged, "books": doubt(path)}
+        more = {"damaged_lines": watched.num_damaged, "books": signature_warning(path)}
         file.write(json.dumps(found | more) + "\n")
         return
     progress = Progress(mode, file)
@@ -119,7 +119,7 @@ def _follow(path: Path, progress: Progress, sleep: Callable[[float], None]) -> N
 
 def _note_books(path: Path, progress: Progress) -> None:
     """Note that the run's books are unsigned or altered, if they are."""
-    if (line := doubt(path)) is not None:
+    if (line := signature_warning(path)) is not None:
         progress.note(line)
 
 

@@ -60,7 +60,7 @@ class Books:
         return f"books: {SIGNED} by {key_name(self.key)}, {self.num_signed} of {self.num_rows} journal rows"
 
 
-def doubt(folder: Path) -> str | None:
+def signature_warning(folder: Path) -> str | None:
     """Return a line about a run whose records are unsigned or changed; None if they are signed, or there are none yet.
 
     Large files (checkpoints, model, config and summary) are not read.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from raafl.errors import BadInput
-from raafl.runfolder.schema import CONFIG, EVENTS, JOURNAL, SUMMARY, JournalRow, Summary, misfits
+from raafl.runfolder.schema import CONFIG, EVENTS, JOURNAL, SUMMARY, JournalRow, Summary, wrong_fields
 from raafl.sanitize import sanitize_text, sanitize_tree
 
 
@@ -31,11 +31,11 @@ def read_summary(folder: Path) -> Summary | None:
         return None
     if not isinstance(found, dict):
         return None
-    wrong = misfits(found, Summary)
+    wrong = wrong_fields(found, Summary)
     return cast(Summary, {name: value for name, value in found.items() if name not in wrong})
 
 
-class Undone:
+class RolledBackLines:
     """Set of journal lines, numbered from 0, that no longer count since the run was resumed from an earlier point."""
 
     def __init__(self) -> None:
@@ -118,10 +118,10 @@ class JournalReader:
         return self._undone.num_events
 
     @cached_property
-    def _undone(self) -> Undone:
-        undone = Undone()
+    def _undone(self) -> RolledBackLines:
+        undone = RolledBackLines()
         for number, row in enumerate(self.written(), 1):
-            for name in misfits(row, JournalRow):
+            for name in wrong_fields(row, JournalRow):
                 raise ValueError(f"{JOURNAL}:{number}: {name} is {row.get(name)!r:.60}; the journal was changed")
             undone.add(row.get("event"), row.get("kept"))
         return undone

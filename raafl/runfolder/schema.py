@@ -248,7 +248,7 @@ class Summary(TypedDict, total=False):
     warnings: list[str]
 
 
-def misfits(row: Mapping[str, Any], kind: type) -> list[str]:
+def wrong_fields(row: Mapping[str, Any], kind: type) -> list[str]:
     """Return the fields of a row whose values do not have the types that ``kind``, a record of this module, declares.
 
     Unknown fields are ignored.

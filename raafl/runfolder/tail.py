@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar, cast
 
-from raafl.runfolder.events import Undone, read_summary
-from raafl.runfolder.schema import CLIENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary, misfits
+from raafl.runfolder.events import RolledBackLines, read_summary
+from raafl.runfolder.schema import CLIENTS, GROWING, JOURNAL, METRICS, SUMMARY, JournalRow, Summary, wrong_fields
 from raafl.sanitize import sanitize_tree
 
 _RESUMED = '"resumed"'
@@ -111,7 +111,7 @@ class RunTail(Generic[R]):
 
     def look(self) -> bool:
         """Read new rows and pass them to the reader; return whether there were any."""
-        undone = Undone()
+        undone = RolledBackLines()
         while True:
             try:
                 news = self._take_events(undone)
@@ -137,7 +137,7 @@ class RunTail(Generic[R]):
                 raise _WrittenAnew
             yield from lines
 
-    def _take_events(self, undone: Undone) -> bool:
+    def _take_events(self, undone: RolledBackLines) -> bool:
         at, number = self._clock() - self.silent_s, -1
         for number, line in enumerate(self._new(JOURNAL)):
             if number >= undone.num_lines and _RESUMED in line:
@@ -158,7 +158,7 @@ class RunTail(Generic[R]):
             row = sanitize_tree(json.loads(line))
         except (ValueError, RecursionError):
             row = None
-        if not isinstance(row, dict) or misfits(row, JournalRow):
+        if not isinstance(row, dict) or wrong_fields(row, JournalRow):
             self.num_damaged += 1
             return None
         return cast(JournalRow, row)
@@ -192,9 +192,9 @@ class RunTail(Generic[R]):
         return True
 
 
-def _undone(journal: Path) -> Undone:
+def _undone(journal: Path) -> RolledBackLines:
     """Return which journal lines were rolled back, without parsing most of them as JSON."""
-    new_lines, undone = NewLines(journal), Undone()
+    new_lines, undone = NewLines(journal), RolledBackLines()
     while lines := new_lines.lines():
         for line in lines:
             kind = _KIND.search(line)

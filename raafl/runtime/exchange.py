@@ -94,7 +94,7 @@ class Questions:
         self._is_asking = False
         return None if self._expected is None else FlatTensors.empty(self._expected, self._reply_device)
 
-    def hear(self, meta: Meta, tensors: FlatTensors | None) -> None:
+    def deliver(self, meta: Meta, tensors: FlatTensors | None) -> None:
         """Pass the server's reply to the task that waits for it."""
         self._replies.put((meta, tensors))
 

@@ -27,7 +27,7 @@ from raafl.submodel import FlatTensors
 
 
 @dataclass
-class Parting:
+class FirstDifference:
     """The first difference between a replay and its recording.
 
     Attributes:
@@ -74,12 +74,12 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
 class Replay:
     """Replay of a run: passes the events in a journal to a new coordinator, and compares the results.
 
-    Attribute ``parting`` is the first difference from the recording, or None.
+    Attribute ``first_difference`` is the first difference from the recording, or None.
     """
 
     coordinator: Coordinator
     executor: Executor
-    parting: Parting | None = None
+    first_difference: FirstDifference | None = None
     num_events: int = 0
     now: float = 0.0
     _out: dict[int, tuple[Assignment, FlatTensors]] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class Replay:
             assignment = action.assignment
             snapshot = self._snapshots.cut(assignment)
             self._out[assignment.id] = (assignment, snapshot)
-            if self.parting is None:
+            if self.first_difference is None:
                 self._expected.append(assignment)
             needed = order.get(assignment.id)
             if needed is not None:
@@ -135,7 +135,7 @@ class Replay:
 
     def _check_assigned(self, row: JournalRow) -> None:
         """Compare the assignment that was recorded with the one that came out now."""
-        if self.parting is not None:
+        if self.first_difference is not None:
             return
         assignment = self._expected.popleft() if self._expected else None
         wanted = (row["id"], row["client"], row["version"], row["spec"], row["seed"])
@@ -143,7 +143,9 @@ class Replay:
         if assignment is not None:
             found = (assignment.id, assignment.client, assignment.version, assignment.spec.to_json(), assignment.seed)
         if found != wanted:
-            self.parting = Parting(self.num_events, "assignment (id, client, version, spec, seed)", wanted, found)
+            self.first_difference = FirstDifference(
+                self.num_events, "assignment (id, client, version, spec, seed)", wanted, found
+            )
 
     def _arrived(self, row: JournalRow) -> Arrived:
         """Train the task that was answered, unless the answer was refused for what it was."""
@@ -176,9 +178,9 @@ class Replay:
             self._groups.encode(assignment, update, group.scale)
             update.group = group
         fingerprint = update.tensors.fingerprint()
-        if self.parting is None and row["fingerprint"] not in ("", None, fingerprint):
+        if self.first_difference is None and row["fingerprint"] not in ("", None, fingerprint):
             what = f"update of client {row['client']} for assignment {number}"
-            self.parting = Parting(self.num_events + 1, what, row["fingerprint"], fingerprint)
+            self.first_difference = FirstDifference(self.num_events + 1, what, row["fingerprint"], fingerprint)
         return Arrived(update)
 
     def _exchanges(self, assignment: Assignment) -> bool:

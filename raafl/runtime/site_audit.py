@@ -16,7 +16,7 @@ from raafl.local.train import LocalTrainer
 from raafl.runfolder.books import Books
 from raafl.runfolder.events import JournalReader
 from raafl.runfolder.schema import JournalRow
-from raafl.runtime.client.receipts import Receipt, SiteBooks, read_inputs
+from raafl.runtime.client.receipts import Receipt, SiteReceipts, read_inputs
 from raafl.runtime.client.setup import ClientSetup
 from raafl.runtime.fields import SignedHead
 from raafl.runtime.lifecycle.environment import differences
@@ -31,7 +31,7 @@ def server_keys(receipts: Sequence[Receipt]) -> list[str]:
     return sorted({key for key in keys if key})
 
 
-def compare(site: SiteBooks, run: Path, books: Books) -> tuple[list[str], list[str]]:
+def compare(site: SiteReceipts, run: Path, books: Books) -> tuple[list[str], list[str]]:
     """Compare a site's receipts with the journal of a run; return errors found, and remarks on what cannot be checked.
 
     Args:
@@ -110,7 +110,7 @@ class Retrained:
     findings: list[str]
 
 
-def retrain(site: SiteBooks, setup: ClientSetup, share: float) -> Retrained:
+def retrain(site: SiteReceipts, setup: ClientSetup, share: float) -> Retrained:
     """Repeat some of a site's training tasks from the inputs that it stored, and compare the results.
 
     Args:
@@ -146,6 +146,6 @@ def _problem_of_task(receipt: Receipt, path: Path, setup: ClientSetup) -> str | 
     return None if found == receipt.trained else f"trained again it gives {found}, the site had {receipt.trained}"
 
 
-def site_notes(site: SiteBooks, here: dict[str, Any]) -> list[str]:
+def site_notes(site: SiteReceipts, here: dict[str, Any]) -> list[str]:
     """Describe each condition (version, hardware, setting) that differs here from the site's run, a line each."""
     return [f"{line}: tasks trained again need not give the same bits" for line in differences(site.conditions, here)]

@@ -61,7 +61,7 @@ def assert_replays(made, real):
     replay = Replay(parts.coordinator, executor)
     replay.run(real.events())
     executor.close()
-    assert replay.parting is None and parts.coordinator.state.values.model_digest() == real.digest
+    assert replay.first_difference is None and parts.coordinator.state.values.model_digest() == real.digest
 
 
 def test_an_update_that_is_damaged_on_its_way_moves_its_clients_residual(tmp_path, monkeypatch):

@@ -117,7 +117,7 @@ def test_a_client_that_is_kept_out_in_a_simulation_comes_back_and_the_run_replay
     with closing(make_executor(parts, 1)) as executor:
         played = Replay(parts.coordinator, executor)
         played.run(read_run(folder)[0])
-    assert played.parting is None and parts.coordinator.state.values.model_digest() == whole.digest
+    assert played.first_difference is None and parts.coordinator.state.values.model_digest() == whole.digest
 
 
 class Broken(Full):

@@ -16,7 +16,7 @@ from raafl.runfolder.books import check_books
 from raafl.runfolder.chain import START, link, unlink
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.signing import Signer
-from raafl.runtime.client.receipts import SiteBooks
+from raafl.runtime.client.receipts import SiteReceipts
 from raafl.runtime.site_audit import compare, server_keys
 from tests.helpers import cached_models
 from tests.helpers.joining_clients import SERVER, remote
@@ -76,7 +76,7 @@ def rewrite(run, change):
 
 def test_receipts_fit_the_journal_and_one_head_came_with_each(recorded, run):
     for client, folder in recorded[1].items():
-        site = SiteBooks.read(folder)
+        site = SiteReceipts.read(folder)
         assert site.findings == [] and len(site.receipts) >= 3 and site.client == client
         keys = server_keys(site.receipts)
         books = check_books(run, keys=keys, heads=True)
@@ -94,16 +94,16 @@ def test_an_operator_who_rewrites_and_signs_the_books_anew_is_found_by_each_site
 
     rewrite(run, change)
     assert check_books(run).findings == []  # the operator's own books are in order
-    findings, _ = compare(SiteBooks.read(recorded[1][1]), run, check_books(run, heads=True))
+    findings, _ = compare(SiteReceipts.read(recorded[1][1]), run, check_books(run, heads=True))
     assert "assignment 1 of client 1: the journal records another update than the site sent" in findings
-    findings, _ = compare(SiteBooks.read(recorded[1][2]), run, check_books(run, heads=True))
+    findings, _ = compare(SiteReceipts.read(recorded[1][2]), run, check_books(run, heads=True))
     assert findings and all(
         "the journal was rewritten since" in line and "its signature proves" in line for line in findings
     )
 
 
 def test_an_update_that_a_site_never_sent_and_an_assignment_that_it_never_got_are_named(recorded, run):
-    site = SiteBooks.read(recorded[1][1])
+    site = SiteReceipts.read(recorded[1][1])
     second, third = site.receipts[1].assignment["id"], site.receipts[2].assignment["id"]
 
     def change(row):
@@ -117,7 +117,7 @@ def test_an_update_that_a_site_never_sent_and_an_assignment_that_it_never_got_ar
     findings, _ = compare(site, run, check_books(run, heads=True))
     assert f"assignment {second} of client 1: the site sent an update, the journal has none" in findings
     assert f"assignment {third} of client 1: the journal records another assignment than the site was sent" in findings
-    findings, _ = compare(SiteBooks.read(recorded[1][2]), run, check_books(run, heads=True))
+    findings, _ = compare(SiteReceipts.read(recorded[1][2]), run, check_books(run, heads=True))
     assert any(f"assignment {second} of client 2: the journal has an update" in line for line in findings)
 
 
@@ -135,7 +135,7 @@ def test_a_site_trains_its_tasks_again_and_finds_the_one_that_was_computed_wrong
     code, found = audit(capsys, run, recorded[1][2])
     (finding,) = found["findings"]
     assert code == 1 and "of client 2: trained again it gives" in finding
-    wrong = next(one for one in SiteBooks.read(recorded[1][2]).receipts if one.assignment["task"] == WRONG)
+    wrong = next(one for one in SiteReceipts.read(recorded[1][2]).receipts if one.assignment["task"] == WRONG)
     assert finding.startswith(f"assignment {wrong.assignment['id']} ") and wrong.trained in finding
 
 

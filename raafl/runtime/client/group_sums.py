@@ -126,7 +126,7 @@ class GroupSums:
 
         return wait
 
-    def spread(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor) -> None:
         """Copy the tensor of process 0 into that of all other processes (broadcast)."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0

@@ -178,7 +178,7 @@ class ClientGroup:
                 meta = Assign(assignment).to_meta()
                 pair.send(Message(Kind.ASSIGN, assignment.id, assignment.incarnation, meta))
             if whole:
-                self._spread(received)
+                self._broadcast(received)
 
     def _watch(self, number: int, pair: GlooConnection) -> None:
         """Wait for the end of a follower, who says nothing while it lives."""
@@ -216,7 +216,7 @@ class ClientGroup:
                 received = FlatTensors.empty(layout, "meta" if is_sharded else site.trainer.fabric.device)
             if not is_sharded:
                 with self._together():
-                    self._spread(received)
+                    self._broadcast(received)
             with suppress(Stopped):
                 attempt(site.trainer, assignment, received, site.data, context)
 
@@ -253,11 +253,11 @@ class ClientGroup:
 
         return ended
 
-    def _spread(self, values: FlatTensors) -> None:
+    def _broadcast(self, values: FlatTensors) -> None:
         assert self._group is not None
         for buffer in values.buffers.values():
             if buffer.numel():
-                self._group.spread(buffer)
+                self._group.broadcast(buffer)
 
     @contextmanager
     def _together(self) -> Iterator[None]:

@@ -193,7 +193,7 @@ def receipt_of(
 
 
 @dataclass(frozen=True)
-class SiteBooks:
+class SiteReceipts:
     """Receipts of a site, read from their folder.
 
     Attributes:
@@ -213,7 +213,7 @@ class SiteBooks:
     findings: list[str]
 
     @classmethod
-    def read(cls, folder: Path) -> SiteBooks:
+    def read(cls, folder: Path) -> SiteReceipts:
         """Read a folder of receipts and check their signatures.
 
         Raises:

@@ -147,7 +147,7 @@ class Client:
                     self._received.put((self._assignment, message.tensors))
                     wait_s += self._waits.task_s  # a server that waits for an answer says nothing
                 if message.kind is Kind.REPLY:
-                    self._questions.hear(message.meta, message.tensors)
+                    self._questions.deliver(message.meta, message.tensors)
                     wait_s += self._waits.task_s
                 if message.kind is Kind.REFUSED:  # of a task with an exchange; nothing is packed now
                     self._up.forget()

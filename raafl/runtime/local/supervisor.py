@@ -259,10 +259,12 @@ class Supervisor:
         if over:
             return 130 if self._asked else 1
         if not self._may_restart():
-            self.say(f"the server {fate(code)} and is not started again after {self.num_restarts} restarts")
+            self.say(f"the server {exit_in_words(code)} and is not started again after {self.num_restarts} restarts")
             return 1
         wait_s = self.server.start_again(self.policy)
-        self.say(f"the server {fate(code)}; it goes on from its last checkpoint, if there is one, in {wait_s:g} s")
+        self.say(
+            f"the server {exit_in_words(code)}; it goes on from its last checkpoint, if there is one, in {wait_s:g} s"
+        )
         # those that were let go by a server that did not live to end its run
         for number, child in self.clients.items():
             if number not in self._away and child.exit_code() == 0:
@@ -286,11 +288,11 @@ class Supervisor:
     def _mend(self, number: int, child: Child, code: int) -> None:
         if code not in _STAYS and self._may_restart():
             wait_s = child.start_again(self.policy)
-            self.say(f"{child.name} {fate(code, child.last_words(1))}; it is started again in {wait_s:g} s")
+            self.say(f"{child.name} {exit_in_words(code, child.last_words(1))}; it is started again in {wait_s:g} s")
             return
         self._away.add(number)
         why = "" if code in _STAYS else f" after {self.num_restarts} restarts in all"
-        self.say(f"{child.name} {fate(code)} and stays away{why}. The end of its output:")
+        self.say(f"{child.name} {exit_in_words(code)} and stays away{why}. The end of its output:")
         self.say("\n".join(f"  {line}" for line in child.last_words()) or "  (nothing)")
         if self._abandoned:
             self.say("every client is lost: the run ends")
@@ -331,7 +333,7 @@ class Supervisor:
         return [child for child in self._everyone() if child.process is not None and child.exit_code() is None]
 
 
-def fate(code: int, words: Sequence[str] = ()) -> str:
+def exit_in_words(code: int, words: Sequence[str] = ()) -> str:
     """Describe how a process ended: "was killed by SIGKILL", or "failed: " and the last line that it printed."""
     if code < 0:
         try:

@@ -99,7 +99,7 @@ class SocketStream:
             _tune(sock)
         self.sock, self.reading, self.writing = sock, budget, budget
         self.num_read = self.num_written = 0
-        self._ahead = pages(ahead_bytes)
+        self._ahead = zeroed_memory(ahead_bytes)
         self._start = self._end = 0
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -185,7 +185,7 @@ class SocketStream:
         budget.waited(time.monotonic() - start)
 
 
-def pages(num_bytes: int) -> memoryview:
+def zeroed_memory(num_bytes: int) -> memoryview:
     """Return zeroed memory that is allocated at first use and goes back to the operating system when freed.
 
     Memory of this size from malloc would stay with the process, once for each thread.

@@ -7,7 +7,7 @@ import torch
 from raafl.core.types import Assignment
 from raafl.runfolder.signing import Signer
 from raafl.runtime.client import receipts as module
-from raafl.runtime.client.receipts import Receipts, SiteBooks, receipt_of
+from raafl.runtime.client.receipts import Receipts, SiteReceipts, receipt_of
 from raafl.runtime.fields import SignedHead
 from raafl.submodel import FULL, FlatTensors
 
@@ -27,7 +27,7 @@ def write(monkeypatch, tmp_path, num, share):
         receipt = receipt_of(task(number), head, trained="t", sent="t", num_samples=5)
         made.sent(receipt, VALUES, repeatable=number != 3)
     made.close()
-    return SiteBooks.read(made.folder)
+    return SiteReceipts.read(made.folder)
 
 
 def test_receipts_come_back_and_the_inputs_of_each_task_that_can_be_repeated(monkeypatch, tmp_path):

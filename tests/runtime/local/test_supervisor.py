@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raafl.runtime.local.supervisor import fate
+from raafl.runtime.local.supervisor import exit_in_words
 from tests.helpers import stand_in_ranks
 
 pytestmark = [
@@ -219,9 +219,12 @@ def test_a_server_that_is_killed_too_often_fails_the_run(run, tmp_path):
 
 
 def test_fates_in_words():
-    assert fate(-9) == "was killed by SIGKILL"
-    assert fate(-64) == "was killed by SIGRTMAX" or fate(-64) == "was killed by signal 64"
-    assert fate(1, ["raafl: client 1: the server is gone"]) == "ended with exit code 1: client 1: the server is gone"
+    assert exit_in_words(-9) == "was killed by SIGKILL"
+    assert exit_in_words(-64) == "was killed by SIGRTMAX" or exit_in_words(-64) == "was killed by signal 64"
+    assert (
+        exit_in_words(1, ["raafl: client 1: the server is gone"])
+        == "ended with exit code 1: client 1: the server is gone"
+    )
 
 
 # ---- signals ----

@@ -48,7 +48,7 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """YAML loader that accepts plain values only, and no merge keys (`<<`), with which a short text could fill the memory."""
+        """YAML loader for plain values without merge keys (`<<`), since these let a short text fill the memory."""
 
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
             """Raise an error if a mapping has a merge key (`<<`); configs that raafl writes have none."""

@@ -27,7 +27,7 @@ def local_ranks(num_clients: int | None) -> Iterator[None]:
 
     Raises:
         BadInput: there is no script to run again, torchrun has started this process, or the context is used a second
-            time, since the clients run the script from its beginning.
+            time in a script.
     """
     if num_clients is None:
         yield

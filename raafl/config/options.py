@@ -110,8 +110,8 @@ class Timeouts:
         stop_s: seconds for threads and clients to end.
         eval_s: seconds for the last evaluation, once the run has ended.
         alone_s: seconds for which `raafl serve` runs without enough clients, and `raafl join` without a server.
-        resume_s: seconds for which `raafl serve` keeps the task of a client whose connection broke, and what has arrived of its
-            update, for the client to go on; 0 = the task is lost at once. Between machines only.
+        resume_s: seconds for which `raafl serve` waits for a client whose connection broke during a task, and keeps the
+            part of its update that has arrived; 0 = the task is lost at once. Between machines only.
     """
 
     join_s: float = 120.0

@@ -223,7 +223,7 @@ class _Check(Check):
         _refuse(f"{where}.{sanitize_text(name, 60)}", value, f"which {owner} does not take")
 
     def key(self, key: object) -> bool:
-        """Check that a key of a mapping is not one by which a parser would create an object, such as class_path."""
+        """Check that a key of a mapping is not one, such as class_path, that makes a parser create an object."""
         return isinstance(key, str) and _is(_WORD, key) and key != "class_path"
 
     def scalar(self, value: object, hint: object, rule: str) -> bool:

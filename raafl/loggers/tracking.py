@@ -343,7 +343,7 @@ def _names_in(ids: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RunIds:
-    """Ids that trackers such as W&B gave a run, stored in its folder so that a resumed run continues the same entry."""
+    """Ids that trackers such as W&B gave a run; they are stored in its folder, so that a resumed run continues the same entry."""
 
     def __init__(self, folder: Path) -> None:
         """Read the identifiers of an earlier attempt from ``folder``."""

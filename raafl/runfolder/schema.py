@@ -249,7 +249,7 @@ class Summary(TypedDict, total=False):
 
 
 def wrong_fields(row: Mapping[str, Any], kind: type) -> list[str]:
-    """Return the fields of a row whose values do not have the types that ``kind``, a record of this module, declares.
+    """Return the fields of a row whose values have other types than ``kind``, one of the classes in this module, declares.
 
     Unknown fields are ignored.
     """

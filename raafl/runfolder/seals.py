@@ -114,7 +114,7 @@ class Seal:
 
 
 class SealFile:
-    """Writer of a run's seals; used by one thread at a time.
+    """Writer of a run's seals (signed entries with hashes of its files); used by one thread at a time.
 
     Seals that cannot be written wait for the next attempt.
     """

@@ -143,7 +143,8 @@ class Welcome:
     """Message in which the server admits a client or a rank.
 
     Attributes:
-        kept_whole: names of the axes that must not be cut, since the server could not verify that cutting them is safe.
+        kept_whole: names of the axes (dimensions that shrink together) that the server could not show to be safe to
+            cut.
         client: id of the client; None for a rank that only trains.
     """
 
@@ -164,7 +165,7 @@ class Welcome:
         return cls(tuple(names))
 
     def apply_to(self, submodels: Submodels) -> None:
-        """Stop cutting the axes in `kept_whole`; raise `Refused` for an axis that the model does not have."""
+        """Exclude the axes in `kept_whole` from being cut; raise `Refused` for an axis that the model does not have."""
         try:
             submodels.exclude_axis(dict.fromkeys(self.kept_whole, "not proven by the server"))
         except SpecError as error:

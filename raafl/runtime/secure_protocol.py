@@ -202,7 +202,7 @@ def sizes_for(coverage: Coverage, receiver: int, senders: Iterable[int]) -> dict
 
 
 def reveal_sizes(coverage: Coverage, senders: Iterable[int], left: frozenset[int], min_cover: int) -> dict[int, int]:
-    """Return, for each member, the number of bytes that another member reveals about it so that the sum can be computed.
+    """Return the number of bytes that another member must reveal about each member, so that the sum can be computed.
 
     Args:
         coverage: cells (pieces of the model) that each member's submodel covers.

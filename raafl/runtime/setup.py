@@ -110,7 +110,7 @@ def proven_submodels(
     options: SubmodelOptions, module: nn.Module, batch: object, select: Select,
     plain: Callable[[], nn.Module] | None = None,
 ) -> Submodels:  # fmt: skip
-    """Find which parts of a module can be cut, and keep only axes that a training step shows to be safe to cut.
+    """Find which parts of a module can be cut; keep only axes for which a training step shows that this is safe.
 
     An axis is a set of tensor dimensions that shrink together. Only the server needs this check. It is skipped if
     ``select`` gives every client the whole model.
@@ -132,7 +132,9 @@ def proven_submodels(
 
 
 def proven(experiment: Experiment, module: LightningModule, data: FederatedData) -> Submodels:
-    """Return the submodels of a module, without the axes that a training step shows to be unsafe to cut.
+    """Return the submodels of a module without axes (dimensions that shrink together) that are unsafe to cut.
+
+    A training step on the data shows which axes are safe.
 
     Args:
         experiment: settings of the run.

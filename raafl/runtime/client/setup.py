@@ -154,7 +154,7 @@ class ClientSetup:
 
         Args:
             pair: connection to the server.
-            files: TLS files by which the site signs the public keys of masked tasks; None = none.
+            files: TLS files by which the site signs the public keys of secure aggregation; None = none.
             unsent: id of a task whose update could not be sent on an earlier connection; None = none.
             on_welcome: function called when the server has admitted the client.
         """

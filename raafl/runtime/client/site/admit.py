@@ -40,7 +40,7 @@ def open_gate(file: str | None, say: Callable[[str], None], *, looks: bool = Fal
 def admit(
     gate: SiteGate | None, experiment: Experiment, config_yaml: str, build: Callable[[], ClientSetup]
 ) -> ClientSetup:
-    """Build a client and attach its site's gate; the gate is asked before anything large is built.
+    """Build a client and attach its site's gate, which checks tasks against a policy; the gate is asked before the model is built.
 
     Args:
         gate: gate of the site; None = no policy.

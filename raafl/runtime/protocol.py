@@ -143,8 +143,7 @@ class Welcome:
     """Message in which the server admits a client or a rank.
 
     Attributes:
-        kept_whole: names of the axes (dimensions that shrink together) that the server could not show to be safe to
-            cut.
+        kept_whole: names of the axes (dimensions that shrink together) that must not be cut, since that may be unsafe.
         client: id of the client; None for a rank that only trains.
     """
 

@@ -13,7 +13,7 @@ Value = TypeVar("Value")
 
 
 class MergeMemory:
-    """Base of records in which a part of an algorithm keeps state on the server; checkpoints save them.
+    """Base class of records in which a part of an algorithm keeps its state on the server; checkpoints contain them.
 
     A record is a dataclass of numbers, text, tensors, specs, and containers of these.
 
@@ -38,24 +38,27 @@ Record = TypeVar("Record", bound=MergeMemory)
 
 
 class OneValue(MergeMemory, Generic[Value]):
-    """Base of records with a single field, ``value``; their plain form is that value itself."""
+    """Base class of records with a single field, ``value``."""
 
     value: Value
 
     def to_plain(self) -> Value:
-        """Return the record's value."""
+        """Return the value of the record as plain data, for a checkpoint."""
         return self.value
 
     @classmethod
     def from_plain(cls, data: Any) -> Self:
-        """Restore a record from its value."""
+        """Restore the record from the result of `to_plain`."""
         record = cls()
         record.value = data
         return record
 
 
 class Memory:
-    """All records that the parts of an algorithm keep; one from a checkpoint is restored when its part first asks for it."""
+    """Collection of the records that the parts of an algorithm keep on the server.
+
+    A record from a checkpoint is restored when its part first asks for it.
+    """
 
     def __init__(self) -> None:
         self._records: dict[str, MergeMemory] = {}

@@ -26,7 +26,7 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """Where the units of a possible axis lie in a tensor: unit i covers ``start + [i * unit, (i + 1) * unit)``, for each start."""
+    """Position of a possible axis's units in a tensor: for each start, unit i covers ``start + [i * unit, (i + 1) * unit)``."""
 
     name: str
     dim: int
@@ -41,9 +41,10 @@ class Candidate:
     """A possible axis: units that might be dropped, and their positions in all tensors.
 
     Attributes:
-        atom: units that would form the axis (see `raafl.submodel.find.labels`).
+        atom: group of units that would form the axis.
         spots: positions of these units in the model's tensors, in order.
-        outside: slower-varying units in the same dimension, such as heads for the features of a head.
+        outside: units of an outer dimension that is flattened into the same tensor dimension, such as heads around
+            their features.
     """
 
     atom: Atom
@@ -52,7 +53,10 @@ class Candidate:
 
     @property
     def producers(self) -> list[str]:
-        """Names of the tensors that produce the units, such as a layer's weight; if there are none, of those that contain them."""
+        """Names of the tensors that compute these units, such as a layer's weight.
+
+        If there are none, of all tensors with these units.
+        """
         made = [spot.name for spot in self.spots if spot.is_made]
         made = made or [spot.name for spot in self.spots if not spot.is_read]
         return made or [spot.name for spot in self.spots]
@@ -242,7 +246,7 @@ class Candidates:
         return frozenset(found)
 
     def extent(self, dim: Dim) -> Extent | None:
-        """Return the size of a dimension as a formula of the axes' numbers of units; None if it depends on the batch."""
+        """Return the size of a tensor dimension as a formula of the sizes of axes; None if it depends on the batch."""
         terms: dict[tuple[str, ...], int] = {(): 1}
         for atom in dim.leaves():
             factor = self._terms(atom)

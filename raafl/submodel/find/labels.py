@@ -1,4 +1,4 @@
-"""Label dimensions: determine which elements of different tensors belong to one unit, as operations combine them.
+"""Label tensor dimensions, to find out which elements of different tensors belong to the same unit of a model.
 
 A dimension is a product of atoms, the first varying slowest: after ``view(batch, heads, width)`` the features of a projection are
 ``heads * width``. An atom is a leaf, of which nothing more is known; or a product, once a view has split it; or joined, with the
@@ -37,19 +37,20 @@ class Reason:
 
 
 class Atom:
-    """A group of indices that belong together in all tensors, as far as the traced operations show.
+    """Group of indices of a tensor dimension, such as the features of a hidden layer, that occurs in one or several tensors.
 
-    A later operation may split it into factors or parts.
+    A later operation may split the group into factors (as a reshape does) or into parts (of a concatenation).
 
     Attributes:
         size: number of indices in the group.
         pin: reason for which no index can be dropped; None = indices can be dropped.
-        span: reason for which dropping some indices changes the results of others, such as a norm that computes
+        span: reason for which dropping some indices would change the results of others, as in a norm that computes
             statistics over them; None = there is none.
         marks: uses that were seen: "read" = a product or sum ran over it; "batch" = products ran side by side over it,
             as over attention heads; "scored" = such a product summed over it; "gated" = its value multiplied another;
             "given" = it belongs to an input, whose size may differ in another batch.
-        factors: atoms whose product this one is, slowest-varying first; empty = it was not split into factors.
+        factors: groups whose product this one is after a reshape, outermost first; empty = it was not split into
+            factors.
         parts: dimensions that are concatenated in this one; empty = it is not a concatenation.
     """
 
@@ -66,7 +67,7 @@ class Atom:
         self._same_as: Atom | None = None
 
     def now(self) -> Atom:
-        """Return the atom that represents this one after it was united with others (union-find)."""
+        """Return the group that represents this one after they were found to be the same (union-find)."""
         atom = self
         while atom._same_as is not None:
             atom = atom._same_as
@@ -75,15 +76,15 @@ class Atom:
         return atom
 
     def become(self, other: Atom) -> None:
-        """Unite this atom with ``other``, so that both represent the same units."""
+        """Declare this group and ``other`` to be the same units."""
         self._same_as = other
 
 
 class Dim:
-    """Label of one tensor dimension. A view that leaves a dimension unchanged keeps the same object.
+    """Label of one tensor dimension: the groups of indices of which it consists.
 
     Attributes:
-        atoms: atoms whose product the dimension is.
+        atoms: groups of indices whose product the dimension is.
         is_read: whether a matrix product has summed over it, as over the input side of a weight.
         is_made: whether a product or look-up has produced it, as the output side of a weight does.
     """
@@ -101,7 +102,7 @@ class Dim:
         return math.prod(atom.size for atom in self.atoms)
 
     def leaves(self) -> list[Atom]:
-        """Return the atoms whose product this dimension is, split as far as they are, without those of size 1."""
+        """Return the groups whose product this dimension is, split as far as possible, without groups of size 1."""
         found: list[Atom] = []
         for atom in self.atoms:
             atom = atom.now()
@@ -112,7 +113,7 @@ class Dim:
         return found
 
     def units(self) -> Iterator[Atom]:
-        """Yield every unsplit atom of this dimension, including those inside concatenations."""
+        """Yield every group of this dimension that is not split further, including groups inside concatenations."""
         for atom in self.leaves():
             if atom.parts:
                 for part in atom.parts:
@@ -130,7 +131,7 @@ class Labels:
         self.is_spanning = True
 
     def new(self, size: int, pinned: str = "") -> Dim:
-        """Return the label of a new dimension that is related to no other.
+        """Create the label of a new dimension that has nothing in common with others.
 
         Args:
             size: number of indices.
@@ -144,7 +145,7 @@ class Labels:
         return dim
 
     def given(self, size: int) -> Dim:
-        """Return the label of an input's dimension, which cannot shrink and may have another size in another batch."""
+        """Create the label of an input's dimension, which cannot shrink and may have another size in another batch."""
         dim = self.new(size, "it is an input")
         self.mark(dim, "given")
         return dim
@@ -159,7 +160,7 @@ class Labels:
         self._note(dim, why, "pin")
 
     def span(self, dim: Dim, why: str | Reason) -> None:
-        """Record that statistics are computed over a dimension, unless `is_spanning` is off.
+        """Record that statistics are computed over a dimension; ignored while `is_spanning` is off.
 
         Args:
             dim: label of the dimension.
@@ -187,17 +188,17 @@ class Labels:
     # ---- the same elements, in other dimensions ----
 
     def regroup(self, dims: Sequence[Dim], sizes: Sequence[int]) -> list[Dim]:
-        """Return the labels after a reshape: the same elements, divided into dimensions of other sizes.
+        """Return the labels of the dimensions after a reshape.
 
-        Both orders are row-major, so the factors come in the same sequence. A factor that reaches across a border is
-        split there.
+        A reshape keeps the elements in row-major order. So groups of indices stay in sequence, and a group that does
+        not fit into a new dimension is split.
 
         Args:
             dims: labels before the reshape.
             sizes: sizes of the dimensions after it.
 
         Raises:
-            ShapeConflict: a border lies inside of a factor that cannot be split there.
+            ShapeConflict: a group would have to be split where it cannot be split.
         """
         rest = [atom for dim in dims for atom in dim.leaves()]
         if math.prod(sizes) != math.prod(atom.size for atom in rest):
@@ -221,7 +222,7 @@ class Labels:
         return found
 
     def unify(self, one: Dim, other: Dim) -> None:
-        """Record that two dimensions are equal, index by index.
+        """Record that two dimensions have the same units, index by index.
 
         Raises:
             ShapeConflict: their sizes differ.
@@ -250,7 +251,7 @@ class Labels:
                 return
 
     def take(self, dim: Dim, start: int, length: int) -> Dim:
-        """Return the label of a slice of a dimension: indices ``start`` to ``start + length - 1``.
+        """Return the label of a slice of a dimension.
 
         Args:
             dim: label of the dimension.
@@ -269,7 +270,7 @@ class Labels:
         return self.new(length, "it is a part of something else")
 
     def join(self, dims: Sequence[Dim]) -> Dim:
-        """Return the label of several dimensions that are concatenated."""
+        """Return the label of a dimension that concatenates others."""
         dims = [dim for dim in dims if dim.size]
         if len(dims) == 1:
             return dims[0]

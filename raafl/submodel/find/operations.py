@@ -29,7 +29,7 @@ Dims = Sequence[Dim]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One executed torch operation with the labels of its tensors, as input to a rule.
+    """One call of a torch operation, and the labels of its tensors' dimensions; the input of a rule.
 
     Attributes:
         name: name of the operation, without its namespace.
@@ -53,7 +53,7 @@ class Call:
         return self.arguments[name]
 
     def has(self, name: str) -> bool:
-        """Check whether the argument ``name`` is a tensor."""
+        """Check whether a named argument of the call is a tensor."""
         return isinstance(self.arguments.get(name), Tensor)
 
     def dims(self, which: str | int = 0) -> list[Dim]:
@@ -61,7 +61,7 @@ class Call:
         return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
 
     def place(self, more: int = 0) -> int:
-        """Return the argument ``dim`` as an index from 0.
+        """Return the call's argument ``dim`` as an index that is not negative.
 
         Args:
             more: number of dimensions that the output has more than the input.
@@ -69,7 +69,7 @@ class Call:
         return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
 
     def new(self, sizes: Iterable[int], pinned: str = "") -> list[Dim]:
-        """Return labels for new dimensions of the given sizes.
+        """Create labels of new dimensions of the given sizes.
 
         Args:
             sizes: sizes of the dimensions.
@@ -78,17 +78,20 @@ class Call:
         return [self.labels.new(size, pinned) for size in sizes]
 
     def others(self, first: Dims) -> list[Dims]:
-        """Return the labels of all outputs: ``first`` for the first one, and new ones that cannot shrink for the others."""
+        """Return the labels of all outputs: ``first`` for the first output; the others get new dimensions that cannot shrink."""
         return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
 
     def unify_last(self, dims: Dims, others: Dims) -> None:
-        """Unite two lists of dimensions, from the last one backwards; those of size 1 are broadcast and skipped."""
+        """Record that two lists of dimensions have the same units, compared from the last one.
+
+        Dimensions of size 1 are skipped.
+        """
         for dim, other in zip(reversed(dims), reversed(others), strict=False):
             if dim.size != 1:
                 self.labels.unify(dim, other)
 
     def unify_named(self, dim: Dim, *names: str) -> None:
-        """Unite a dimension with the only dimension of each named argument, such as a norm's weight and bias.
+        """Record that a dimension has the same units as the only dimension of other arguments, such as a norm's weight and bias.
 
         Args:
             dim: label of the dimension.
@@ -114,7 +117,7 @@ POINTWISE = {
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the decorated function as the rule of these operations, which says how they relate dimensions."""
+    """Register the decorated function as the rule of some operations: which of their dimensions have the same units."""
 
     def add(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
@@ -139,7 +142,7 @@ def rule_of(func: torch._ops.OpOverload) -> Rule | None:
 
 
 def follow(rule: Rule | None, call: Call) -> list[Dims]:
-    """Return the labels of an operation's outputs; without a rule, the dimensions that it reads cannot shrink.
+    """Apply the rule of an operation; return the labels of its outputs. Without a rule, its dimensions cannot shrink.
 
     Args:
         rule: rule of the operation; None = there is none.
@@ -166,7 +169,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
 
 
 def pointwise(call: Call) -> list[Dims]:
-    """Rule of elementwise operations: unite the dimensions that broadcasting aligns; return the labels of the output."""
+    """Rule of elementwise operations: dimensions that broadcasting aligns have the same units; return the output's labels."""
     return [_broadcast(call, out) for out in call.outs]
 
 

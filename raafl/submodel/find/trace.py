@@ -75,7 +75,7 @@ class TraceResult:
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that labels the dimensions of every tensor that torch operations produce."""
+    """Context that follows every torch operation and labels the dimensions of its tensors."""
 
     def __init__(self, module: nn.Module, *, is_blind: bool = False) -> None:
         """Label the parameters and buffers of ``module``; with ``is_blind``, conditions on tensors are false."""
@@ -94,7 +94,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return dims
 
     def forget(self) -> None:
-        """Delete the labels of all tensors except the module's own."""
+        """Delete all labels except those of the module's own tensors."""
         self._dims = {id(x): self._dims[id(x)] for x in self.named.values()}
 
     def dims_of(self, tensor: Tensor) -> Dims:

@@ -27,7 +27,7 @@ stay whole.
 
 
 def whole_layers(module: nn.Module) -> Iterator[tuple[str, bool]]:
-    """Yield the path of each layer in `WHOLE_LAYERS`, which are never narrowed, and whether its width is the residual width."""
+    """Yield the path of each layer that is never narrowed, and whether its width is that of the residual stream."""
     for path, part in module.named_modules():
         for base in type_names(part):
             if base in WHOLE_LAYERS:

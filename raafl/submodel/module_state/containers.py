@@ -37,7 +37,7 @@ class Record(ABC):
 
     @abstractmethod
     def changed(self) -> list[str]:
-        """Return the names of all contents that have changed since they were recorded."""
+        """Return the names of all contents of the object that have changed since they were recorded."""
 
     def restore(self) -> None:
         """Undo all changes: put the recorded contents back into the object."""
@@ -59,7 +59,7 @@ class AttributesRecord(Record):
         return len(self._now) == self._size and all(map(is_, map(self._now.get, self._names), self._values))
 
     def changed(self) -> list[str]:
-        """Return the names of the attributes that have changed."""
+        """Return the names of the object's attributes that have changed since they were recorded."""
         if self.is_same():
             return []
         missing = object()
@@ -68,7 +68,7 @@ class AttributesRecord(Record):
         return [f"{self.name}.{name}" if self.name else name for name in names]
 
     def restore(self) -> None:
-        """Put the recorded attributes back."""
+        """Put the recorded attributes back into the object."""
         if self.is_same():
             return
         for name in [name for name in self._now if name not in self._saved and name not in self._ignored]:
@@ -86,11 +86,11 @@ class HooksRecord(Record):
         self._saved = {place: self._tables[place].copy() for place, length in enumerate(self._lengths) if length}
 
     def changed(self) -> list[str]:
-        """Return an empty list: a step may add hooks, and `restore` removes them."""
+        """Return an empty list, since a step may add hooks; `restore` removes these."""
         return []
 
     def restore(self) -> None:
-        """Put the recorded hooks back."""
+        """Put the recorded hooks back into the module, without hooks that were added."""
         if list(map(len, self._tables)) == self._lengths:
             return
         for place, table in enumerate(self._tables):
@@ -150,7 +150,7 @@ class ListRecord(Record):
         self._now, self._saved = reached.thing, tuple(reached.thing)
 
     def changed(self) -> list[str]:
-        """Return the list's name if its elements have changed."""
+        """Return the name of the list if its elements have changed, else nothing."""
         return [] if _are(self._now, self._saved) else [self.name]
 
     def restore(self) -> None:
@@ -169,7 +169,7 @@ class DictRecord(Record):
         self._now, self._saved, self._may_grow = reached.thing, dict(dict.items(reached.thing)), shared
 
     def changed(self) -> list[str]:
-        """Return names for the items that have changed."""
+        """Return names of the dictionary's items that have changed since they were recorded."""
         now, saved = self._now, self._saved
         if len(now) != len(saved) and not (self._may_grow and len(now) > len(saved)):
             return [self.name]
@@ -192,7 +192,7 @@ class SetRecord(Record):
         self._now, self._saved = reached.thing, frozenset(reached.thing)
 
     def changed(self) -> list[str]:
-        """Return the set's name if its elements have changed."""
+        """Return the name of the set if its elements have changed, else nothing."""
         return [] if self._now == self._saved else [self.name]
 
     def restore(self) -> None:
@@ -231,7 +231,7 @@ class BytesRecord(Record):
         self._now, self._saved = reached.thing, bytes(reached.thing)
 
     def changed(self) -> list[str]:
-        """Return the bytearray's name if its bytes have changed."""
+        """Return the name of the bytearray if its bytes have changed, else nothing."""
         return [] if self._now == self._saved else [self.name]
 
     def restore(self) -> None:

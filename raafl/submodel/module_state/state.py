@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class ModuleState:
-    """Record of a small module's state other than parameters and persistent buffers, by which each task starts equally."""
+    """Record of a module's state other than parameters and persistent buffers, so that every task starts from the same state."""
 
     def __init__(self, module: nn.Module, submodels: Submodels) -> None:
         """Record the state.
@@ -93,10 +93,10 @@ class ModuleState:
             self._watch()
 
     def changed(self, *, metrics: bool = True) -> list[str]:
-        """Return the names of the attributes that have changed.
+        """Return the names of the module's attributes that have changed since they were recorded.
 
         Args:
-            metrics: whether to include those of torchmetrics.
+            metrics: whether to include attributes of torchmetrics metrics.
         """
         records = [r for r in (*self._restored, *self._fixed, *self._watched) if metrics or not r.of_metric]
         return sorted({name for record in records for name in record.changed()})

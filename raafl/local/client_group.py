@@ -227,7 +227,7 @@ class Buckets:
 
         Args:
             size: number of processes.
-            used: for each parameter, whether any process has a gradient.
+            used: number above 0 for each parameter of which any process has a gradient.
         """
         counts = dict(zip(self.parameters, used, strict=True))
         for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):

@@ -116,7 +116,7 @@ class Shards:
 
         Args:
             whole: value of the whole parameter.
-            parameter: sharded parameter.
+            parameter: parameter that is sharded over the processes.
         """
         from torch.distributed.tensor import distribute_tensor
 
@@ -238,7 +238,7 @@ class ShardedProcesses(ClientProcesses):
 
     @torch.no_grad()
     def average(self, stop: bool) -> bool:
-        """Return whether any process wants to ``stop``; FSDP2 has already averaged the gradients."""
+        """Check whether any process wants to ``stop``; FSDP2 has already averaged the gradients."""
         self._check_stepped()
         known = torch.tensor([float(stop)])
         self._total(known)

@@ -133,7 +133,7 @@ class Pooling:
         """Return the object that pools a model's running variances; None if the model has no running statistics to merge.
 
         Args:
-            module: the model.
+            module: model with batch norms.
             batch_norm: the run's setting for batch norm.
         """
         pooling = cls(module) if batch_norm == "merged" else None

@@ -38,8 +38,8 @@ class Exit:
 
     Attributes:
         paths: paths of the exit's modules.
-        instead_of: for each module's path, the path of the module whose place it takes when the exit is kept, such as
-            the last norm or the head; empty for an exit that the model's own forward calls.
+        instead_of: path of the module, such as the last norm or the head, whose place each of ``paths`` takes when the
+            exit is kept; empty for an exit that the model's own forward calls.
     """
 
     paths: tuple[str, ...]

@@ -226,12 +226,7 @@ class FlatTensors:
 
     @classmethod
     def zeros(cls, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
-        """Return storage for the tensors of ``layout``, filled with zeros.
-
-        Args:
-            layout: names, shapes and positions of the tensors.
-            device: device of the storage.
-        """
+        """Return storage for the tensors of ``layout``, filled with zeros, on a device."""
         return cls(layout, {d: torch.zeros(n, dtype=d, device=device) for d, n in layout.numel.items()})
 
     @classmethod
@@ -323,11 +318,7 @@ class FlatTensors:
         return FlatTensors(self.layout, {dtype: buffer.to(device) for dtype, buffer in self.buffers.items()})
 
     def widen(self, out: FlatTensors | None = None) -> FlatTensors:
-        """Convert the values, exactly, to the layout for sums (`Layout.wide`); self if that is the same layout.
-
-        Args:
-            out: storage for the result; None = new storage.
-        """
+        """Convert the values exactly to the layout for sums (`Layout.wide`), in new storage or in ``out``; return the result."""
         if self.layout.wide is self.layout:
             return self
         out = FlatTensors.empty(self.layout.wide, self.device) if out is None else out

@@ -175,7 +175,7 @@ def noise_like(value: Tensor, generator: torch.Generator) -> Tensor:
 
     Args:
         value: tensor whose shape is used.
-        generator: random generator.
+        generator: random generator to draw from.
     """
     noise = torch.randn(reals(value).shape, generator=generator)
     return torch.view_as_complex(noise) if value.is_complex() else noise

@@ -38,8 +38,7 @@ class Submodels:
 
     - ``submodel_axes()``: axes and their tensor dimensions, see `declared_axes`. Without it, axes are found by
       following a training step, see `discover_axes`.
-    - ``submodel_blocks()``: paths of lists (`ModuleList`, `Sequential`) whose blocks may be left out; the forward must
-      loop over them.
+    - ``submodel_blocks()``: paths of lists whose blocks may be left out; the forward must loop over them.
     - ``submodel_exits()``: output heads after some blocks, see `find_exits`.
     - ``submodel_resize(counts)``: called on a small copy of any submodule with the number of kept units of each axis
       that has shrunk.
@@ -63,11 +62,10 @@ class Submodels:
         Args:
             module: the full model; neither changed nor kept.
             example_batch: any batch of the training data, for axes and costs; values are read only where a step needs them.
-            residual_width: whether widths over which norms compute statistics may shrink, too; None = as the module's attribute
-                ``submodel_residual_width`` says, else False.
-            batch_norm: "merged" sends running statistics up with the rest; "static" leaves them unchanged on client and
-                server, to be collected at the end (see `collect_statistics`); None = as the module's attribute
-                ``submodel_batch_norm`` says, else merged.
+            residual_width: whether widths over which norms compute statistics may shrink, too; None = the module's attribute
+                ``submodel_residual_width``, else False.
+            batch_norm: "merged" = clients send running statistics; "static" = they stay unchanged, to be computed at the end
+                (see `collect_statistics`); None = the module's attribute ``submodel_batch_norm``, else merged.
             only_ranks: where there are LoRA layers, whether their ranks are the only axes; False = a frozen base has axes, too.
         """
         asked = getattr(module, "submodel_residual_width", False) if residual_width is None else residual_width
@@ -132,10 +130,7 @@ class Submodels:
         return self.kept_whole | ({} if self.problem is None else {"forward": self.problem})
 
     def exclude_axis(self, reasons: Mapping[str, str]) -> None:
-        """Remove axes, so that they stay whole; to be called before any submodel is used.
-
-        Args:
-            reasons: reason for each axis to remove, which `kept_whole` then reports.
+        """Exclude axes from being cut, each for a reason; called before any submodel is used.
 
         Raises:
             SpecError: one of the axes does not exist.
@@ -178,15 +173,11 @@ class Submodels:
     # ---- which submodels there are ----
 
     def validate(self, spec: Spec) -> None:
-        """Raise `SpecError`, naming the axis, the value and the remedy, if ``spec`` is not a submodel of this model."""
+        """Raise `SpecError` if ``spec`` is not a submodel of this model."""
         self.normal(spec)
 
     def normal(self, spec: Spec) -> Spec:
-        """Return the canonical form of ``spec``, which does not name axes, stacks and exits that are kept whole.
-
-        Raises:
-            SpecError: ``spec`` is not a submodel of this model.
-        """
+        """Return the canonical form of ``spec``, without parts that it keeps whole; raise `SpecError` if it does not fit."""
         if spec == FULL:
             return FULL
         return self.cached("normal", spec, lambda: self._normal(spec))
@@ -283,7 +274,7 @@ class Submodels:
         return CopyPlan(spec, full, small, self.selections(spec))
 
     def cached(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        """Return a cached result; compute and store it if it is missing. Arguments as for `Caches.get`."""
+        """Return a cached result; compute and store it if it is missing; arguments as for `Caches.get`."""
         return self._caches.get(what, key, make)
 
     # ---- what does not travel ----
@@ -294,8 +285,7 @@ class Submodels:
         Args:
             values: a real instance of this model, or the global state. Its frozen values are shared, not copied, so
                 they must not change.
-            rebuild: function that builds that instance anew, so that only the latest task's precision is kept in
-                memory; None = keep all.
+            rebuild: function that builds that instance anew, so that memory has one precision; None = keep all.
         """
         if not self.frozen:
             return
@@ -346,10 +336,8 @@ class Submodels:
             spec: submodel to build.
             rescale: whether to multiply the output of layers that have lost units by 1/(share kept) while training.
             device: device on which to build the module.
-            present: storage to use, in ``layout(spec)``; None = new storage. The global state itself gives a module
-                with the global values.
-            base: frozen parameters that are shared with other small modules; the storage is then in ``layout(spec,
-                "sent")``.
+            present: storage to use, in ``layout(spec)``; None = new storage.
+            base: frozen parameters shared with other modules; the storage then has the layout ``layout(spec, "sent")``.
         """
         spec = self.normal(spec)
         if spec.base is not None:
@@ -380,12 +368,7 @@ class Submodels:
         return FlatTensors.from_named(dict(module.named_parameters()) | persistent_buffers(module), self.layout())
 
     def load_(self, module: nn.Module, state: FlatTensors) -> None:
-        """Copy values from flat storage into ``module``, a real instance of this model, in place.
-
-        Args:
-            module: module that is changed.
-            state: values in ``layout()``.
-        """
+        """Copy values from flat storage, in ``layout()``, into ``module``, a real instance of this model."""
         tensors: Mapping[str, Tensor] = dict(module.named_parameters()) | persistent_buffers(module)
         with torch.no_grad():
             for name, value in state.items():
@@ -397,10 +380,6 @@ class Submodels:
         """Predict the cost of training a submodel; see `raafl.submodel.cost.predicted.predict`. Cached.
 
         Only the number of kept units matters, not which ones.
-
-        Args:
-            spec: submodel to train.
-            batch_size: local batch size.
         """
         return self.cached("cost of", (spec, batch_size), lambda: self._typical_cost(spec, batch_size))
 

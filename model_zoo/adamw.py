@@ -14,23 +14,23 @@ _KINDS = {"adamw": torch.optim.AdamW, "adan": Adan}
 
 
 def adamw(module: nn.Module, lr: float, weight_decay: float, warmup_steps: int, optimizer: Optimizer = "adamw") -> Any:
-    """Return AdamW, or Adan, over the parameters of ``module`` that train, with a warm-up schedule if one is set.
+    """Return an optimizer for the trained parameters of ``module``: AdamW or Adan, with a warm-up of the learning rate if set.
 
-    Biases and norms are not decayed. An optimiser begins anew with each task of a federated client, and so does the
-    warm-up. AdamW: Loshchilov and Hutter 2019 (arXiv:1711.05101).
+    Biases and norms have no weight decay. A federated client begins each task with a new optimizer, so the warm-up also
+    begins anew. AdamW: Loshchilov and Hutter 2019 (arXiv:1711.05101).
 
     Args:
-        module: module whose parameters train.
+        module: module whose trained parameters are updated.
         lr: learning rate after the warm-up.
-        weight_decay: decoupled weight decay of matrices.
-        warmup_steps: number of steps over which the learning rate rises from lr / warmup_steps; 0 = none.
-        optimizer: adamw, or adan (Xie et al. 2022).
+        weight_decay: decoupled weight decay of matrices, not of biases and norms.
+        warmup_steps: number of steps over which the learning rate rises linearly to ``lr``; 0 = no warm-up.
+        optimizer: name of the optimizer: adamw, or adan (Xie et al. 2022).
 
     Returns:
-        What `LightningModule.configure_optimizers` may return.
+        A result that `LightningModule.configure_optimizers` may return: the optimizer, with a scheduler if needed.
 
     Raises:
-        ValueError: the optimiser is unknown.
+        ValueError: the name of the optimizer is unknown.
     """
     if optimizer not in _KINDS:
         raise ValueError(f"optimizer is '{optimizer}': give one of {', '.join(_KINDS)}")

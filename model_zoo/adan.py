@@ -10,14 +10,16 @@ from torch import Tensor
 
 
 class Adan(torch.optim.Optimizer):
-    """Xie et al. 2022 (arXiv:2208.06677), Algorithm 1, with decay lambda in the proximal form.
+    """Optimizer Adan: Adam with an adaptive Nesterov momentum (Xie et al. 2022, arXiv:2208.06677, Algorithm 1).
 
-    With the difference of gradients ``d_k = g_k - g_{k-1}`` (0 in the first step) and ``b_i = 1 - beta_i`` of the paper:
+    g_k is the gradient of step k, ``d_k = g_k - g_{k-1}`` its change (0 in the first step), and ``b_i = 1 - beta_i`` of
+    the paper:
 
         m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) d          n <- b3 n + (1 - b3) (g + b2 d)^2
         theta <- (theta - lr (m + b2 v) / (sqrt(n) + eps)) / (1 + lr lambda)
 
-    m, v and n begin at 0 and are divided by ``1 - b_i^k``, as Adam's are; the paper begins at their first values.
+    m, v and n begin at 0 and are divided by ``1 - b_i^k``, as in Adam; in the paper they begin at their first values.
+    The weight decay lambda is in the proximal form.
     """
 
     def __init__(
@@ -48,7 +50,14 @@ class Adan(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; return the loss of ``closure``, which computes it again; None without a closure."""
+        """Make one step.
+
+        Args:
+            closure: function that computes the loss and its gradients again; None = gradients are already there.
+
+        Returns:
+            The closure's loss; None without a closure.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -16,11 +16,11 @@ SIZES: Final = {"micro": (3, 32, 16, 2), "base": (12, 768, 128, 12)}
 
 
 class ALBERT(HFLanguageModel):
-    """Lan et al. 2020 (arXiv:1909.11942): transformers' ``AlbertForMaskedLM``, under a causal mask.
+    """ALBERT for predicting the next word: transformers' ``AlbertForMaskedLM`` with a causal mask.
 
-    All layers share one set of parameters, and the output layer shares the word vectors. The TimelyFL paper trains it to
-    predict the next word on Reddit (30,000 words). Takes tokens (batch, length) int64, padding at the end; returns logits
-    (batch, length, vocab_size). Trained with AdamW.
+    Lan et al. 2020 (arXiv:1909.11942). All layers share their parameters, and the output layer shares the word vectors.
+    The TimelyFL paper trains it on Reddit (30,000 words). Input: tokens (batch, length) int64, padded at the end.
+    Output: logits (batch, length, vocab_size). Trained with AdamW.
     """
 
     def __init__(

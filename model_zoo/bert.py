@@ -23,10 +23,10 @@ SIZES: Final = {
 
 
 class BERT(HFClassifier):
-    """Devlin et al. 2019 (arXiv:1810.04805), transformers' ``BertForSequenceClassification`` with random weights.
+    """BERT as a text classifier: transformers' ``BertForSequenceClassification`` with random weights.
 
-    Takes tokens and attention mask, both (batch, length) int64; returns logits (batch, num_classes). Trained with AdamW. To
-    start from pretrained weights use `HFSequenceClassifier`.
+    Devlin et al. 2019 (arXiv:1810.04805). Input: tokens and attention mask, both (batch, length) int64. Output: logits
+    (batch, num_classes). Trained with AdamW. For pretrained weights use `HFSequenceClassifier`.
     """
 
     def __init__(

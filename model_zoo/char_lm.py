@@ -10,10 +10,11 @@ from model_zoo.language import LanguageModel
 
 
 class CharLM(LanguageModel):
-    """Character vectors, recurrent layers, and a linear layer that predicts the next character at each position.
+    """Language model of characters: recurrent layers that predict the next character at each position.
 
-    With ``cell="lstm"``, the model of McMahan et al. 2017 (arXiv:1602.05629, section 3) for Shakespeare: vectors of 8, two
-    layers of 256. Takes tokens (batch, length) int64; returns logits (batch, length, vocab_size).
+    With ``cell="lstm"`` this is the model of McMahan et al. 2017 (arXiv:1602.05629, section 3) for Shakespeare:
+    character vectors of size 8, two layers of 256. Input: tokens (batch, length) int64. Output: logits (batch, length,
+    vocab_size).
     """
 
     def __init__(

@@ -15,10 +15,10 @@ Batch = Sequence[Tensor] | Mapping[str, Tensor]
 
 
 class Classifier(LightningModule):
-    """A module whose forward gives logits (batch, num_classes), trained with SGD on the cross-entropy.
+    """Base class of classifiers, whose forward returns logits (batch, num_classes), trained with SGD on the cross-entropy.
 
     Batches are ``(inputs, labels)``, ``(tokens, attention mask, labels)`` and the like, or mappings with an entry
-    ``labels`` or ``label``; everything but the labels goes to ``forward``.
+    ``labels`` or ``label``. Everything but the labels is passed to ``forward``.
     """
 
     def __init__(self, lr: float, momentum: float = 0.0, weight_decay: float = 0.0) -> None:
@@ -31,7 +31,10 @@ class Classifier(LightningModule):
         return F.cross_entropy(*self._logits_and_labels(batch))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return and log the mean loss and accuracy of a batch, top-5 accuracy where there are more classes; log macro F1."""
+        """Return and log the mean loss and accuracy of a batch, and top-5 accuracy if there are more than 5 classes.
+
+        Log macro F1.
+        """
         logits, y = self._logits_and_labels(batch)
         metrics = {"loss": F.cross_entropy(logits, y), "accuracy": accuracy(logits, y)}
         if logits.shape[-1] > 5:
@@ -43,7 +46,7 @@ class Classifier(LightningModule):
         return metrics
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD over the parameters that train."""
+        """Return SGD for the parameters that train."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.SGD(trained, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
@@ -57,12 +60,12 @@ class Classifier(LightningModule):
 
 
 def accuracy(logits: Tensor, y: Tensor, k: int = 1) -> Tensor:
-    """Return the share of samples whose label is among their k largest logits; ties are broken arbitrarily.
+    """Return the share of samples whose label is among the k largest logits; ties are broken arbitrarily.
 
     Args:
         logits: logits of shape (batch, classes).
         y: labels of shape (batch,).
-        k: number of largest logits that count.
+        k: number of largest logits among which the label may be.
     """
     if k == 1:
         return (logits.argmax(dim=-1) == y).float().mean()

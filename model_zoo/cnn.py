@@ -11,9 +11,9 @@ from model_zoo.classifier import Classifier
 
 
 class CNN(Classifier):
-    """Two 5x5 convolutions with max pooling and three linear layers, trained with SGD on the cross-entropy.
+    """Convolutional network: two 5x5 convolutions with max pooling, then three linear layers; trained with SGD.
 
-    Takes images (batch, in_channels, image_size, image_size); returns logits (batch, num_classes).
+    Input: images (batch, in_channels, image_size, image_size). Output: logits (batch, num_classes).
     """
 
     def __init__(

@@ -11,10 +11,10 @@ from model_zoo.classifier import Classifier
 
 
 class FastText(Classifier):
-    """The mean of a text's word vectors, then linear layers with ReLU between them.
+    """Text classifier: the mean of a text's word vectors, followed by linear layers with ReLU between them.
 
-    Joulin et al. 2017 (arXiv:1607.01759), with the two hidden layers that the RA-Fed paper gives it for AG News. Takes
-    tokens (batch, length) int64, where 0 is padding and counts for nothing; returns logits (batch, num_classes).
+    Joulin et al. 2017 (arXiv:1607.01759), with the two hidden layers that the RA-Fed paper uses for AG News. Input:
+    tokens (batch, length) int64, in which 0 is padding and does not count. Output: logits (batch, num_classes).
     """
 
     def __init__(

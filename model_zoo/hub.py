@@ -31,20 +31,21 @@ def make(
     architecture: Mapping[str, Any],
     dtype: torch.dtype = torch.float32,
 ) -> Any:  # a transformers.PreTrainedModel
-    """Return a model for ``task``.
+    """Load or create a transformers model for a task.
 
     Args:
-        task: suffix of ``AutoModelFor``: SequenceClassification, ImageClassification, CausalLM, Seq2SeqLM, MaskedLM.
+        task: ending of transformers' class ``AutoModelFor``: SequenceClassification, ImageClassification, CausalLM,
+            Seq2SeqLM, MaskedLM.
         name_or_path: name on the hub, folder, or ``package:NAME/FOLDER`` for a folder of an installed Python package;
-            ``made:llama`` for a tiny LLaMA with the same random weights everywhere, for `raafl.data.FineTuning`'s tokenizer
-            ``bytes``; None = the architecture alone.
-        pretrained: whether to load the weights, too; a head that does not fit starts at random.
-        architecture: fields of the model's config that differ from the stored one, or the whole config (with
-            ``model_type``).
+            ``made:llama`` = a tiny LLaMA with fixed random weights, for the tokenizer ``bytes``; None = use
+            ``architecture`` alone.
+        pretrained: whether to load the weights, too; a head of another shape starts at random.
+        architecture: fields of the model's config that differ from the stored ones, or the whole config, including
+            ``model_type``.
         dtype: dtype of the model's parameters.
 
     Raises:
-        FileNotFoundError: the model does not exist or cannot be downloaded; the message says what to do.
+        FileNotFoundError: the model does not exist or cannot be downloaded; the message has the remedy.
         ValueError: neither a name nor a ``model_type`` is given, or the architecture is unknown.
     """
     transformers = _transformers()
@@ -82,17 +83,22 @@ def make(
 
 
 def save(model: Any, folder: str | Path) -> None:
-    """Write a transformers model so that ``from_pretrained(folder)`` reads it, without a progress bar or early exits."""
+    """Save a transformers model so that ``from_pretrained(folder)`` loads it; early exits are left out.
+
+    Args:
+        model: model of transformers.
+        folder: folder to which the model is written.
+    """
     own = {name: value for name, value in model.state_dict().items() if not name.startswith("exits.")}
     with _quiet(_transformers()):
         model.save_pretrained(folder, state_dict=own)
 
 
 def located(name_or_path: str) -> str:
-    """Resolve ``package:NAME/FOLDER`` to its folder; return any other name unchanged.
+    """Replace ``package:NAME/FOLDER`` by the path of that folder; return any other name unchanged.
 
     Raises:
-        FileNotFoundError: the package is not installed, or has no such folder.
+        FileNotFoundError: the package is not installed or has no such folder.
     """
     scheme, _, rest = name_or_path.partition(":")
     if scheme != "package" or not rest:

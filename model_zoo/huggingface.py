@@ -39,7 +39,7 @@ class _Wrapped:
             self.submodel_bases = self.lora.bases if len(self.lora.bases) > 1 else ()
 
     def submodel_hold(self, base: str) -> None:
-        """Convert the frozen parameters in place to the precision ``base``, one of the less precise ``submodel_bases``."""
+        """Convert the frozen parameters, in place, to the precision ``base``, one of those in ``submodel_bases``."""
         hold(self.model, base)
 
     def _checkpoint(self, wanted: bool) -> None:
@@ -70,13 +70,14 @@ class _Wrapped:
         self.hparams.update(name_or_path=None, pretrained=False, architecture=shape, lora=lora)
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW or Adan over the parameters that train, with its warm-up."""
+        """Return AdamW or Adan for the trained parameters, with a warm-up."""
         return adamw(self, self.lr, self.weight_decay, self.warmup_steps, self.optimizer)  # type: ignore[arg-type]
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the model so that transformers' ``from_pretrained(folder)`` reads it, with its generation config.
+        """Save the model and its generation config so that transformers' ``from_pretrained(folder)`` loads it.
 
-        LoRA adapters become part of it, and lie in ``folder/adapter`` alone, for peft, unless the base has changed as well.
+        LoRA adapters are added to the weights. They are also saved alone in ``folder/adapter``, for peft, unless the
+        base weights have changed, too.
         """
         hub.save(self.model if self.lora is None else merged(self.model), folder)
         if self.lora is not None and not getattr(
@@ -86,7 +87,7 @@ class _Wrapped:
 
 
 class HFClassifier(_Wrapped, Classifier):
-    """A transformers model with a classification head, trained with AdamW on the cross-entropy."""
+    """Base class of transformers models with a classification head, trained with AdamW on the cross-entropy."""
 
     def __init__(
         self, model: Any, lr: float, weight_decay: float, warmup_steps: int, optimizer: Optimizer = "adamw"
@@ -99,8 +100,8 @@ class HFClassifier(_Wrapped, Classifier):
 class HFSequenceClassifier(HFClassifier):
     """Any transformers model that classifies texts (BERT, RoBERTa, DistilBERT, LLaMA, ...).
 
-    Takes tokens and attention mask, both (batch, length) int64; returns logits (batch, num_classes). Training changes all
-    parameters, unless their ``requires_grad`` is cleared, or with ``lora`` the adapters and the head.
+    Input: tokens and attention mask, both (batch, length) int64. Output: logits (batch, num_classes). All parameters
+    train, unless their ``requires_grad`` is False; with ``lora``, only the adapters and the head train.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class HFSequenceClassifier(HFClassifier):
 class HFImageClassifier(HFClassifier):
     """Any transformers model that classifies images (ViT, DeiT, ResNet, ConvNeXt, ...).
 
-    Takes images (batch, channels, height, width); returns logits (batch, num_classes).
+    Input: images (batch, channels, height, width). Output: logits (batch, num_classes).
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class HFImageClassifier(HFClassifier):
 
 
 class HFLanguageModel(_Wrapped, LanguageModel):
-    """A transformers model with a language head, trained with AdamW on the next-token loss."""
+    """Base class of transformers models with a language head, trained with AdamW on the next-token loss."""
 
     def __init__(
         self, model: Any, lr: float, weight_decay: float, warmup_steps: int, optimizer: Optimizer = "adamw"
@@ -289,16 +290,21 @@ class _PretrainedLM(HFLanguageModel):
 class HFCausalLM(_PretrainedLM):
     """Any causal language model of transformers (LLaMA, Mistral, Qwen2, GPT-2, ...), trained with AdamW.
 
-    Takes tokens (batch, length) int64, padding at the end; returns logits (batch, length, vocab_size). No mask is needed:
-    no position sees what comes after it. Batches are ``(tokens, targets)``, or tables as `raafl.data.FineTuning` and the collators
-    of transformers give them: ``input_ids``, ``labels`` (those of the tokens themselves; -100 = does not count), and where several
-    texts are packed in a row ``position_ids``, which begin anew with each.
+    Input: tokens (batch, length) int64, padded at the end; no mask is needed, since no position sees later ones.
+    Output: logits (batch, length, vocab_size). Batches are ``(tokens, targets)``, or mappings as
+    `raafl.data.FineTuning` and the collators of transformers make them: ``input_ids``, ``labels`` (the tokens
+    themselves; -100 = does not count), and, if a row has several texts, ``position_ids`` that restart at each text.
     """
 
     task = "CausalLM"
 
     def forward(self, input_ids: Tensor, **more: Tensor) -> Tensor:
-        """Return the logits of the next token at each position; ``more`` are further inputs of transformers' model."""
+        """Return the logits of the next token at each position.
+
+        Args:
+            input_ids: tokens, (batch, length).
+            more: further inputs of the transformers model.
+        """
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **more).logits
         return logits
 
@@ -314,20 +320,20 @@ class HFCausalLM(_PretrainedLM):
 class HFSeq2SeqLM(_PretrainedLM):
     """Any encoder-decoder of transformers (T5, BART, Marian, Pegasus, ...), trained with AdamW.
 
-    Batches are tables as `raafl.data.FineTuning` with ``task: seq2seq`` and the collators of transformers give them: ``input_ids``
-    and ``attention_mask`` (batch, length) for the encoder, ``labels`` (batch, length of answers; -100 = does not count). Returns
-    logits (batch, length of answers, vocab_size).
+    Batches are mappings as `raafl.data.FineTuning` with ``task: seq2seq`` and the collators of transformers make them:
+    ``input_ids`` and ``attention_mask`` (batch, length) for the encoder, and ``labels`` (batch, length of answers; -100
+    = does not count). Output: logits (batch, length of answers, vocab_size).
     """
 
     task = "Seq2SeqLM"
 
     def forward(self, input_ids: Tensor, labels: Tensor, **more: Tensor) -> Tensor:
-        """Return the logits of each token of ``labels``, given those before it.
+        """Return the logits of each token in ``labels``, given the tokens before it.
 
         Args:
-            input_ids: tokens of the source, (batch, source length).
-            labels: tokens of the target, (batch, target length).
-            more: further inputs of the model, such as attention_mask.
+            input_ids: tokens of the source text, (batch, source length).
+            labels: tokens of the target text, (batch, target length).
+            more: further inputs of the model, such as ``attention_mask``.
         """
         shift = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
         # a model without it shifts labels itself, and makes a loss of them that nobody asks for

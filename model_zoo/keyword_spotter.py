@@ -8,11 +8,11 @@ from model_zoo.classifier import Classifier
 
 
 class KeywordSpotter(Classifier):
-    """Two convolutions over time, a bidirectional GRU, the mean over time, two linear layers.
+    """Keyword spotting in audio: two convolutions over time, a bidirectional GRU, the mean over time, two linear layers.
 
-    The light model of the TimelyFL paper (section 4.4), which takes it from FedAudio (Zhang et al. 2022,
-    arXiv:2210.15707). Its 79,044 parameters follow from 128 features and 36 outputs (35 words and one for all others).
-    Takes spectrograms (batch, time, num_features), time 4 or more; returns logits (batch, num_classes).
+    This is the light model of the TimelyFL paper (section 4.4), taken from FedAudio (Zhang et al. 2022,
+    arXiv:2210.15707). It has 79,044 parameters with 128 features and 36 outputs (35 words, and one for all others).
+    Input: spectrograms (batch, time, num_features), time at least 4. Output: logits (batch, num_classes).
     """
 
     def __init__(

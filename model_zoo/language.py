@@ -16,10 +16,10 @@ Batch = Sequence[Tensor] | Mapping[str, Tensor]
 
 
 class LanguageModel(LightningModule):
-    """A module whose forward gives logits (batch, length, vocab_size) for the next token at each position.
+    """Base class of language models, whose forward returns logits (batch, length, vocab_size) for the next token.
 
-    Batches are ``(tokens, targets)``, both (batch, length) int64, where the targets are the tokens one position further
-    on, or -100 if there is nothing to predict. The loss is in nats per token; perplexity is exp(loss). Trained with SGD.
+    Batches are ``(tokens, targets)``, both (batch, length) int64. The targets are the tokens shifted by one position,
+    or -100 where there is nothing to predict. The loss is in nats per token; perplexity is exp(loss). Trained with SGD.
     """
 
     def __init__(self, lr: float, momentum: float = 0.0) -> None:
@@ -32,7 +32,7 @@ class LanguageModel(LightningModule):
         return next_token_loss(*self._logits_and_targets(batch))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return and log the mean loss and accuracy over the tokens of a batch; log perplexity, and of examples exact match."""
+        """Return and log the mean loss and accuracy over a batch's tokens; log perplexity and, for examples, exact matches."""
         logits, targets = self._logits_and_targets(batch)
         counted = targets != IGNORED
         hits, num_tokens = (logits.argmax(dim=-1) == targets) & counted, int(counted.sum())
@@ -57,12 +57,17 @@ class LanguageModel(LightningModule):
         return logits.argmax(dim=-1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD over the parameters that train."""
+        """Return SGD for the parameters that train."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.SGD(trained, lr=self.lr, momentum=self.momentum)
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy over the positions whose target is a token, in float32 at least."""
+    """Return the mean cross-entropy over the positions that have a target, at least in float32.
+
+    Args:
+        logits: logits, (batch, length, vocab_size).
+        targets: tokens to predict, (batch, length); -100 = no target.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)

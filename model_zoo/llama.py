@@ -26,10 +26,11 @@ for texts by character."""
 
 
 class LLaMA(HFLanguageModel):
-    """Touvron et al. 2023 (arXiv:2307.09288): transformers' ``LlamaForCausalLM`` with random weights.
+    """LLaMA: transformers' ``LlamaForCausalLM`` with random weights (Touvron et al. 2023, arXiv:2307.09288).
 
-    Rotary positions, RMS norms, gated MLPs, grouped-query attention. Takes tokens (batch, length) int64, padding at the end;
-    returns logits (batch, length, vocab_size). Trained with AdamW. To start from pretrained weights use `HFCausalLM`.
+    It has rotary positions, RMS norms, gated MLPs and grouped-query attention. Input: tokens (batch, length) int64,
+    padded at the end. Output: logits (batch, length, vocab_size). Trained with AdamW. For pretrained weights use
+    `HFCausalLM`.
     """
 
     def __init__(

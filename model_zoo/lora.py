@@ -24,19 +24,18 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "nf4": torch.bfl
 
 @dataclass(frozen=True)
 class LoRA:
-    """Settings of adapters: ``y = W x + alpha / rank * B A dropout(x)``, with A and B the adapter.
+    """Settings of LoRA adapters: matrices A and B beside a frozen layer, ``y = W x + alpha / rank * B A dropout(x)``.
 
     Attributes:
-        rank: rank r, the number of rows of A and columns of B; the largest that a client can have.
-        alpha: scale of the adapters.
-        dropout: probability of dropping an input of an adapter.
-        target_modules: names of the layers to adapt, such as ``[query, value]``, or ``all-linear``; null = those that peft
-            adapts in this architecture.
-        base: precision of the frozen model: fp32; bf16, which takes half of the memory; or nf4 (QLoRA, Dettmers et al.
-            2023, arXiv:2305.14314), with which linear layers take a seventh. Trained parameters are float32 in any
-            case.
-            A list of them, the most precise first: each client has the first with which its task fits its memory, and the
-            server the first of all.
+        rank: rank r, the number of rows of A and columns of B; clients may have a lower rank.
+        alpha: scaling factor of the adapters.
+        dropout: probability with which an input of an adapter is dropped.
+        target_modules: names of the layers to adapt, such as ``[query, value]``, or ``all-linear``; null = peft's
+            default for this architecture.
+        base: precision of the frozen model: fp32; bf16, half of the memory; or nf4 (QLoRA, Dettmers et al. 2023,
+            arXiv:2305.14314), a seventh of the memory for linear layers. Trained parameters are always float32. Of a
+            list, highest precision first, each client uses the first one with which its task fits its memory, and the
+            server uses the first of all.
     """
 
     rank: int = 8
@@ -63,16 +62,16 @@ class LoRA:
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """Precisions that the frozen model may have, the most precise first."""
+        """Precisions that the frozen model may have, highest first."""
         return (self.base,) if isinstance(self.base, str) else tuple(self.base)
 
     @classmethod
     def of(cls, value: LoRA | Mapping[str, Any] | None) -> LoRA | None:
-        """Return ``value`` as a `LoRA`; in checkpoints it is a plain mapping."""
+        """Convert ``value`` to a `LoRA`; in checkpoints it is a plain mapping. None stays None."""
         return cls(**value) if isinstance(value, Mapping) else value
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the fields as plain data."""
+        """Return all fields as plain data."""
         return asdict(self)
 
 
@@ -83,15 +82,16 @@ def base_of(lora: LoRA | Mapping[str, Any] | None) -> torch.dtype:
 
 
 def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
-    """Freeze ``model``, a transformers model, and put adapters beside its layers, in place.
+    """Freeze a transformers model and add adapters to its layers, in place.
 
     Args:
         model: model to adapt; it keeps its type and its ``forward``.
         lora: settings of the adapters.
-        trains_head: whether layers outside the pretrained body, such as a new classifier, train as well.
+        trains_head: whether layers outside the pretrained body, such as a new classifier, train, too.
 
     Raises:
-        ValueError: peft is not installed, the model lacks the layers to adapt, or peft does not know its architecture.
+        ValueError: peft is not installed, the model has none of the layers to adapt, or peft does not know its
+            architecture.
     """
     try:
         import peft
@@ -127,9 +127,13 @@ def adapt(model: Any, lora: LoRA, *, trains_head: bool) -> None:
 
 
 def hold(model: Any, base: str) -> None:
-    """Convert the frozen parameters of a model with adapters in place to the less precise ``base``.
+    """Convert the frozen parameters of a model with adapters to a lower precision, in place.
 
-    The result equals that of `adapt` on the same weights with that base. Adapters stay as they are, even if a method
+    The result is the same as that of `adapt` with this precision. Adapters are not converted, even frozen ones.
+
+    Args:
+        model: model with adapters.
+        base: name of the precision, such as "nf4".
     freezes one.
     """
     for name, parameter in model.named_parameters():
@@ -172,7 +176,7 @@ def _refuse_tied(model: Any) -> None:
 
 
 def merged(model: Any) -> Any:
-    """Return a copy of an adapted model with the adapters added to the weights of their layers, for plain transformers."""
+    """Return a copy of the model in which the adapters are added to the layers' weights, as plain transformers needs it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     plain = copy.deepcopy(model)
@@ -189,7 +193,7 @@ def merged(model: Any) -> Any:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Write the adapters, and a head that trains with them, as peft's ``PeftModel.from_pretrained(base, folder)`` reads them."""
+    """Save the adapters, and a head that trains with them, for peft's ``PeftModel.from_pretrained(base, folder)``."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 

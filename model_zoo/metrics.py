@@ -16,10 +16,10 @@ IGNORED = -100
 
 
 class MacroF1(Metric):
-    """F1 score of each class over all samples, averaged over the classes that occur, among labels or predictions.
+    """Macro F1: the F1 score of each class over all samples, averaged over the classes that occur.
 
-    A class that is neither label nor prediction of any sample counts for nothing, as in torchmetrics and scikit-learn. The
-    score of a class is 2 TP / (2 TP + FP + FN).
+    The F1 score of a class is 2 TP / (2 TP + FP + FN). A class that is neither a label nor a prediction of any sample
+    is left out, as in torchmetrics and scikit-learn.
     """
 
     full_state_update = False
@@ -32,7 +32,7 @@ class MacroF1(Metric):
         self.add_state("counts", torch.zeros(3, 0, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count logits (batch, num_classes) and labels (batch,); a label of -100 is left out."""
+        """Add the logits (batch, num_classes) and labels (batch,) of a batch; a label of -100 is ignored."""
         num_classes, counted = logits.shape[-1], labels != IGNORED
         predicted, labels = logits.argmax(dim=-1)[counted], labels[counted]
         found = (predicted[predicted == labels], predicted, labels)
@@ -40,7 +40,7 @@ class MacroF1(Metric):
         self.counts = self.counts + counts if self.counts.numel() else counts
 
     def compute(self) -> Tensor:
-        """Return the score, a scalar from 0 to 1; 0 where there are no samples."""
+        """Return the macro F1 score, a scalar from 0 to 1; 0 without samples."""
         hits, predicted, labelled = self.counts
         occurs = predicted + labelled > 0
         if not bool(occurs.any()):
@@ -64,22 +64,21 @@ class Perplexity(Metric):
         self.add_state("num_tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        """Add up logits (batch, length, vocab_size) and targets (batch, length); a target of -100 is left out."""
+        """Add the logits (batch, length, vocab_size) and targets (batch, length) of a batch; a target of -100 is ignored."""
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         self.loss = self.loss + loss
         self.num_tokens = self.num_tokens + (targets != IGNORED).sum()
 
     def compute(self) -> Tensor:
-        """Return the perplexity, a scalar of at least 1; 1 where there are no tokens."""
+        """Return the perplexity, a scalar of at least 1; 1 without tokens."""
         return torch.exp(self.loss / self.num_tokens.clamp(min=1))
 
 
 class ExactMatch(Metric):
-    """Share of the answers that are predicted completely.
+    """Share of the answers of which every token is predicted correctly.
 
-    An answer is a run of targets that count, in one text. Where each token is the likeliest after those before it as they should
-    be, writing the likeliest token again and again after the prompt gives exactly these answers: once one token is wrong the rest
-    does not matter, and up to there both see the same.
+    An answer is a sequence of neighbouring targets that count. Each token is predicted from the correct ones before it.
+    If all predictions are right, generating the likeliest token again and again would give exactly this answer.
     """
 
     full_state_update = False
@@ -94,7 +93,7 @@ class ExactMatch(Metric):
         self.add_state("num_answers", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, predicted: Tensor, targets: Tensor) -> None:
-        """Count predicted tokens and targets, both (batch, length); a target of -100 is left out."""
+        """Add the predicted tokens and targets of a batch, both (batch, length); a target of -100 is ignored."""
         counted = targets != IGNORED
         begins = counted & ~F.pad(counted, (1, -1))
         answer = begins.flatten().cumsum(0).reshape_as(targets)  # numbers the answers from 1
@@ -104,5 +103,5 @@ class ExactMatch(Metric):
         self.num_answers = self.num_answers + num_answers
 
     def compute(self) -> Tensor:
-        """Return the share, a scalar from 0 to 1; 0 where there are no answers."""
+        """Return the share, a scalar from 0 to 1; 0 without answers."""
         return self.right / self.num_answers.clamp(min=1)

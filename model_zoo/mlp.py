@@ -16,9 +16,9 @@ _Optimizer = Literal["sgd", "adamw"]
 
 
 class MLP(Classifier):
-    """Linear layers with ReLU between them, trained with SGD or AdamW on the cross-entropy.
+    """Multilayer perceptron: linear layers with ReLU between them, trained with SGD or AdamW on the cross-entropy.
 
-    Takes inputs of any shape with ``in_features`` values per sample; returns logits (batch, num_classes).
+    Input: any shape with ``in_features`` values per sample. Output: logits (batch, num_classes).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MLP(Classifier):
         return logits
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the optimizer over the parameters that train."""
+        """Return the optimizer for the parameters that train."""
         if self.optimizer_name == "sgd":
             return super().configure_optimizers()
         made: torch.optim.Optimizer = adamw(self, self.lr, self.weight_decay, 0)

@@ -24,11 +24,12 @@ LEVELS: Final = (
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round weights to the nearest level of their block.
+    """Round weights to 4 bits: to the nearest of 16 levels, scaled for each block of weights.
 
     Returns:
-        codes, two in a byte, the first in its upper half, the byte an int8, into which T5 does not cast what enters a layer;
-        scales, float32, the largest magnitude of each block of the flattened weight.
+        codes: two per byte, the first in the upper half; int8, since T5 would cast inputs to the type of floating-point
+            weights.
+        scales: float32, the largest magnitude in each block of the flattened weight.
     """
     flat = weight.detach().flatten().float()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
@@ -40,10 +41,10 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantised(codes: Tensor, scales: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return weights from their codes and scales.
+    """Return the weights that codes and scales represent.
 
     Args:
-        codes: codes of 4 bits, two in a byte.
+        codes: codes of 4 bits, two per byte.
         scales: scale of each block of `BLOCK` weights.
         shape: shape of the weights.
         dtype: dtype of the result.
@@ -71,11 +72,11 @@ class _Product(torch.autograd.Function):
 
 
 class NF4Linear(nn.Linear):
-    """A frozen linear layer with weights of 4 bits.
+    """Frozen linear layer whose weights are stored in 4 bits.
 
     Attributes:
-        weight: codes of the weights.
-        scales: scales of the blocks.
+        weight: codes of the weights, two per byte.
+        scales: scales of all blocks of weights.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -92,20 +93,20 @@ class NF4Linear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
     def plain(self, dtype: torch.dtype) -> nn.Linear:
-        """Return an ordinary layer with the same weights."""
+        """Return an ordinary linear layer with the same weights."""
         layer, shape = self.submodel_plain(), (self.out_features, self.in_features)
         layer.weight = nn.Parameter(dequantised(self.weight, self.scales, shape, dtype), requires_grad=False)
         layer.bias = self.bias
         return layer
 
     def submodel_plain(self) -> nn.Linear:
-        """Return an ordinary frozen layer of the same shapes without values, on which axes are proven."""
+        """Return an ordinary frozen layer of the same shapes without values, with which raafl checks how the model can shrink."""
         layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         return layer.requires_grad_(False)
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
-    """Return the linear layers of a transformers model by name, but for heads, tied ones and adapters."""
+    """Return the linear layers of a transformers model by name, except heads, tied layers and adapters."""
     body, head = getattr(model, model.base_model_prefix, model), model.get_output_embeddings()
     heads = (head, getattr(head, "base_layer", None))  # the second where the head has an adapter
     own = {id(layer) for name, layer in body.named_modules() if type(layer) is nn.Linear and ".lora_" not in name}
@@ -113,6 +114,6 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
 
 
 def quantise(model: Any) -> None:
-    """Replace the linear layers of a transformers model, but for heads, tied ones and adapters, in place."""
+    """Replace the linear layers of a transformers model by 4-bit ones, in place, except heads, tied layers and adapters."""
     for name, layer in linear_layers(model).items():
         model.set_submodule(name, NF4Linear(layer))

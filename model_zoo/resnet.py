@@ -9,10 +9,11 @@ from model_zoo.classifier import Classifier
 
 
 class ResNet(Classifier):
-    """He et al. 2016 (arXiv:1512.03385), section 4.2: 6n + 2 layers, three stages of 16, 32 and 64 channels.
+    """ResNet for small images (He et al. 2016, arXiv:1512.03385, section 4.2): 6n + 2 layers in three stages.
 
-    Takes images (batch, in_channels, height, width); returns logits (batch, num_classes). torchvision's ResNets are those
-    of section 4.1, for 224 x 224. Depth 20 with 10 classes has 269,722 parameters (0.27 M in the paper).
+    Input: images (batch, in_channels, height, width). Output: logits (batch, num_classes). The stages have 16, 32 and
+    64 channels. torchvision's ResNets are others, those of section 4.1 for 224 x 224. Depth 20 with 10 classes has
+    269,722 parameters (0.27 M in the paper).
     """
 
     def __init__(
@@ -65,7 +66,10 @@ class ResNet(Classifier):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: (batch, before, h, w) to (batch, after, h / stride, w / stride)."""
+    """Residual block: two 3x3 convolutions beside a shortcut.
+
+    Input: (batch, before, h, w). Output: (batch, after, h / stride, w / stride).
+    """
 
     def __init__(self, before: int, after: int, stride: int, projection: bool) -> None:
         """Build the layers."""
@@ -88,7 +92,7 @@ class ResidualBlock(nn.Module):
 
 
 class ZeroPad(nn.Module):
-    """The shortcut without parameters: every ``stride``-th pixel, and new channels of zeros after the others."""
+    """Shortcut without parameters: takes every ``stride``-th pixel and appends channels of zeros."""
 
     def __init__(self, num_new: int, stride: int) -> None:
         """Store the stride and the number of new channels."""
@@ -96,7 +100,7 @@ class ZeroPad(nn.Module):
         self.num_new, self.stride = num_new, stride
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (batch, channels + num_new, h / stride, w / stride)."""
+        """Return the pixels with appended zeros, (batch, channels + num_new, h / stride, w / stride)."""
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.num_new))
 
 

@@ -9,10 +9,10 @@ Shape = TypeVar("Shape")
 
 
 def shape_of(model: str, size: str, sizes: Mapping[str, Shape]) -> Shape:
-    """Look up a model's shape by the name of its size.
+    """Return the shape of a model by the name of its size.
 
     Args:
-        model: name of the model, for the message.
+        model: name of the model, for the error.
         size: name of the size.
         sizes: shapes by the name of the size.
 

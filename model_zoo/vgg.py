@@ -10,11 +10,11 @@ _LAYERS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512
 
 
 class VGG11(Classifier):
-    """Simonyan and Zisserman 2015 (arXiv:1409.1556), configuration A, with a batch norm after each convolution.
+    """VGG11 with a batch norm after each convolution (Simonyan and Zisserman 2015, arXiv:1409.1556, configuration A).
 
-    Takes images (batch, in_channels, height, width) of at least 32 x 32; returns logits (batch, num_classes). The
-    convolutions are those of torchvision's ``vgg11_bn``, under the same names. Its three linear layers, 119 million
-    parameters made for 224 x 224, are one linear layer here: 9.2 million parameters in all.
+    Input: images (batch, in_channels, height, width), at least 32 x 32. Output: logits (batch, num_classes). The
+    convolutions have the names of torchvision's ``vgg11_bn``. A single linear layer replaces its three, which have 119
+    million parameters and are made for 224 x 224. So 9.2 million parameters remain.
     """
 
     def __init__(

@@ -27,9 +27,10 @@ SIZES: Final = {
 
 
 class ViT(HFClassifier):
-    """Dosovitskiy et al. 2021 (arXiv:2010.11929), transformers' ``ViTForImageClassification`` with random weights.
+    """Vision transformer: transformers' ``ViTForImageClassification`` with random weights.
 
-    Takes images (batch, in_channels, image_size, image_size); returns logits (batch, num_classes). Trained with AdamW.
+    Dosovitskiy et al. 2021 (arXiv:2010.11929). Input: images (batch, in_channels, image_size, image_size). Output:
+    logits (batch, num_classes). Trained with AdamW.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ViT(HFClassifier):
         self.save_hyperparameters()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the mean loss of a batch, of mixed images where ``mixup`` is set."""
+        """Return the mean loss of a batch; if ``mixup`` is set, of mixed images."""
         if not self.mixup:
             return super().training_step(batch, batch_idx)
         images, labels = batch

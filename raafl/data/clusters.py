@@ -12,21 +12,21 @@ from raafl.errors import BadInput, at_least
 
 
 class GaussianClusters(Classes):
-    """Points `(num_features,)` around the centres of several clusters for each class, in equal numbers.
+    """Random points `(num_features,)` for classification: several Gaussian clusters for each class, all of equal size.
 
-    With its defaults the task of the public toy of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024:
-    32 centres on the unit sphere in 512 dimensions, 8 for each of 4 classes, and normal noise on each coordinate. That toy measures
-    on some of the points that it trains on; here the test points are others.
+    By default this is the task of the public toy example of Liu et al. 2024, "Asynchronous Local-SGD Training for
+    Language Modeling": 32 centres on the unit sphere in 512 dimensions, 8 for each of 4 classes, with normal noise on
+    each coordinate. That example measures on some of its training points; here the test points are different ones.
 
     Args:
         batch_size: number of points in a batch.
         num_features: number of dimensions of a point.
-        num_classes: number of classes of points.
+        num_classes: number of classes of the points.
         clusters: number of clusters of each class.
         noise: standard deviation of each coordinate around its centre.
-        num_train: number of points to train on; a multiple of the number of clusters.
-        num_test: number of test points; a multiple of the number of clusters, too.
-        seed: seed of the centres and the points.
+        num_train: number of training points; must be a multiple of the number of clusters.
+        num_test: number of test points; must be a multiple of the number of clusters.
+        seed: seed of the centres and of the points.
 
     Raises:
         BadInput: a number is below 1, or not a multiple of the number of clusters.
@@ -53,7 +53,7 @@ class GaussianClusters(Classes):
         self.noise, self.seed = noise, seed
 
     def setup(self, stage: str | None = None) -> None:
-        """Draw the points of training and test set."""
+        """Draw the points of the training set and of the test set."""
         if hasattr(self, "train"):
             return
         draws = torch.Generator().manual_seed(self.seed)

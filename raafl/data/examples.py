@@ -27,13 +27,13 @@ FORMS: Final[Mapping[Task, tuple[tuple[str, ...], ...]]] = {
 
 
 def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) -> Callable[..., Tokens]:
-    """Return a function that turns one row of the data into tokens and labels.
+    """Return a function that converts one row of the data to tokens and labels.
 
     Args:
         tokenizer: tokenizer of transformers.
         task: kind of task: causal, seq2seq or classification.
-        form: names of the columns that a row has, one of `FORMS`.
-        max_length: largest number of tokens of an example, special tokens included.
+        form: names of the columns in a row, one of `FORMS`.
+        max_length: largest number of tokens in an example, including special tokens.
     """
 
     def tokens(text: str, **more: Any) -> list[int]:
@@ -74,13 +74,17 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
 
 
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
-    """Format a chat with the tokenizer's template; only the assistant's messages get labels.
+    """Convert a chat to tokens by the tokenizer's template; only the assistant's messages have labels.
 
-    The template marks them with ``{% generation %}``. Without that mark, an assistant's message is the text that its
-    turn adds to the formatted chat before it, provided that the turn only appends text.
+    A template marks these messages with ``{% generation %}``. Without such marks, the message is the text that the
+    assistant's turn adds to the formatted chat, if formatting one more turn only appends text.
+
+    Args:
+        tokenizer: tokenizer of transformers, with a template for chats.
+        messages: messages of the chat, each with role and content.
 
     Raises:
-        BadInput: the tokenizer has no template, or the assistant's messages cannot be found either way.
+        BadInput: the tokenizer has no template, or the assistant's messages cannot be found in either way.
     """
     template = str(tokenizer.chat_template or "")
     if not template:
@@ -108,15 +112,15 @@ def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
 
 
 def pack(lengths: Ints, groups: Ints, max_length: int) -> list[Ints]:
-    """Pack examples of one group, in order, into rows of at most ``max_length`` tokens.
+    """Put several examples into one row, as long as they belong to the same group and ``max_length`` tokens are not exceeded.
 
     Args:
-        lengths: number of tokens of each example.
-        groups: group of each example; examples of different groups never share a row.
+        lengths: number of tokens in each example.
+        groups: group of each example; a row has examples of one group only.
         max_length: largest number of tokens in a row.
 
     Returns:
-        The numbers of the examples in each row.
+        The numbers of the examples in each row, in order.
     """
     rows: list[list[int]] = []
     for group in np.unique(groups):

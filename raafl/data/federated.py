@@ -40,26 +40,27 @@ _MOST_COPIED_BYTES = 1e9
 
 
 class ClientData:
-    """The training samples of one client, and its test samples if it has some.
+    """The training samples of one client, and its test samples if it has any.
 
-    Tensors and `GatherDataset`s with the default collate function take a fast path: a batch is one `index_select` per
-    tensor, and a list, as the default collate function returns. All other data is read sample by sample through the
-    data set (and its transforms) and the loader's collate function, in this process.
+    Tensors and `GatherDataset`s are gathered fast if the loader uses the default collate function: one `index_select`
+    per tensor makes a batch. All other data is read sample by sample, through the data set with its transforms and the
+    loader's collate function, in this process.
 
     Args:
-        dataset: data set over which the training loader iterates.
+        dataset: data set of the training loader.
         indices: `(num_samples,)` int64, rows of the data set that belong to this client.
-        batch_size: number of samples in a batch, unless `batches` is given another.
-        collate: the loader's collate function.
-        copied: whether the fast path copies the client's samples, and then releases the data set.
-        drop_last: whether an epoch drops its last batch if that is smaller than the others and not the only one.
-        weights: `(num_samples,)`, weights with which an epoch draws as many samples as there are, with replacement;
-            None = each once.
+        batch_size: number of samples in a batch, unless `batches` gets another number.
+        collate: collate function of the loader.
+        copied: whether to copy the client's samples, where they are gathered fast, so that the data set can be freed.
+        drop_last: whether an epoch drops its last batch if it is smaller than the others and not the only one.
+        weights: `(num_samples,)`, weights for drawing the samples of an epoch with replacement; None = each sample
+            once.
 
     Attributes:
-        test: samples on which this client evaluates its submodel, and does not train; None = it has none.
-        gathers: whether any number of its samples is gathered in one operation, and a batch is a list of tensors.
-        source: data set from which `fetch` gathers rows; None = it does not gather, or has samples of its own.
+        test: samples on which the client only evaluates its submodel; None = it has none.
+        gathers: whether samples are gathered fast, so that a batch is a list of tensors.
+        source: data set from which `fetch` gathers rows; None = samples are not gathered fast, or are the client's own
+            copies.
 
     Raises:
         BadInput: `indices` is empty.
@@ -95,7 +96,7 @@ class ClientData:
         return max(self.num_samples // size, 1) if self._drop_last else math.ceil(self.num_samples / size)
 
     def classes(self) -> frozenset[int] | None:
-        """Return the classes of this client's samples, read on first use; None if labels are not whole numbers."""
+        """Return the classes that occur in this client's samples, read at the first call; None if labels are not whole numbers."""
         if not self._looked:
             rows = torch.arange(self.num_samples) if self._indices is None else self._indices
             batches = (self._fetch(part) for part in torch.split(rows, 256))
@@ -109,20 +110,20 @@ class ClientData:
         num_epochs: int | None = None,
         num_steps: int | None = None,
     ) -> Iterator[Sized]:
-        """Yield each batch with its number of samples, for a number of epochs or steps; each epoch is a new permutation.
+        """Yield each batch with its number of samples, for some epochs or steps; each epoch has a new random order.
 
-        The last batch of an epoch may be smaller than the others, and is the only one if `batch_size` exceeds the
-        number of samples. At the start of each epoch one `torch.randperm` (with weights, one `torch.multinomial`) is
-        drawn from the generator; nothing is drawn from the global generators.
+        The last batch of an epoch may be smaller than the others. If `batch_size` exceeds the number of samples, it is
+        the only one. At the start of each epoch, one `torch.randperm` (with weights, one `torch.multinomial`) is drawn
+        from the generator; global generators are not used.
 
         Args:
-            generator: CPU generator, the only source of the order.
-            batch_size: number of samples in a batch; None = the data module's.
-            num_epochs: number of passes over the samples; give this or `num_steps`.
-            num_steps: number of batches, over as many epochs as that takes.
+            generator: CPU generator that determines the order.
+            batch_size: number of samples in a batch; None = that of the data module.
+            num_epochs: number of passes over the samples; give either this or `num_steps`.
+            num_steps: number of batches, from as many epochs as needed.
 
         Raises:
-            BadInput: a count is below 1, or not exactly one of `num_epochs` and `num_steps` is given.
+            BadInput: a number is below 1, or not exactly one of `num_epochs` and `num_steps` is given.
         """
         return self._fetched(self.rows(generator, batch_size, num_epochs, num_steps))
 
@@ -133,13 +134,13 @@ class ClientData:
         num_epochs: int | None = None,
         num_steps: int | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Yield the sample numbers of each batch; see `batches`, which has the same arguments and errors.
+        """Yield the numbers of the samples in each batch; see `batches`, which has the same arguments and errors.
 
         Args:
-            generator: CPU generator, which determines the order of samples.
-            batch_size: number of samples in a batch; None = the data module's.
-            num_epochs: number of passes over the samples; None = bounded by ``num_steps``.
-            num_steps: number of batches to yield; None = bounded by ``num_epochs``.
+            generator: CPU generator that determines the order.
+            batch_size: number of samples in a batch; None = that of the data module.
+            num_epochs: number of passes over the samples; None = use ``num_steps``.
+            num_steps: number of batches; None = use ``num_epochs``.
         """
         if (num_epochs is None) == (num_steps is None):
             raise BadInput(f"num_epochs is {num_epochs} and num_steps is {num_steps}: give exactly one of them")
@@ -150,11 +151,11 @@ class ClientData:
         return rows if num_steps is None else islice(rows, num_steps)
 
     def fetch(self, rows: torch.Tensor) -> Any:
-        """Return the samples with these numbers as one batch."""
+        """Return the client's samples with these numbers as one batch."""
         return self._fetch(rows)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Sized]:
-        """Yield all samples once, in the data set's order, in batches whose sizes differ by at most one sample.
+        """Yield all samples once, in the order of the data set, in batches of nearly equal size.
 
         Each batch comes with its number of samples.
         """
@@ -195,30 +196,29 @@ class _Parts:
         self._rows, self._ends = torch.cat(list(parts)), list(accumulate(self.sizes))
 
     def of(self, client: int) -> torch.Tensor:
-        """Return the rows of the training set that belong to client 1..N."""
+        """Return the rows of the training set that belong to a client, 1 to N."""
         end = self._ends[client - 1]
         return self._rows[end - self.sizes[client - 1] : end]
 
 
 class FederatedData:
-    """A data module's training set, divided among clients 1..N, and its test set.
+    """The training set of a data module, divided among clients 1 to N, and its test set.
 
-    It calls `prepare_data` and `setup("fit")`, takes data set, batch size and collate function from
-    `train_dataloader()`, and partitions the data set. The loader's `drop_last` and the weights of a
-    `WeightedRandomSampler` apply to each client's epochs, and a `SubsetRandomSampler` picks the samples; the loader's
-    workers are not used.
+    `prepare_data` and `setup("fit")` of the data module are called. Data set, batch size and collate function come from
+    its `train_dataloader()`. The loader's `drop_last`, and the weights of a `WeightedRandomSampler`, apply to each
+    client's epochs; a `SubsetRandomSampler` selects the samples. The loader's workers are not used.
 
     Args:
         datamodule: any LightningDataModule whose training loader iterates over one map-style data set.
-        partition: rule that divides the samples among the clients.
+        partition: rule that divides the training samples among the clients.
         num_clients: number of clients N.
         seed: seed of the partition.
 
     Attributes:
-        notes: warnings about the data on which metrics are measured.
+        notes: warnings about the data on which the global model is evaluated.
 
     Raises:
-        BadInput: the training loader is of another kind, or the partition cannot be made.
+        BadInput: the training loader is of a kind that is not supported, or the partition is impossible.
     """
 
     def __init__(
@@ -260,16 +260,16 @@ class FederatedData:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of training samples of each client; entry `i - 1` is client i's."""
+        """Number of training samples of each client; client i is at position i - 1."""
         return self._parts.sizes
 
     @property
     def test_sizes(self) -> list[int]:
-        """Number of test samples of each client; entry `i - 1` is client i's."""
+        """Number of test samples of each client; client i is at position i - 1."""
         return self._test_parts.sizes
 
     def indices(self, client: int) -> torch.Tensor:
-        """Return the rows of the training set that client 1..N trains on, ascending."""
+        """Return the rows of the training set on which a client trains, ascending; clients are numbered 1 to N."""
         if not 1 <= client <= self.num_clients:
             raise BadInput(f"client is {client}: clients are numbered 1 to {self.num_clients}")
         return self._parts.of(client)
@@ -291,7 +291,7 @@ class FederatedData:
                 )
 
     def client(self, client: int) -> ClientData:
-        """Return the data of one client, built on first use; the `_MOST_KEPT` most recently used stay cached."""
+        """Return the data of one client, built at the first call; those of recently used clients stay cached (`_MOST_KEPT`)."""
         if client not in self._clients:
             self._clients[client] = self.make_client(client)
             if len(self._clients) > _MOST_KEPT:
@@ -300,7 +300,12 @@ class FederatedData:
         return self._clients[client]
 
     def make_client(self, client: int, *, copied: bool = False) -> ClientData:
-        """Build the data of one client; with ``copied`` its samples are copied, for a process that trains no other client."""
+        """Build the data of one client.
+
+        Args:
+            client: id of the client.
+            copied: whether to copy its samples, for a process that trains no other client.
+        """
         rows = self.indices(client)
         mine = self._own(rows, copied, None if self._weights is None else self._weights[rows])
         if self.test_sizes[client - 1]:
@@ -319,16 +324,16 @@ class FederatedData:
         return self._fetch(rows)
 
     def test_batches(self, batch_size: int | None = None, *, first: int = 0) -> Iterator[Sized]:
-        """Yield the test set in order, in batches; if there is none, the validation set or a part of the training set.
+        """Yield batches of the test set in order; without a test set, of the validation set or of a part of the training set.
 
         Each batch comes with its number of samples; the last batch may be smaller.
 
         Args:
-            batch_size: number of samples in a batch; None = the loader's own.
-            first: number of the batch to begin with.
+            batch_size: number of samples in a batch; None = that of the loader.
+            first: number of the batch with which to begin.
 
         Raises:
-            BadInput: a loader is of a kind that is not supported for training either.
+            BadInput: the loader is of a kind that is not supported.
         """
         if self._test is None:
             self._test = self._read_test()

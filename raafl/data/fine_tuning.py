@@ -34,14 +34,14 @@ _PARTS = ("ids", "starts", "labels", "label_starts", "group")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of all examples, concatenated; they may lie in memory-mapped files.
+    """Tokens of all examples, one after the other in one array, which may be a memory-mapped file.
 
     Attributes:
         ids: tokens of all examples, one after the other.
-        starts: `(n + 1,)` start of each example in ``ids``, and the end of the last one.
+        starts: `(n + 1,)`, position at which each example begins in ``ids``, and the end of the last one.
         labels: labels of all examples; see `raafl.data.examples.Tokens`.
-        label_starts: `(n + 1,)` start of each example in ``labels``, and the end of the last one.
-        group: `(n,)` number of the person or group that each example belongs to; 0 if the data does not tell.
+        label_starts: `(n + 1,)`, position at which each example begins in ``labels``, and the end of the last one.
+        group: `(n,)`, number of the person or group to whom each example belongs; 0 if the data does not tell.
     """
 
     ids: Tensor
@@ -55,22 +55,22 @@ class Encoded:
         return len(self.group)
 
     def of(self, example: int) -> tuple[Tensor, Tensor]:
-        """Return a copy of the tokens and labels of one example, int64."""
+        """Return the tokens and labels of one example as new int64 tensors."""
         (a, b), (c, d) = self.starts[example : example + 2].tolist(), self.label_starts[example : example + 2].tolist()
         return self.ids[a:b].to(torch.int64), self.labels[c:d].to(torch.int64)
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
-    """Data set of rows of tokens with labels; a row contains one example, or several if they are packed.
+    """Data set whose samples are rows of tokens with labels; a row has one example, or several that are packed.
 
     Args:
-        encoded: tokens of the examples.
+        encoded: tokens of all examples.
         rows: numbers of the examples in each row.
-        packed: whether positions restart at each example in a row, by which transformers keeps examples apart.
+        packed: whether positions restart at each example of a row, which tells transformers to keep the examples apart.
 
     Attributes:
-        group: `(n,)` number of each row's group, as the column for natural clients.
-        labels: `(n,)` class of each row, only for classification.
+        group: `(n,)`, number of each row's group, a column for partitions by person or group.
+        labels: `(n,)`, class of each row; only for classification.
     """
 
     def __init__(self, encoded: Encoded, rows: Sequence[Ints], *, packed: bool, classified: bool) -> None:
@@ -96,13 +96,13 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 
 @dataclass(frozen=True)
 class Padding:
-    """Collate function that pads rows of tokens at the end to one length.
+    """Collate function that pads rows of tokens at their end to a common length.
 
     Attributes:
-        token: token that pads ``input_ids``.
+        token: token with which ``input_ids`` are padded.
         length: length of every batch; None = the length of its longest row.
-        num_labels: number of labels of every row, for seq2seq; None = as many as tokens.
-        masked: whether to add an ``attention_mask`` (1 = a token). A causal model needs none, since padding comes last.
+        num_labels: number of labels in every row, for seq2seq; None = as many as tokens.
+        masked: whether to add an ``attention_mask``, 1 at tokens; a causal model needs none, since padding comes last.
     """
 
     token: int
@@ -128,34 +128,35 @@ class Padding:
 
 
 class FineTuning(Classes):
-    """Examples for a causal language model, an encoder-decoder or a classifier of transformers.
+    """Data module with examples for fine-tuning a transformers model: causal, encoder-decoder or classifier.
 
-    The columns decide what an example is: ``messages`` (a chat: a list of mappings with role and content), ``prompt``
-    and ``completion``, or ``text``. For seq2seq they are ``prompt``, which the encoder reads, and ``completion``; for
+    The data's columns determine the form of the examples: ``messages`` (a chat: mappings with role and content),
+    ``prompt`` and ``completion``, or ``text``; for seq2seq ``prompt`` (read by the encoder) and ``completion``; for
     classification ``text`` and ``label``. The loss counts the assistant's messages of a chat, the completion of a
-    prompt, and all of a text.
+    prompt, or the whole text.
 
     Args:
-        path: a file (JSONL, parquet, CSV), a folder or a name on the hub that `datasets` loads, or `made:sums` for
-            generated sums.
+        path: file (JSONL, parquet, CSV), folder, or name on the hub that `datasets` loads; `made:sums` = generated
+            sums.
         tokenizer: tokenizer of transformers: name on the hub, folder, `package:NAME/FOLDER`, or `bytes`, which needs no
             files.
         task: kind of task: causal, seq2seq or classification.
-        test_path: path of the test examples, of the same kinds; null = the split `test` of ``path``, or a share of its
+        test_path: path of the test examples, as for ``path``; null = the split `test` of ``path``, or a share of its
             examples.
-        test_share: share of the examples that is held out if there is no test set.
+        test_share: share of the examples that is held out for tests if there is no test set.
         name: configuration of the data set, if it has several.
-        columns: names of the data's columns if they differ: `{prompt: question, completion: answer}`. `{group: author}`
-            names the column of an example's author, for `ByColumn("group")`.
-        chat_template: file with a Jinja template for chats; null = the tokenizer's own.
-        max_length: number of tokens kept of an example; for seq2seq, of its prompt and of its completion each.
-        packing: whether a training row of max_length tokens gets several examples of one group; no example sees
-            another.
-        padding: max_length, or longest: pad to the longest row of a batch. With longest, costs are predicted from the
-            longest rows of all batches. Either way, completions for seq2seq are padded to the longest of all.
+        columns: names of the data's columns if they differ, as in `{prompt: question, completion: answer}`. `{group:
+            author}` names the column with an example's author, for `ByColumn("group")`.
+        chat_template: file with a Jinja template for chats; null = the template of the tokenizer.
+        max_length: largest number of tokens in an example; for seq2seq, in its prompt and in its completion each.
+        packing: whether to fill training rows of max_length tokens with several examples of one group, each of which
+            sees only its own tokens.
+        padding: length to which rows are padded: max_length, or longest (that of the longest row in a batch; costs are
+            then predicted from the longest rows of all). Completions for seq2seq are always padded to the longest of
+            all.
         batch_size: number of rows in a batch.
-        num_train: number of rows to train on, evenly spaced; null = all.
-        num_test: number of examples to evaluate on, evenly spaced; null = all.
+        num_train: number of training rows, evenly spaced over all; null = all.
+        num_test: number of test examples, evenly spaced over all; null = all.
     """
 
     def __init__(
@@ -195,17 +196,17 @@ class FineTuning(Classes):
 
     @property
     def tokenizer(self) -> Any:  # a transformers.PreTrainedTokenizerBase
-        """The tokenizer, with the given chat template; it is saved with the model."""
+        """Tokenizer with the given chat template; it is saved with the model."""
         tokenizer = load_tokenizer(self._tokenizer)
         if self._chat_template is not None:
             tokenizer.chat_template = Path(self._chat_template).read_text(encoding="utf-8-sig")
         return tokenizer
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenise the examples, or memory-map the tokens that an earlier run wrote.
+        """Convert the examples to tokens, or memory-map the tokens that an earlier run has stored.
 
         Raises:
-            BadInput: the data, the tokenizer or a column is missing.
+            BadInput: the data, the tokenizer or a column does not exist.
         """
         if hasattr(self, "train"):
             return

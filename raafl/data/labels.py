@@ -16,15 +16,15 @@ _KEYS = ("label", "labels", "target", "targets", "y")
 
 
 def labels_of(dataset: Any) -> npt.NDArray[Any]:
-    """Return the class of each sample, `(len(dataset),)` whole numbers, in the order of the data set.
+    """Return the class of each sample as whole numbers, shape `(len(dataset),)`, in the order of the data set.
 
-    Where possible, samples are not read: labels come from the last tensor of a `TensorDataset`, from an attribute
-    `labels` or `targets`, or from the label column of a Hugging Face data set, also under `Subset`s. Otherwise one pass
-    reads all samples; the label is the last element of a tuple, or the entry "label", "labels", "target", "targets" or
-    "y" of a mapping.
+    Labels are taken from the last tensor of a `TensorDataset`, from an attribute `labels` or `targets`, or from the
+    label column of a Hugging Face data set, also through `Subset`s. If there are none of these, all samples are read
+    once; the label is the last element of a tuple, or the entry "label", "labels", "target", "targets" or "y" of a
+    mapping.
 
     Raises:
-        BadInput: the samples have no label of that kind.
+        BadInput: the samples have no label of this kind.
     """
     base, rows = unwrap(dataset)
     labels = _stored_labels(base)
@@ -34,9 +34,9 @@ def labels_of(dataset: Any) -> npt.NDArray[Any]:
 
 
 def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
-    """Collect the classes in batches: the last element of each batch, or its entry "label", "labels" and so on.
+    """Return the classes that occur in some batches, taken from each batch's last element or its entry "label" or the like.
 
-    The result is None if that is not one whole number for each sample.
+    The result is None if a batch has no whole-number label for each sample.
     """
     found: set[int] = set()
     for batch in batches:
@@ -52,7 +52,7 @@ def classes_in(batches: Iterable[Any]) -> frozenset[int] | None:
 
 
 class Columns(Mapping[str, Sequence[Any]]):
-    """Named columns of a data set: those of a Hugging Face data set, or attributes with one value for each sample.
+    """Named columns of a data set: those of a Hugging Face data set, or attributes with one value per sample.
 
     Args:
         dataset: a map-style data set, possibly under `Subset`s.
@@ -116,7 +116,11 @@ def _label_of(sample: object, index: int) -> object:
 
 
 def class_numbers(labels: torch.Tensor | npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return class labels as int64, (samples,); raise `BadInput` unless there is one whole number for each sample."""
+    """Return class labels as int64, shape (samples,).
+
+    Raises:
+        BadInput: there is not exactly one whole number for each sample.
+    """
     array = labels.detach().cpu().numpy() if isinstance(labels, torch.Tensor) else np.asarray(labels)
     if array.ndim != 1 or array.dtype.kind not in "iub":
         raise BadInput(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Return a context that turns any exception into a `BadInput` of the field ``data``; ``what`` names what is being read."""
+    """Return a context that turns errors into a `BadInput` of the field ``data``; ``what`` names the thing that is being read."""
     try:
         yield
     except BadInput:
@@ -47,14 +47,14 @@ def reading(what: str) -> Iterator[None]:
 
 
 class Loader(NamedTuple):
-    """Those settings of a data loader that raafl uses.
+    """The settings of a data loader that raafl uses.
 
     Attributes:
-        dataset: data set of the loader; with a subset sampler, the part that the sampler picks.
-        collate: function that makes a batch of a list of samples.
-        batch_size: number of samples in a batch; None = the loader does not name one.
-        drop_last: whether an epoch drops its last batch if that is smaller than the others.
-        weights: `(len(dataset),)` float64, weights of a `WeightedRandomSampler`; None = each sample once in an epoch.
+        dataset: data set of the loader; with a subset sampler, only the samples that the sampler selects.
+        collate: function that makes a batch from a list of samples.
+        batch_size: number of samples in a batch; None = the loader has none.
+        drop_last: whether an epoch drops its last batch if it is smaller than the others.
+        weights: `(len(dataset),)` float64, weights of a `WeightedRandomSampler`; None = each sample once per epoch.
     """
 
     dataset: Any
@@ -65,11 +65,15 @@ class Loader(NamedTuple):
 
 
 def read_loader(loader: object, name: str) -> Loader:
-    """Read the loader that the hook ``name`` of a data module has returned.
+    """Read the settings of a loader that a data module has returned.
+
+    Args:
+        loader: object that the data module returned.
+        name: name of the data module's method, for errors.
 
     Raises:
-        BadInput: ``loader`` is not one torch DataLoader over a map-style data set, or has a sampler that raafl cannot
-            follow.
+        BadInput: the object is not a single torch DataLoader over a map-style data set, or has a sampler that raafl
+            does not support.
     """
     if isinstance(loader, (list, tuple)) and len(loader) == 1:
         loader = loader[0]
@@ -135,9 +139,11 @@ def _check_sampler(sampler: Any, length: int, name: str) -> None:
 
 
 def check_dataset(what: str, dataset: object) -> None:
-    """Raise `BadInput` unless a data set's samples can be read by number, and there is at least one.
+    """Raise `BadInput` unless the samples of a data set can be read by number and there is at least one.
 
-    ``what`` names the data set.
+    Args:
+        what: name of the data set, for the error.
+        dataset: data set to check.
     """
     kind = briefly(dataset) if isinstance(dataset, type) else type(dataset).__name__
     if isinstance(dataset, DataLoader):
@@ -160,7 +166,7 @@ def check_dataset(what: str, dataset: object) -> None:
 
 
 def check_transfer(module: LightningDataModule) -> None:
-    """Raise `BadInput` if a data module overrides hooks for moving batches to a device: clients read rows without calling them."""
+    """Raise `BadInput` if a data module overrides Lightning's hooks for moving batches to a device, which raafl does not call."""
     found = [name for name in BATCH_HOOKS if overrides(module, name)]
     if found:
         raise BadInput(
@@ -170,14 +176,14 @@ def check_transfer(module: LightningDataModule) -> None:
 
 
 def overrides(module: LightningDataModule, name: str) -> bool:
-    """Check whether a data module overrides this hook, whose default in Lightning's DataHooks only raises."""
+    """Check whether a data module overrides the hook ``name``, whose default in Lightning only raises an error."""
     hook = getattr(module, name, None)
     return hook is not None and not getattr(hook, "__qualname__", "").startswith("DataHooks.")
 
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """Batches of a data set in its own order; they are slices of `tensors` if these contain the whole set."""
+    """Batches of a data set in its own order; if `tensors` holds the whole set, batches are slices of them."""
 
     fetch: Fetch
     num_samples: int
@@ -185,7 +191,12 @@ class InOrder:
     tensors: list[torch.Tensor] | None
 
     def batches(self, batch_size: int, first: int) -> Iterator[tuple[Any, int]]:
-        """Yield each batch with its number of samples, beginning with batch ``first``."""
+        """Yield each batch with its number of samples.
+
+        Args:
+            batch_size: number of samples in a batch.
+            first: number of the batch with which to begin.
+        """
         batches = torch.split(torch.arange(self.num_samples), batch_size)[first:]
         if self.tensors is not None:
             columns = (torch.split(tensor, batch_size)[first:] for tensor in self.tensors)

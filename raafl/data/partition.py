@@ -30,14 +30,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Partition(ABC):
-    """Base of the rules that divide the training set among clients.
+    """Base class of rules that divide the training set among clients.
 
     Args:
-        test_share: share of its samples on which each client does not train but evaluates its own submodel, at least 0
-            and below 1; 0 = none (0.2 in the Co-S2P paper, section VI-A).
+        test_share: share of a client's samples on which it only evaluates its own submodel, at least 0 and below 1; 0 =
+            none (0.2 in the Co-S2P paper, section VI-A).
         validation_share: share of the training set that no client gets, at least 0 and below 1. The global model is
-            evaluated on it instead of the test set, for searches of settings, which must not see the test set; 0 =
-            none.
+            then evaluated on it instead of the test set, which a search of settings must not see; 0 = none.
     """
 
     # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
@@ -51,8 +50,8 @@ class Partition(ABC):
     def held_out(self, part: torch.Tensor, client: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Divide a client's samples at random into a training part and a test part, both ascending.
 
-        The test part has the share `test_share`, with halves rounded up, but at least one sample is left for training;
-        of few samples it may be empty. The draw depends on seed, client and number of samples alone.
+        The test part has the share `test_share`, rounded to the nearest number, but at least one sample is left for
+        training. The draw depends only on the seed, the client and the number of samples.
 
         Args:
             part: numbers of the client's samples.
@@ -66,7 +65,7 @@ class Partition(ABC):
         return (part[train], part[test]) if len(test) else (part, part[:0])
 
     def validation_rows(self, num_samples: int, seed: int) -> torch.Tensor:
-        """Draw the rows of the training set on which the global model is validated: int64, ascending; none if the share is 0.
+        """Draw the rows of the training set on which the global model is validated, ascending int64; none if the share is 0.
 
         Raises:
             BadInput: `validation_share` is out of range.
@@ -83,16 +82,16 @@ class Partition(ABC):
         """Divide the samples among the clients by `assign`, and check the result.
 
         Args:
-            labels: `(num_samples,)` whole numbers, the class of each sample.
-            num_clients: number of parts.
-            seed: 0 or more; the same seed gives the same parts.
-            columns: further values for each sample, by name, for partitions that group by one.
+            labels: class of each sample, whole numbers of shape `(num_samples,)`.
+            num_clients: number of clients, each of which gets a part.
+            seed: seed of all random choices, at least 0.
+            columns: further values of each sample, by name, for partitions that use them.
 
         Returns:
-            Ascending sample indices for each client, one int64 tensor each, none empty.
+            Ascending sample numbers of each client, as int64 tensors; none is empty.
 
         Raises:
-            BadInput: there are more clients than samples, or this partition cannot be made of these labels.
+            BadInput: there are more clients than samples, or these labels do not allow this partition.
         """
         labels_n = class_numbers(labels)
         at_least("num_clients", num_clients, 1)
@@ -107,22 +106,22 @@ class Partition(ABC):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> Sequence[npt.ArrayLike]:
-        """Assign samples to clients; override this method for a partition of your own. `split` checks the result.
+        """Assign samples to clients. Override this method for a partition of your own; `split` checks the result.
 
         Args:
-            labels: `(num_samples,)` int64, the class of each sample; all 0 where `needs_labels` is False.
-            num_clients: number of parts.
-            rng: random generator, the only source of chance, so that the run's seed decides the partition.
-            columns: further values for each sample, by name.
+            labels: class of each sample, int64 of shape `(num_samples,)`; all 0 if `needs_labels` is False.
+            num_clients: number of clients, each of which gets a part.
+            rng: random generator for all random choices, so that the run's seed determines the partition.
+            columns: further values of each sample, by name.
 
         Returns:
-            The numbers of each client's samples, in any order; a sample may belong to no client.
+            The sample numbers of each client, in any order; a sample may belong to no client.
         """
 
 
 @dataclass(frozen=True)
 class Iid(Partition):
-    """Random division into parts whose sizes differ by at most one sample: every client has the same distribution."""
+    """Random division into parts of equal size (up to one sample), so that all clients have the same distribution."""
 
     needs_labels: ClassVar[bool] = False
 
@@ -135,21 +134,21 @@ class Iid(Partition):
 
 @dataclass(frozen=True)
 class Dirichlet(Partition):
-    """Label skew: each class is divided among the clients in proportions drawn from a symmetric Dirichlet distribution.
+    """Partition with unequal labels: each class is divided in random proportions, drawn from a Dirichlet distribution.
 
-    Hsu, Qi and Brown 2019 (arXiv:1909.06335) introduced the Dirichlet to set label skew by one number; drawing one
-    vector of client proportions per class follows Li et al. 2022 (arXiv:2102.02079, section 4.1). A large `alpha`
-    approaches `Iid`; with a small `alpha` a client has few classes, and sizes differ widely, too.
+    With a small `alpha` a client has few classes, and the numbers of samples differ widely; a large `alpha` approaches
+    `Iid`. Hsu, Qi and Brown 2019 (arXiv:1909.06335) introduced the Dirichlet distribution for this purpose; drawing one
+    vector of proportions per class follows Li et al. 2022 (arXiv:2102.02079, section 4.1).
 
-    The draw is repeated until every client has `min_samples`, at most 100 times. All draws may fail, which is to be
-    expected if alpha times the number of clients and classes is small. Then the last draw is repaired: random samples
-    move one by one from the client with most to a client with too few, and a warning tells how many moved.
+    Drawing is repeated, at most 100 times, until every client has `min_samples`. All draws may fail if alpha is small
+    and there are few clients and classes. Then the last draw is repaired, with a warning: random samples move from the
+    largest client to those with too few.
 
     Args:
-        alpha: concentration, above 0 (alpha or beta in the papers).
+        alpha: concentration of the distribution, above 0 (alpha or beta in the papers).
         min_samples: smallest number of samples of a client.
-        capped: whether a client that already has its equal share of the samples gets no further class, as in the code
-            of Li et al. (classes in ascending order): labels stay skewed, but sizes differ less.
+        capped: whether a client that already has its equal share of all samples gets no further class, as in the code
+            of Li et al.; labels stay unequal, but sizes differ less.
     """
 
     alpha: float
@@ -163,7 +162,7 @@ class Dirichlet(Partition):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
-        """Divide each class in the proportions drawn for it; see `Partition.assign`."""
+        """Divide each class in random proportions; see `Partition.assign`."""
         classes = [np.flatnonzero(labels == value) for value in np.unique(labels)]
         for _ in range(_MAX_TRIES):
             cuts_cn: list[Ints] = []
@@ -195,11 +194,10 @@ class Dirichlet(Partition):
 
 @dataclass(frozen=True)
 class ClassesPerClient(Partition):
-    """Label skew: every client holds samples of exactly `num_classes` classes.
+    """Partition with unequal labels: every client has samples of exactly `num_classes` classes.
 
-    The setting "#C = k" of Li et al. 2022 (arXiv:2102.02079). Each client takes the classes that have fewest owners so
-    far, with ties broken at random, so that the numbers of owners differ by at most one. Then each class is divided
-    evenly among its owners.
+    This is the setting "#C = k" of Li et al. 2022 (arXiv:2102.02079). Each client takes the classes that the fewest
+    clients have so far, at random among equals. Then each class is divided evenly among its clients.
 
     Args:
         num_classes: number k of classes of each client.
@@ -249,13 +247,14 @@ class ClassesPerClient(Partition):
 
 @dataclass(frozen=True)
 class QuantitySkew(Partition):
-    """Clients of unequal size and equal distribution: sizes follow proportions drawn from a symmetric Dirichlet.
+    """Partition with unequal sizes: all clients have the same distribution, but random numbers of samples.
 
-    "Quantity skew" of Li et al. 2022 (arXiv:2102.02079, section 4.3). Each client first gets `min_samples`; the rest is
-    divided in the drawn proportions.
+    Sizes follow proportions drawn from a symmetric Dirichlet distribution ("quantity skew" of Li et al. 2022,
+    arXiv:2102.02079, section 4.3). Each client first gets `min_samples`; the remaining samples are divided in these
+    proportions.
 
     Args:
-        alpha: concentration of the distribution, above 0; a large one means equal sizes.
+        alpha: concentration of the distribution, above 0; a large one gives nearly equal sizes.
         min_samples: smallest number of samples of a client.
     """
 
@@ -271,7 +270,7 @@ class QuantitySkew(Partition):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
-        """Distribute samples in the proportions drawn; see `Partition.assign`."""
+        """Divide the samples at random in the drawn proportions; see `Partition.assign`."""
         num_free = len(labels) - num_clients * self.min_samples
         free_cuts = np.floor(np.cumsum(_proportions(self.alpha, num_clients, rng))[:-1] * num_free).astype(np.int64)
         cuts = free_cuts + self.min_samples * np.arange(1, num_clients)
@@ -280,13 +279,13 @@ class QuantitySkew(Partition):
 
 @dataclass(frozen=True)
 class ByColumn(Partition):
-    """Natural clients: samples with the same value in a column (a writer, a speaker, a hospital) stay together.
+    """Partition by real-world owners: samples with the same value in a column (a writer, a speaker, a hospital) stay together.
 
-    With as many values as clients, client i has the i-th value in sorted order. With more values, whole values are
-    given to the clients at random; their numbers of values differ by at most one.
+    With as many values as clients, client i gets the i-th value in sorted order. With more values, each client gets
+    several, drawn at random; their numbers differ by at most one.
 
     Args:
-        column: name of the column.
+        column: name of the column with the owners.
     """
 
     column: str
@@ -296,7 +295,7 @@ class ByColumn(Partition):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
-        """Distribute whole values of the column; see `Partition.assign`."""
+        """Give each client whole values of the column; see `Partition.assign`."""
         if self.column not in columns:
             known = ", ".join(sorted(columns)) or "none"
             raise BadInput(f"ByColumn: the training data has no column {self.column!r} (columns: {known})")

@@ -31,14 +31,14 @@ _MNIST_STEMS = {"train": "train", "test": "t10k"}
 
 
 def data_root(root: str | Path | None) -> Path:
-    """Return the folder that contains all data sets: `root`, else the environment variable RAAFL_DATA, else ~/.cache/raafl."""
+    """Return the folder of all data sets: `root`, or else the environment variable RAAFL_DATA, or else ~/.cache/raafl."""
     return Path(root or os.environ.get("RAAFL_DATA") or _USER_CACHE).expanduser()
 
 
 def read_digits() -> Tensors:
-    """Read scikit-learn's bundled digits: images `(1797, 1, 8, 8)` float32 in [0, 1], labels `(1797,)` int64.
+    """Read the digits that scikit-learn contains: images `(1797, 1, 8, 8)` float32 in [0, 1], labels `(1797,)` int64.
 
-    The file is read from scikit-learn's folder without importing scikit-learn, which would take a second in each rank.
+    scikit-learn itself is not imported, since that would take a second in each process.
     """
     spec: Any = importlib.util.find_spec("sklearn")
     content = Path(spec.origin).with_name("datasets").joinpath("data", "digits.csv.gz").read_bytes()
@@ -50,10 +50,10 @@ def read_digits() -> Tensors:
 
 
 def read_idx(path: Path) -> torch.Tensor:
-    """Read unsigned bytes from an idx file; one that is not gzipped is memory-mapped, so that ranks share its pages.
+    """Read an idx file of unsigned bytes; without gzip it is memory-mapped, so that processes share its memory.
 
     Raises:
-        BadInput: the file is damaged, or is not an idx file of unsigned bytes.
+        BadInput: the file is damaged, or is no idx file of unsigned bytes.
     """
     content: Any = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else np.memmap(path, np.uint8, "c")
     header = bytes(content[:4])
@@ -69,18 +69,23 @@ def read_idx(path: Path) -> torch.Tensor:
 
 
 class Mnist:
-    """File names of MNIST: four idx files, plain or gzipped."""
+    """File names of the MNIST data set: four idx files, plain or gzipped."""
 
     def places(self, root: Path) -> list[Path]:
-        """Return the folders below ``root`` that may contain the set."""
+        """Return the folders below ``root`` in which the data set may be."""
         return [root / "torchvision" / "MNIST" / "raw", root / "MNIST" / "raw"]
 
     def find(self, root: Path) -> Path | None:
-        """Return the folder below ``root`` that has the set, or None."""
+        """Return the folder below ``root`` in which the data set is; None if it is missing."""
         return next((folder for folder in self.places(root) if _has_mnist(folder)), None)
 
     def read(self, folder: Path, split: str) -> Tensors:
-        """Return the train or test split: `(n, 1, 28, 28)` uint8 (mapped from an unpacked file) and `(n,)` int64."""
+        """Read the train or test split: images `(n, 1, 28, 28)` uint8, memory-mapped if possible, and labels `(n,)` int64.
+
+        Args:
+            folder: folder of the data set.
+            split: name of the split, "train" or "test".
+        """
         stem = _MNIST_STEMS[split]
         images = read_idx(_idx_file(folder, f"{stem}-images-idx3-ubyte"))
         labels = read_idx(_idx_file(folder, f"{stem}-labels-idx1-ubyte"))
@@ -89,7 +94,7 @@ class Mnist:
 
 @dataclass(frozen=True, slots=True)
 class Cifar:
-    """File names of one of the two CIFAR sets, CIFAR-10 or CIFAR-100."""
+    """File names of the CIFAR-10 or CIFAR-100 data set."""
 
     folder: str
     batches: str
@@ -98,15 +103,20 @@ class Cifar:
     files: Mapping[str, str]
 
     def places(self, root: Path) -> list[Path]:
-        """Return the folders below ``root`` that may contain the set: parquet as on the hub first, then torchvision's layout."""
+        """Return the folders below ``root`` in which the data set may be: first those of the hub's form, then torchvision's."""
         return [root / self.folder, root / "torchvision" / self.batches, root / self.batches]
 
     def find(self, root: Path) -> Path | None:
-        """Return the folder below ``root`` that has the set, or None."""
+        """Return the folder below ``root`` in which the data set is; None if it is missing."""
         return next((folder for folder in self.places(root) if self._is_in(folder)), None)
 
     def read(self, folder: Path, split: str) -> Tensors:
-        """Return the train or test split: `(n, 3, 32, 32)` uint8 and `(n,)` int64, decoded once per machine."""
+        """Read the train or test split: images `(n, 3, 32, 32)` uint8 and labels `(n,)` int64, decoded once per machine.
+
+        Args:
+            folder: folder of the data set.
+            split: name of the split, "train" or "test".
+        """
         name = f"{self.folder}-{split}"
         if folder.name == self.folder:
             sources = sorted(folder.rglob(f"{split}*.parquet"))
@@ -125,10 +135,10 @@ CIFAR100 = Cifar("cifar100", "cifar-100-python", "CIFAR100", "fine_label", {"tra
 
 
 def stack_images(images: Sequence[Any]) -> Bytes:
-    """Stack PIL images to `(n, channels, height, width)` bytes: 1 channel if all are grey, else RGB.
+    """Stack PIL images to bytes `(n, channels, height, width)`: 1 channel if all are grey, otherwise RGB.
 
     Raises:
-        BadInput: there are no images, or they differ in size.
+        BadInput: there are no images, or their sizes differ.
     """
     sizes = {image.size for image in images}
     if len(sizes) != 1:
@@ -148,17 +158,17 @@ def cached(
     build: Callable[[], Arrays],
     parts: Sequence[str] = ("images", "labels"),
 ) -> Tensors:
-    """Return the arrays that `build` makes of the source files; they are built once per machine, then memory-mapped.
+    """Return arrays that are computed from source files once per machine, stored, and later memory-mapped.
 
-    The arrays are stored in `folder/.raafl`, or in the user's cache if that cannot be written, under a name that
-    changes with the sources (paths, sizes, times of change). Ranks that start together wait for the first one. If
-    nothing can be written, the arrays stay in this process.
+    They are stored in `folder/.raafl`, or in the user's cache if that folder is read-only, under a name that changes
+    when the sources change (paths, sizes, times). Processes that start together wait for the first one. If nothing can
+    be stored, the arrays stay in this process's memory.
 
     Args:
-        sources: files from which the arrays are built.
+        sources: files from which the arrays are computed.
         folder: folder of the data set.
-        name: name of the data set, with which the cache's name begins.
-        build: function that builds the arrays.
+        name: name of the data set, with which the stored files' names begin.
+        build: function that computes the arrays.
         parts: names of the arrays.
     """
     digest = hashlib.sha256()
@@ -197,7 +207,7 @@ def _are_saved(arrays: Arrays, files: Sequence[Path]) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Return a context that only one process of this machine can be in at a time, by a lock file at ``path``."""
+    """Return a context that only one process of this machine can enter at a time, by a lock file at ``path``."""
     try:
         file = path.open("a")
     except OSError:  # another user's lock: the worst is work done twice

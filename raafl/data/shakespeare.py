@@ -23,22 +23,22 @@ _ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tiny
 
 
 class Shakespeare(Classes):
-    """The tiny Shakespeare file (1.1 MB, 65 characters) as windows of text, whose characters are predicted one by one.
+    """Shakespeare's plays (1.1 MB, 65 different characters) as windows of text, for predicting each next character.
 
-    A sample is `(tokens, targets)`, both `(length,)`; a batch's loss counts every character. Each window lies within
-    one speaker's text, and `raafl.data.ByColumn("speaker")` makes the speakers the clients, as in McMahan et al. 2017
-    (arXiv:1602.05629). The last windows of each speaker are held out.
+    A sample is `(tokens, targets)`, both of shape `(length,)`; the loss counts every character. A window has text of
+    one speaker only. `raafl.data.ByColumn("speaker")` makes each speaker a client, as in McMahan et al. 2017
+    (arXiv:1602.05629). The last windows of each speaker are held out for tests.
 
     Args:
-        root: folder that contains `shakespeare/input.txt`; null = the environment variable RAAFL_DATA, else
+        root: folder that contains `shakespeare/input.txt`; null = the environment variable RAAFL_DATA, or else
             ~/.cache/raafl.
         length: number of characters in a window.
         batch_size: number of windows in a batch.
-        min_speeches: smallest number of speeches of a speaker; others are left out. 20 leaves 98 speakers.
-        test_share: share of each speaker's windows that is held out, between 0 and 1.
+        min_speeches: smallest number of speeches; speakers with fewer are left out. 20 leaves 98 speakers.
+        test_share: share of each speaker's windows that is held out for tests, between 0 and 1.
         download: whether to download the file into `root` if it is missing.
-        num_train: number of windows to train on, evenly spaced; null = all.
-        num_test: number of windows to evaluate on, evenly spaced; null = all.
+        num_train: number of training windows, evenly spaced over all; null = all.
+        num_test: number of test windows, evenly spaced over all; null = all.
     """
 
     vocab_size: ClassVar[int] = 65
@@ -88,7 +88,7 @@ class Shakespeare(Classes):
             shutil.copyfileobj(answer, file)
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the text and cut it into windows.
+        """Read the text and cut it into windows of equal length.
 
         Raises:
             BadInput: the file is missing, or no speaker has enough text.
@@ -131,7 +131,7 @@ class Shakespeare(Classes):
 
 
 def speeches_of(text: str) -> dict[str, list[str]]:
-    """Split the text into speeches, by speaker: blank lines separate speeches, the first line names the speaker."""
+    """Split the text into speeches, by speaker. Speeches are separated by blank lines; the first line names the speaker."""
     found: dict[str, list[str]] = {}
     for block in text.split("\n\n"):
         head, _, speech = block.strip("\n").partition("\n")

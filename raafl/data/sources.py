@@ -29,7 +29,7 @@ DOWNLOAD_TIMEOUT_S = 20.0
 
 
 class Classes(LightningDataModule):
-    """Data module of labelled samples in a training and a test set; validation uses the test set."""
+    """Data module with a training set and a test set of labelled samples; validation uses the test set, too."""
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -45,7 +45,7 @@ class Classes(LightningDataModule):
         return DataLoader(self.train, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return batches of the test set, since these data have no validation split of their own."""
+        """Return batches of the test set, since there is no separate validation set."""
         return self.test_dataloader()
 
     def test_dataloader(self) -> DataLoader[Any]:
@@ -57,7 +57,12 @@ class Classes(LightningDataModule):
 
 
 def spread(dataset: Dataset[Any], number: int | None) -> Dataset[Any]:
-    """Return at most ``number`` evenly spaced samples, so that a set sorted by class keeps every class."""
+    """Return at most ``number`` samples, evenly spaced, so that a set sorted by class keeps all classes.
+
+    Args:
+        dataset: data set from which samples are taken.
+        number: largest number of samples; None = all.
+    """
     length = len(dataset)  # type: ignore[arg-type]
     if number is None or number >= length:
         return dataset
@@ -65,12 +70,12 @@ def spread(dataset: Dataset[Any], number: int | None) -> Dataset[Any]:
 
 
 def held_out(labels: npt.NDArray[np.int64], share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the held-out samples: ``share`` of each class, drawn from the seed.
+    """Return a mask of the samples to hold out for tests: the share ``share`` of each class, at random.
 
     Args:
         labels: class of each sample, ``(samples,)``.
-        share: fraction of each class to hold out.
-        seed: seed of the draw.
+        share: share of each class that is held out.
+        seed: seed of the random choice.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
     is_test = np.zeros(len(labels), np.bool_)
@@ -81,12 +86,12 @@ def held_out(labels: npt.NDArray[np.int64], share: float, seed: int) -> npt.NDAr
 
 
 class Digits(Classes):
-    """scikit-learn's bundled digits: 1,797 images `(1, 8, 8)` in [0, 1], 10 classes; needs no download.
+    """Data module of the digits in scikit-learn: 1,797 images `(1, 8, 8)` in [0, 1], 10 classes; nothing is downloaded.
 
     Args:
         batch_size: number of samples in a batch.
-        test_share: share of each class that is held out, between 0 and 1.
-        seed: seed of the split, which is stratified by class.
+        test_share: share of each class that is held out for tests, between 0 and 1.
+        seed: seed of the random split.
     """
 
     num_classes: ClassVar[int] = 10
@@ -98,7 +103,7 @@ class Digits(Classes):
         self.test_share, self.seed = test_share, seed
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the digits and split them into training and test set."""
+        """Read the digits and split them into a training set and a test set."""
         if hasattr(self, "train"):
             return
         images, labels = readers.read_digits()
@@ -138,17 +143,17 @@ class _FromFolder(Classes):
         self.root, self.download, self.normalize = readers.data_root(root), download, normalize
 
     def prepare_data(self) -> None:
-        """Download missing files, if that is allowed.
+        """Download missing files, if downloads are allowed.
 
         Raises:
-            BadInput: the data is missing and cannot be downloaded; the message says where it was looked for and what to
-                do.
+            BadInput: the data is missing and cannot be downloaded; the message names the searched folders and the
+                remedy.
         """
         if self.files.find(self.root) is None:
             self._fetch()
 
     def setup(self, stage: str | None = None) -> None:
-        """Map the data set's files into memory.
+        """Memory-map the files of the data set.
 
         Raises:
             BadInput: the data is missing.
@@ -187,7 +192,10 @@ class _FromFolder(Classes):
 
 
 class MNIST(_FromFolder):
-    """MNIST: 60,000 + 10,000 images `(1, 28, 28)`, normalised, 10 classes; `root` has `torchvision/MNIST/raw` or `MNIST/raw`."""
+    """Data module of MNIST: 60,000 + 10,000 normalised images `(1, 28, 28)`, 10 classes.
+
+    The files are in `torchvision/MNIST/raw` or `MNIST/raw` below `root`.
+    """
 
     num_classes: ClassVar[int] = 10
     files = readers.Mnist()
@@ -195,7 +203,7 @@ class MNIST(_FromFolder):
 
 
 class CIFAR10(_FromFolder):
-    """CIFAR-10: 50,000 + 10,000 images `(3, 32, 32)`, normalised, 10 classes; 184 MB, decoded once per machine."""
+    """Data module of CIFAR-10: 50,000 + 10,000 normalised images `(3, 32, 32)`, 10 classes; 184 MB, decoded once per machine."""
 
     num_classes: ClassVar[int] = 10
     files = readers.CIFAR10
@@ -203,7 +211,7 @@ class CIFAR10(_FromFolder):
 
 
 class CIFAR100(_FromFolder):
-    """CIFAR-100: 50,000 + 10,000 images `(3, 32, 32)`, normalised, 100 (fine) classes; 184 MB, decoded once per machine."""
+    """Data module of CIFAR-100: 50,000 + 10,000 normalised images `(3, 32, 32)`, 100 classes; 184 MB, decoded once per machine."""
 
     num_classes: ClassVar[int] = 100
     files = readers.CIFAR100
@@ -211,20 +219,20 @@ class CIFAR100(_FromFolder):
 
 
 class HuggingFace(Classes):
-    """Images and labels from the Hugging Face hub or a local folder of parquet files, by `datasets`.
+    """Data module of labelled images from the Hugging Face hub or a local folder, loaded by `datasets`.
 
-    All images must have one size; grey ones get 1 channel, others 3. They are decoded once per machine.
+    All images must have the same size. Grey images get 1 channel, others 3. Images are decoded once per machine.
 
     Args:
         path: name on the hub, or a folder that `datasets.load_dataset` or `load_from_disk` reads.
         name: configuration of the data set, if it has several.
         image_column: name of the column with the images.
-        label_column: name of the column with whole-number labels.
-        train_split: name of the split to train on.
-        test_split: name of the split to evaluate on.
+        label_column: name of the column with the labels, whole numbers.
+        train_split: name of the split for training.
+        test_split: name of the split for evaluation.
         batch_size: number of samples in a batch.
-        mean: number subtracted from every channel, on the scale from 0 to 1.
-        std: number that divides every channel, on the same scale.
+        mean: mean that is subtracted from every channel, on the scale from 0 to 1.
+        std: standard deviation by which every channel is divided, on the scale from 0 to 1.
     """
 
     def __init__(
@@ -249,7 +257,7 @@ class HuggingFace(Classes):
         """Load both splits and decode their images.
 
         Raises:
-            BadInput: `datasets` is not installed, or there is no such data set, split or column.
+            BadInput: `datasets` is not installed, or the data set, a split or a column does not exist.
         """
         if hasattr(self, "train"):
             return

@@ -24,7 +24,7 @@ _CHAT = (
 
 
 def byte_tokenizer() -> object:  # a transformers.PreTrainedTokenizerFast
-    """Build a tokenizer with a token for each byte of UTF-8, five special tokens, and a template for chats."""
+    """Build a tokenizer with one token for each byte of UTF-8, five special tokens, and a template for chats."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -40,12 +40,12 @@ def byte_tokenizer() -> object:  # a transformers.PreTrainedTokenizerFast
 
 
 def examples(name: str) -> list[dict[str, Any]]:
-    """Generate the examples of a data set named ``made:NAME``; for ``made:sums``, chats and prompts with completions.
+    """Generate the examples of the data set ``made:NAME``. Only ``made:sums`` exists: chats and prompts that ask for a sum.
 
-    Each example asks for the sum of two numbers below 32.
+    The two numbers to add are below 32.
 
     Raises:
-        BadInput: no data set has that NAME.
+        BadInput: there is no data set of that name.
     """
     if name != SUMS:
         raise BadInput(f"data: path is '{name}': {SUMS} is made here, else give a file, a folder, or a name on the hub")

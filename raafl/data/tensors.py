@@ -16,10 +16,10 @@ Fetch = Callable[[torch.Tensor], Any]
 
 
 class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
-    """Data set that gathers many samples in one operation instead of collating them one by one.
+    """Base class of data sets that gather many samples in one operation, instead of collating them one by one.
 
-    Subclass it to give your own data the fast path of `ClientData`. `gather` must return, bit for bit, the batch that
-    the default collate function makes of the single samples.
+    Subclass it to make your own data fast in `ClientData`. `gather` must return, to the bit, the batch that the default
+    collate function makes of the single samples.
     """
 
     labels: torch.Tensor
@@ -31,23 +31,23 @@ class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
 
     @abstractmethod
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the samples at `indices` (`(n,)` int64) as new tensors whose first dimension is n."""
+        """Return the samples with the given numbers, `(n,)` int64, as new tensors whose first dimension is n."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         return tuple(tensor[0] for tensor in self.gather(torch.tensor([range(len(self))[index]])))
 
 
 class TensorImages(GatherDataset):
-    """Labelled images stored as bytes and normalised when gathered.
+    """Labelled images that are stored as bytes and normalised when they are gathered.
 
-    The bytes may lie in a memory-mapped file, which all ranks of a machine share; as float32, each rank would need four
-    times as much memory of its own.
+    The bytes may be a memory-mapped file that all processes of a machine share; as float32, each process would need
+    four times as much memory of its own.
 
     Args:
-        images: `(n, channels, height, width)` uint8, the stored images.
-        labels: `(n,)` whole numbers, the class of each image.
-        mean: number for each channel that is subtracted, on the scale from 0 to 1.
-        std: number for each channel that divides it, on the scale from 0 to 1.
+        images: stored images, `(n, channels, height, width)` uint8.
+        labels: class of each image, `(n,)` whole numbers.
+        mean: mean of each channel that is subtracted, on the scale from 0 to 1.
+        std: standard deviation by which each channel is divided, on the scale from 0 to 1.
 
     Raises:
         BadInput: shapes or types do not fit each other.
@@ -70,14 +70,14 @@ class TensorImages(GatherDataset):
         return len(self.labels)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return normalised float32 images `(n, channels, height, width)` and int64 labels `(n,)` at these indices."""
+        """Return normalised float32 images `(n, channels, height, width)` and int64 labels `(n,)` with the given numbers."""
         pixels = self.images.index_select(0, indices).to(torch.float32)
         # Two exactly rounded operations, so that one image and many give the same bits.
         return pixels.sub_(self._mean_c11).div_(self._std_c11), self.labels.index_select(0, indices)
 
 
 def unwrap(dataset: object) -> tuple[Any, torch.Tensor | None]:
-    """Strip nested `Subset`s; return the inner data set and its rows, `(len(dataset),)` int64, or None for all rows in order."""
+    """Remove nested `Subset`s: return the inner data set, and its rows as int64, or None for all rows in order."""
     rows: torch.Tensor | None = None
     while isinstance(dataset, Subset) and _plain(dataset, Subset):
         inner = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -87,7 +87,7 @@ def unwrap(dataset: object) -> tuple[Any, torch.Tensor | None]:
 
 
 def is_tensors(dataset: object) -> bool:
-    """Check whether ``dataset`` is a `TensorDataset` whose samples are its rows unchanged (a subclass may transform them)."""
+    """Check whether ``dataset`` is a plain `TensorDataset`, whose samples are its rows; a subclass may transform them."""
     return isinstance(dataset, TensorDataset) and _plain(dataset, TensorDataset)
 
 
@@ -98,10 +98,14 @@ def _plain(dataset: object, kind: type) -> bool:
 
 
 def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
-    """Return a function from row numbers to a batch, and whether it is fast (tensors in, a list of tensors out).
+    """Return a function that makes a batch from row numbers, and whether it is fast (gathers tensors).
 
-    The batch equals the one that a `DataLoader` with this collate function makes of the rows. With the default collate
-    function, a `TensorDataset` or `GatherDataset`, or `Subset`s of one, is fast.
+    The batch equals that of a `DataLoader` with this collate function. It is fast for a `TensorDataset` or
+    `GatherDataset`, also under `Subset`s, with the default collate function.
+
+    Args:
+        dataset: data set to read.
+        collate: collate function of the loader.
     """
     if collate is not default_collate:
         return _one_by_one(dataset, collate), False
@@ -116,7 +120,7 @@ def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
 
 
 def select_from(tensors: Sequence[torch.Tensor]) -> Fetch:
-    """Return a function that gathers rows from these tensors."""
+    """Return a function that gathers the rows with given numbers from these tensors."""
     return lambda rows: [tensor.index_select(0, rows) for tensor in tensors]
 
 

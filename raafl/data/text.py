@@ -60,10 +60,10 @@ class _Texts(Classes):
         """Return the cache folder and the name of this set in it."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenise training and test texts, or memory-map the tokens that an earlier run wrote.
+        """Convert training and test texts to tokens, or memory-map the tokens that an earlier run has stored.
 
         Raises:
-            BadInput: the data, the tokenizer or a column is missing.
+            BadInput: the data, the tokenizer or a column does not exist.
         """
         if not hasattr(self, "train"):
             self._set(self._tokens("train"), self._tokens("test"))
@@ -120,11 +120,11 @@ class _FromFolderOrHub(_Texts):
         self.root, self.download = readers.data_root(root), download
 
     def prepare_data(self) -> None:
-        """Download missing files, if that is allowed.
+        """Download missing files, if downloads are allowed.
 
         Raises:
-            BadInput: the data is missing and cannot be downloaded; the message says where it was looked for and what to
-                do.
+            BadInput: the data is missing and cannot be downloaded; the message names the searched folders and the
+                remedy.
         """
         if any(not self._files(part) for part in self.splits):
             self._from_hub()
@@ -158,7 +158,7 @@ class _FromFolderOrHub(_Texts):
 
 
 class SST2(_FromFolderOrHub):
-    """SST-2 (Socher et al. 2013, from GLUE): 67,349 phrases of film reviews, 872 sentences (GLUE's dev set), 2 classes."""
+    """Data module of SST-2 (Socher et al. 2013, GLUE): 67,349 phrases of film reviews, 872 test sentences, 2 classes."""
 
     num_classes: ClassVar[int] = 2
     folder, hub, text_column = "sst2", "stanfordnlp/sst2", "sentence"
@@ -166,7 +166,7 @@ class SST2(_FromFolderOrHub):
 
 
 class AGNews(_FromFolderOrHub):
-    """AG News (Zhang et al. 2015): news articles, 7,600 of them for testing, 4 classes."""
+    """Data module of AG News (Zhang et al. 2015): news articles, of which 7,600 are for tests, 4 classes."""
 
     num_classes: ClassVar[int] = 4
     folder, hub, text_column = "ag_news", "fancyzhang/ag_news", "text"
@@ -174,7 +174,10 @@ class AGNews(_FromFolderOrHub):
 
 
 class FPB(_FromFolderOrHub):
-    """Financial PhraseBank (Malo et al. 2014, 50 % agreement): 4,846 sentences, 3 classes; a fifth of each is held out."""
+    """Data module of the Financial PhraseBank (Malo et al. 2014, 50 % agreement): 4,846 sentences, 3 classes.
+
+    A fifth of each class is held out for tests.
+    """
 
     num_classes: ClassVar[int] = 3
     folder, hub, text_column = "fpb", "takala/financial_phrasebank", "sentence"
@@ -192,22 +195,22 @@ class FPB(_FromFolderOrHub):
 
 
 class HuggingFaceText(_Texts):
-    """Classified texts from the Hugging Face hub or a local folder, by `datasets`.
+    """Data module of labelled texts from the Hugging Face hub or a local folder, loaded by `datasets`.
 
     Args:
         path: name on the hub, or a folder that `datasets.load_dataset` or `load_from_disk` reads.
         tokenizer: `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER`.
         name: configuration of the data set, if it has several.
         text_column: name of the column with the texts.
-        label_column: name of the column with whole-number labels.
-        train_split: name of the split to train on.
-        test_split: name of the split to evaluate on.
-        max_length: number of tokens kept of each text; shorter ones are padded.
-        train_length: number of tokens kept of each training text; null = max_length.
+        label_column: name of the column with the labels, whole numbers.
+        train_split: name of the split for training.
+        test_split: name of the split for evaluation.
+        max_length: largest number of tokens in a text; shorter texts are padded.
+        train_length: largest number of tokens in a training text; null = max_length.
         vocab_size: number of tokens in the vocabulary of `words`.
         batch_size: number of samples in a batch.
-        num_train: number of texts to train on, evenly spaced; null = all.
-        num_test: number of texts to evaluate on, evenly spaced; null = all.
+        num_train: number of training texts, evenly spaced over all; null = all.
+        num_test: number of test texts, evenly spaced over all; null = all.
     """
 
     def __init__(
@@ -233,7 +236,7 @@ class HuggingFaceText(_Texts):
         self._loaded: Any = None
 
     def prepare_data(self) -> None:
-        """Download data that is not in the cache of `datasets`.
+        """Download the data if it is not in the cache of `datasets`.
 
         Raises:
             BadInput: `datasets` is not installed, or there is no such data set.

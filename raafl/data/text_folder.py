@@ -17,22 +17,22 @@ _PARTS = ("tokens", "starts")
 
 
 class TextFolder(Classes):
-    """The text files of a folder as windows of tokens, which are predicted one by one.
+    """Data module of the text files in a folder, cut into windows of tokens, for training a language model.
 
-    A sample is `(tokens, targets)`, both `(length,)` int64; a batch's loss counts every token. Each file is tokenised and cut into
-    windows, the last of which are held out; `raafl.data.ByColumn("speaker")` makes the files the clients. Files are tokenised once
-    per machine; its ranks share the tokens.
+    A sample is `(tokens, targets)`, both int64 of shape `(length,)`; the loss counts every token. The last windows of
+    each file are held out for tests. `raafl.data.ByColumn("speaker")` makes each file a client. Tokens are computed
+    once per machine and shared by its processes.
 
     Args:
-        path: folder with the texts, UTF-8; `package:NAME/FOLDER` for a folder of an installed Python package.
-        glob: pattern of the files within the folder; `**` stands for any depth.
+        path: folder with the texts in UTF-8; `package:NAME/FOLDER` = a folder of an installed Python package.
+        glob: pattern of the files in the folder; `**` stands for any depth.
         tokenizer: tokenizer of transformers: name on the hub, folder, `package:NAME/FOLDER`, or `bytes`, which needs no
-            files and has 261 tokens. The model's `vocab_size` must be at least its number of tokens.
+            files and has 261 tokens. The model's `vocab_size` must be at least as large.
         length: number of tokens in a window.
         batch_size: number of windows in a batch.
-        test_share: share of each file's windows that is held out, between 0 and 1.
-        num_train: number of windows to train on, evenly spaced; null = all.
-        num_test: number of windows to evaluate on, evenly spaced; null = all.
+        test_share: share of each file's windows that is held out for tests, between 0 and 1.
+        num_train: number of training windows, evenly spaced over all; null = all.
+        num_test: number of test windows, evenly spaced over all; null = all.
     """
 
     def __init__(
@@ -56,14 +56,15 @@ class TextFolder(Classes):
 
     @property
     def tokenizer(self) -> Any:  # a transformers.PreTrainedTokenizerBase
-        """The tokenizer, which is saved with the model."""
+        """Tokenizer of the texts; it is saved with the model."""
         return load_tokenizer(self._tokenizer)
 
     def setup(self, stage: str | None = None) -> None:
-        """Tokenise the files, or memory-map the tokens that an earlier run wrote, and cut them into windows.
+        """Convert the files to tokens, or memory-map the tokens of an earlier run, and cut them into windows.
 
         Raises:
-            BadInput: the folder, a file or the tokenizer is missing, a file is not UTF-8, or all are too short.
+            BadInput: the folder, a file or the tokenizer does not exist, a file is not UTF-8, or all files are too
+                short.
         """
         if hasattr(self, "train"):
             return

@@ -29,15 +29,15 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 
 
 class TensorTokens(GatherDataset):
-    """Labelled texts as tokens, padded to one length; attention masks are made when samples are gathered.
+    """Labelled texts as tokens, padded to one length; attention masks are computed when samples are gathered.
 
     Args:
-        tokens: `(n, length)` whole numbers, padded at the end; may lie in a memory-mapped file.
-        lengths: `(n,)` number of tokens of each text that are not padding.
-        labels: `(n,)` whole numbers, the class of each text.
+        tokens: tokens of the texts, `(n, length)` whole numbers, padded at the end; may be a memory-mapped file.
+        lengths: number of tokens in each text without padding, `(n,)`.
+        labels: class of each text, `(n,)` whole numbers.
 
     Raises:
-        BadInput: shapes do not fit each other.
+        BadInput: the shapes do not match.
     """
 
     def __init__(self, tokens: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> None:
@@ -53,21 +53,21 @@ class TensorTokens(GatherDataset):
         return len(self.labels)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return int64 tokens and attention masks `(n, length)`, 1 at a token, and labels `(n,)`."""
+        """Return int64 tokens `(n, length)`, attention masks of the same shape (1 at tokens), and labels `(n,)`."""
         lengths = self.lengths.index_select(0, indices)
         mask = (self._positions < lengths.unsqueeze(1)).to(torch.int64)
         return self.tokens.index_select(0, indices).to(torch.int64), mask, self.labels.index_select(0, indices)
 
 
 class TensorWindows(GatherDataset):
-    """Windows of text for next-token prediction, each from one speaker or file.
+    """Windows of text for predicting each next token, every window from one speaker or file.
 
     Args:
-        windows: `(n, length + 1)` whole numbers, the tokens of each window.
-        speaker: n names of speakers, as the column for natural clients.
+        windows: tokens of each window, `(n, length + 1)` whole numbers.
+        speaker: speaker or file of each window, a column for partitions by owner.
 
     Raises:
-        BadInput: shapes do not fit each other.
+        BadInput: the shapes do not match.
     """
 
     def __init__(self, windows: torch.Tensor, speaker: Sequence[str]) -> None:
@@ -84,19 +84,19 @@ class TensorWindows(GatherDataset):
         return len(self.speaker)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return int64 tokens and targets, both `(n, length)`; targets are the tokens shifted by one."""
+        """Return int64 tokens and targets, both `(n, length)`; the targets are the tokens shifted by one."""
         windows = self.windows.index_select(0, indices).to(torch.int64)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Choice of a tokenizer by its name.
+    """Description of a tokenizer by its name; it is loaded when it is needed.
 
     Attributes:
         name: `words`, or a tokenizer of transformers: name on the hub, folder, or `package:NAME/FOLDER` for a folder of
             an installed Python package.
-        vocab_size: size of the vocabulary of `words`, with padding (0) and unknown words (1).
+        vocab_size: size of the vocabulary of `words`, including padding (0) and unknown words (1).
     """
 
     name: str
@@ -107,7 +107,7 @@ class Tokenizer:
             raise BadInput(f"vocab_size is {self.vocab_size}: give 3 or more (0 is padding, 1 an unknown word)")
 
     def facts(self) -> list[Path | str]:
-        """List everything that the tokens depend on, for the cache key: the tokenizer's files or its name."""
+        """List everything that influences the tokens, for the key of their cache: the tokenizer's files or its name."""
         if self.name == WORDS:
             return [f"{WORDS} {self.vocab_size}"]
         where = Path(located(self.name))
@@ -117,12 +117,12 @@ class Tokenizer:
     def encode(
         self, texts: Sequence[str], max_length: int, training_texts: Callable[[], Sequence[str]]
     ) -> tuple[Ints, Ints]:
-        """Return tokens `(n, max_length)`, truncated or padded at the end, and the number of tokens of each text `(n,)`.
+        """Convert texts to tokens of one length, cut or padded at the end; return them and each text's own length.
 
         Args:
-            texts: the n texts to encode.
-            max_length: number of tokens of each text, special tokens included.
-            training_texts: function that returns the texts from which ``words`` takes its vocabulary.
+            texts: texts to convert.
+            max_length: number of tokens in each row of the result, including special tokens.
+            training_texts: function that returns the texts from which the vocabulary of ``words`` is made.
 
         Raises:
             BadInput: the tokenizer does not exist.
@@ -138,17 +138,17 @@ class Tokenizer:
 
 
 def vocabulary(texts: Sequence[str], vocab_size: int) -> dict[str, int]:
-    """Number the most frequent words of the texts, lower case, from 2 to vocab_size - 1; ties in alphabetical order."""
+    """Number the most frequent words of the texts, in lower case, from 2 to vocab_size - 1; equally frequent ones by alphabet."""
     counts = Counter(word for text in texts for word in _words(text))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[: vocab_size - 2]
     return {word: number for number, word in enumerate(ranked, start=_UNKNOWN + 1)}
 
 
 def located(name: str) -> str:
-    """Resolve `package:NAME/FOLDER` to its folder; return anything else unchanged.
+    """Replace `package:NAME/FOLDER` by the path of that folder; return any other name unchanged.
 
     Raises:
-        BadInput: the package is not installed, or has no such folder.
+        BadInput: the package is not installed or has no such folder.
     """
     scheme, _, rest = name.partition(":")
     if scheme != "package" or not rest:

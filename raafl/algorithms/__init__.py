@@ -41,6 +41,7 @@ from raafl.algorithms.ram_fed import ram_fed as ram_fed
 from raafl.algorithms.scaffold import scaffold as scaffold
 from raafl.algorithms.scale_fl import scale_fl as scale_fl
 from raafl.algorithms.split_fed import split_fed as split_fed
+from raafl.algorithms.streaming_diloco import streaming_diloco as streaming_diloco
 from raafl.algorithms.timely_fl import timely_fl as timely_fl
 from raafl.core.algorithm import Algorithm as Algorithm
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raafl.compression.compressors import Compressor, compressor, up_name
 from raafl.compression.options import Compress
 from raafl.core.payload import MAX_CACHED, Payload, Way
+from raafl.errors import BadInput
 from raafl.submodel.extract import CopyPlan
 from raafl.submodel.spec import FULL, Spec
 
@@ -67,6 +69,12 @@ class CompressionPlan:
         if kinds[0] == "none" and kinds[1] in ("none", "scalars") and not payload.has_bundles:
             return None
         down, up = (compressor(kind, compress.top_k, payload.names) for kind in kinds)
+        for way, one in (("down", down), ("up", up)):
+            if payload.is_resident and one is not None and one.feeds_back:
+                raise BadInput(
+                    f"compress.{way} is {kinds[way == 'up']}, but what clients keep between tasks takes its place: "
+                    "give none, bf16 or int8"
+                )
         return cls(payload, sends, down, up)
 
     @classmethod
@@ -82,8 +90,8 @@ class CompressionPlan:
 
     @property
     def remembers(self) -> bool:
-        """Whether a transfer depends on earlier transfers of the client, as with top_k or error feedback."""
-        return any(one is not None and one.feeds_back for one in (self.down, self.up))
+        """Whether a transfer depends on earlier tasks of the client, as with top_k, error feedback or a resident payload."""
+        return self.payload.is_resident or any(one is not None and one.feeds_back for one in (self.down, self.up))
 
     def compressor(self, way: Way) -> Compressor | None:
         """Return the compressor of one direction.
@@ -93,14 +101,15 @@ class CompressionPlan:
         """
         return self.down if way == "sent" else self.up
 
-    def layout(self, spec: Spec, way: Way) -> Layout:
+    def layout(self, spec: Spec, way: Way, extra: Mapping[str, Any] | None = None) -> Layout:
         """Return the layout on the wire for a task, in one direction.
 
         Args:
             spec: submodel of the task.
             way: direction of travel: "sent" to the client, or "trained" back to the server.
+            extra: `Work.extra` of the task; see `Payload.travelling`.
         """
-        one, plain = self.compressor(way), self.payload.layout(spec, way)
+        one, plain = self.compressor(way), self.payload.travelling(spec, way, extra)
         return plain if one is None else one.layout(plain)
 
     def added_back(self, layout: Layout) -> list[TensorEntry]:
@@ -120,14 +129,18 @@ class CompressionPlan:
 
     # ---- what it costs ----
 
-    def cost(self, cost: Cost, spec: Spec) -> Cost:
-        """Return ``cost`` with the bytes that remain after compression.
+    def cost(self, cost: Cost, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
+        """Return ``cost`` with the bytes that travel, after compression.
 
         Args:
             cost: predicted cost of the task without compression.
             spec: submodel of the task.
+            extra: `Work.extra` of the task; None = unknown.
         """
         down, up, held = self._more(self.submodels.normal(spec).leading)
+        if self.payload.is_resident:
+            whole = self.submodels.layout(spec, "sent").num_bytes, self.submodels.layout(spec, "trained").num_bytes
+            down, up = (self.layout(spec, way, extra).num_bytes - w for way, w in zip(WAYS, whole, strict=True))
         return replace(
             cost, down_bytes=cost.down_bytes + down, up_bytes=cost.up_bytes + up, peak_bytes=cost.peak_bytes + held
         )
@@ -144,6 +157,7 @@ class CompressionPlan:
                 held += wire.num_bytes + (plain.num_bytes if way == "trained" else 0)
                 if one.feeds_back:
                     held += self.payload.layout(way=way).num_bytes + plain.num_bytes * (1 + (way == "trained"))
+            held += plain.num_bytes if self.payload.is_resident and way == "sent" else 0  # from task to task
         return more[0], more[1], held
 
     def notes(self, num_clients: int) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from raafl.compression.plan import CompressionPlan
+from raafl.compression.resident import RESIDENT, ResidentPayload
 from raafl.core.coordinator import Coordinator
 from raafl.core.memory import OneValue
 from raafl.core.payload import Way
@@ -65,6 +66,7 @@ class _End:
         """Continue from the stored state of the client; None = start without any."""
         self._plan, self._scratch = plan, scratch or _Scratch()
         self._kept, self._client = kept or ClientState(), client
+        self._resident = ResidentPayload(plan.payload, self._kept, client) if plan.payload.is_resident else None
         self._next: tuple[Spec, FlatTensors | None] | None = None
 
 
@@ -76,8 +78,12 @@ class DownlinkCodec(_End):
         """The client's copy of the whole model, NaN where it has received nothing yet; None = no copy is needed."""
         return self._kept.find(COPY, self._client)
 
-    def layout(self, spec: Spec) -> Layout:
-        """Return the layout on the wire for the client's next task, which trains ``spec``."""
+    def layout(self, assignment: Assignment) -> Layout:
+        """Return the layout on the wire for the client's next task."""
+        spec = assignment.spec
+        if self._resident is not None:
+            plain = self._resident.layout(assignment)
+            return plain if self._plan.down is None else self._plan.down.layout(plain)
         if self._is_whole(spec):
             return self._plan.payload.layout(spec, "sent")
         return self._plan.layout(spec, "sent")
@@ -92,6 +98,9 @@ class DownlinkCodec(_End):
             snapshot: values to send.
         """
         one, spec = self._plan.down, assignment.spec
+        if self._resident is not None:
+            part = self._resident.layout_sent(assignment)
+            snapshot = self._scratch("travelling", part, snapshot.device).take_(snapshot)
         if one is None or self._is_whole(spec):
             return snapshot
         known, values = self._known(spec), snapshot
@@ -103,18 +112,22 @@ class DownlinkCodec(_End):
         one.encode(values, wire, derive_seed(assignment.seed, "down"))
         return wire
 
-    def unpack(self, spec: Spec, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
+    def unpack(self, assignment: Assignment, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
         """Decode the tensors that a client has received, and update its copy; return the values.
 
         Args:
-            spec: submodel of the task.
+            assignment: assignment of the task.
             wire: tensors as they arrived.
             out: storage for the result; None = storage that is valid until the next call.
 
         Raises:
             InvalidPayload: the tensors cannot be the result of `pack`.
         """
-        one, layout = self._plan.down, self._plan.payload.layout(spec, "sent")
+        one, spec = self._plan.down, assignment.spec
+        layout = self._plan.payload.layout(spec, "sent")
+        if self._resident is not None:
+            out = out if out is not None else self._scratch("received", layout, wire.device)
+            return self._resident.complete(assignment, self._part(assignment, wire), out)
         if one is None:
             return wire
         known, is_whole = self._known(spec), self._is_whole(spec)
@@ -132,6 +145,15 @@ class DownlinkCodec(_End):
             self._plan.plan(spec, "sent").scatter_(copy, out)
         self._next = None
         return out
+
+    def _part(self, assignment: Assignment, wire: FlatTensors) -> FlatTensors:
+        """Decode the values that have travelled of a resident payload."""
+        one = self._plan.down
+        if one is None or self._resident is None:
+            return wire
+        part = self._scratch("part", self._resident.layout(assignment), wire.device)
+        one.decode(wire, part, finite=False)
+        return part
 
     def _is_whole(self, spec: Spec) -> bool:
         one = self._plan.down
@@ -171,6 +193,10 @@ class UplinkCodec(_End):
             received: values that the client received for the task.
         """
         one = self._plan.up
+        if self._resident is not None:
+            self._resident.keep(assignment, trained)
+            part = self._plan.payload.travelling(assignment.spec, "trained", assignment.extra)
+            trained = self._scratch("travelling", part, trained.device).take_(trained)
         if one is None:
             return trained
         change, taken = trained, one.taken(trained.layout)
@@ -204,22 +230,29 @@ class UplinkCodec(_End):
             return
         plan.scatter_(self._kept.of(RESIDUAL, self._client, plan.full_layout, change.device), change)
 
-    def unpack(self, spec: Spec, wire: FlatTensors, received: FlatTensors | None) -> FlatTensors:
+    def unpack(self, assignment: Assignment, wire: FlatTensors, received: FlatTensors | None) -> FlatTensors:
         """Decode an update to the tensors that the merge wants; they are valid until the next call.
 
+        Of a resident payload values that have not travelled are 0.
+
         Args:
-            spec: submodel of the task.
+            assignment: assignment of the task.
             wire: tensors as they arrived.
             received: values that the client was sent; needed only with `CompressionPlan.adds_back`.
 
         Raises:
             InvalidPayload: the update cannot be decoded to tensors that may be merged.
         """
-        one = self._plan.up
-        if one is None:
+        one, spec, payload = self._plan.up, assignment.spec, self._plan.payload
+        if one is not None:
+            part = payload.travelling(spec, "trained", assignment.extra)
+            out = self._scratch("update" if self._resident is None else "part", part, wire.device)
+            one.decode(wire, out)
+            wire = out
+        if self._resident is not None:
+            out = self._scratch("update", payload.returned(spec), wire.device).zero_().take_(wire)
+        elif one is None:
             return wire
-        out = self._scratch("update", self._plan.payload.layout(spec, "trained"), wire.device)
-        one.decode(wire, out)
         if received is not None:
             for entry in self._plan.added_back(out.layout):
                 out.view(entry).add_(received[entry.name].to(out.device))
@@ -229,8 +262,7 @@ class UplinkCodec(_End):
 
     def nothing(self, spec: Spec, device: torch.device) -> FlatTensors:
         """Return an update of zeros, which takes the place of a refused one."""
-        out = self._scratch("update", self._plan.payload.layout(spec, "trained"), device)
-        return out.zero_()
+        return self._scratch("update", self._plan.payload.returned(spec), device).zero_()
 
 
 class CompressedSnapshots(Snapshots):
@@ -259,6 +291,7 @@ class CompressedSnapshots(Snapshots):
             self._state.memory.of(Lives).value[client] = [assignment.incarnation, 0]
             self._state.clients.forget(COPY, client)
             self._state.clients.forget(RESIDUAL, client)
+            self._state.clients.forget(RESIDENT, client)
             self._ends.pop(client, None)
         if client not in self._ends:
             where = self._plan, self._scratch, self._state.clients, client
@@ -270,16 +303,16 @@ class CompressedSnapshots(Snapshots):
 
     def cut(self, assignment: Assignment) -> FlatTensors:
         """Return the values that the client receives; they stay unchanged until `give_back`."""
-        one = self._plan.down
-        if one is None:
+        one, is_resident = self._plan.down, self._plan.payload.is_resident
+        if one is None and not is_resident:
             return super().cut(assignment)
         is_new = assignment.version != self._version or assignment.spec not in self._current
         snapshot, (down, _) = super().cut(assignment), self._both(assignment)
-        if one.draws or one.feeds_back:
-            out = self._room(snapshot.layout)
+        if one is None or one.draws or one.feeds_back or is_resident:
+            out = self._room(self._plan.payload.layout(assignment.spec, "sent"))
             self._users[id(out)] = 1
             num_bytes = self._carry_down(down, assignment, snapshot, out)
-            if one.feeds_back:
+            if self._has_first:
                 self._life(assignment)[1] = num_bytes
             self.give_back(snapshot)
             return out
@@ -291,11 +324,11 @@ class CompressedSnapshots(Snapshots):
         """Write the values that the client trains from to ``out`` (may be ``snapshot``); return the bytes sent."""
         wire = down.pack(assignment, self._travelling(assignment, snapshot, "sent"))
         if self._part is None:
-            down.unpack(assignment.spec, wire, out)
+            down.unpack(assignment, wire, out)
         else:
             if out is not snapshot:
                 out.copy_(snapshot)
-            out.take_(down.unpack(assignment.spec, wire))
+            out.take_(down.unpack(assignment, wire))
         return wire.num_bytes
 
     def _travelling(self, assignment: Assignment, values: FlatTensors, way: Way) -> FlatTensors:
@@ -307,9 +340,15 @@ class CompressedSnapshots(Snapshots):
 
     def more_bytes(self, assignment: Assignment) -> int:
         """Return the bytes sent for a client's latest task beyond the prediction: its first tasks get whole tensors."""
-        if self._plan.down is None or not self._plan.down.feeds_back:
+        if not self._has_first:
             return 0
-        return self._life(assignment)[1] - self._plan.layout(assignment.spec, "sent").num_bytes
+        return self._life(assignment)[1] - self._plan.layout(assignment.spec, "sent", assignment.extra).num_bytes
+
+    @property
+    def _has_first(self) -> bool:
+        """Whether a client's first tasks may bring more than the others."""
+        down = self._plan.down
+        return self._plan.payload.is_resident or (down is not None and down.feeds_back)
 
     def returned(self, assignment: Assignment, update: Update, received: FlatTensors) -> None:
         """Replace the tensors of ``update`` by those that the server receives, after compression.
@@ -324,14 +363,14 @@ class CompressedSnapshots(Snapshots):
                 self.refused(assignment)
             return
         update.tensors = update.tensors.to(self._state.values.device)
-        if self._plan.up is None:
+        if self._plan.up is None and not self._plan.payload.is_resident:
             return
         (_, up), trained = self._both(assignment), update.tensors
         part = self._travelling(assignment, trained, "trained")
         received = self._travelling(assignment, received, "sent")
         try:
             wire = up.pack(assignment, part, received)
-            update.tensors = up.unpack(assignment.spec, wire, received)
+            update.tensors = up.unpack(assignment, wire, received)
             if self._part is not None:
                 whole = self._scratch("whole", trained.layout, trained.device).copy_(trained)
                 update.tensors = whole.take_(update.tensors)

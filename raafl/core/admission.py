@@ -157,7 +157,7 @@ class Admission:
             return LATE
         if update.num_samples < 1:  # weighs nothing, whatever the merge goes by
             return "no-samples"
-        sent = self.payload.layout(assignment.spec, "trained")
+        sent = self.payload.returned(assignment.spec)
         expected = self.algorithm.merge.received_layout(self.state, assignment.spec, sent)
         if update.tensors.layout is not expected and update.tensors.layout != expected:
             return "wrong-layout"

@@ -132,6 +132,7 @@ class Coordinator(Admission):
         client, cut = self.roster.clients[assignment.client], assignment.spec.cut
         staleness = self.state.version - assignment.version
         update.tensors, update.bundles = self.payload.split(update.tensors, assignment.spec, "trained")
+        update.work = assignment.extra
         problem = self.algorithm.merge.reject_reason(self.state, update, cut, staleness)
         if problem is not None:
             return problem

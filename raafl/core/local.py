@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from raafl.core.part import Part
-from raafl.core.payload import Bundles, Payload, UpAs
+from raafl.core.payload import Bundles, Payload, UpAs, Way
 from raafl.core.types import Warn
 from raafl.errors import at_least
 from raafl.submodel.cost import Cost
@@ -134,6 +134,9 @@ class Local(Part):
     leaves_out: ClassVar[frozenset[str]] = frozenset()
     """Hooks of Lightning, of `raafl.module_hooks.TASK_HOOKS`, that its way of stepping does not call."""
 
+    resident: ClassVar[bool] = False
+    """Whether its bundles stay on the client from task to task, so that values travel only as `travels` says; see `Payload`."""
+
     down: ClassVar[tuple[str, ...]] = ()
     up: ClassVar[tuple[str, ...]] = ()
 
@@ -186,7 +189,21 @@ class Local(Part):
 
     def payload(self, submodels: Submodels) -> Payload:
         """Return the layouts of all tensors that a task sends and receives."""
-        return Payload(submodels, self.down, self.up, self.up_as, partial(self.layout_of, submodels))
+        travels = partial(self.travels, submodels) if self.resident else None
+        return Payload(submodels, self.down, self.up, self.up_as, partial(self.layout_of, submodels), travels)
+
+    def travels(self, submodels: Submodels, extra: Mapping[str, Any], way: Way) -> frozenset[str] | None:
+        """Return the names of the values that travel one way for a task, if `resident`; None = all.
+
+        Args:
+            submodels: submodels of the model.
+            extra: `Work.extra` of the task.
+            way: "sent" to a client that has received values before, or "trained" back to the server.
+
+        Raises:
+            SpecError: ``extra`` names values that the model does not have.
+        """
+        return None
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
         """Return the layout of a bundle, a named group of extra tensors that travels beside the submodel.

@@ -5,6 +5,9 @@ client receives the rows and columns that it receives of the weight. A method ma
 as one score per unit; such a bundle travels whole and uncompressed. Values and bundles lie one after the other in one flat
 storage, whose layout both ends derive from the spec before anything is allocated. They are checked, compressed, counted and
 recorded as one.
+
+A *resident* payload stays on the client between its tasks: of the values only those travel that a task names, bundles never do
+(`raafl.compression.resident`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ UpAs = Literal["bits", "scalars"]
 Bundles = Mapping[str, FlatTensors]
 """Bundles by name, each in the layout of what a submodel trains, or in its own."""
 
+Travels = Callable[[Mapping[str, Any], Way], frozenset[str] | None]
+"""Names of the values that travel one way for a task, by its `Work.extra`; None = all."""
+
 OwnLayout = Callable[[str, Spec | None], Layout | None]
 """Layout of a bundle for a task of a spec, or, of None, of all that there is of it; None = it is as what trains."""
 
@@ -46,7 +52,7 @@ class Payload:
 
     def __init__(
         self, submodels: Submodels, down: tuple[str, ...] = (), up: tuple[str, ...] = (), up_as: UpAs | None = None,
-        own: OwnLayout = lambda name, spec: None,
+        own: OwnLayout = lambda name, spec: None, travels: Travels | None = None,
     ) -> None:  # fmt: skip
         """Define the payload of a run.
 
@@ -56,11 +62,13 @@ class Payload:
             up: names of the bundles that go up.
             up_as: see the class.
             own: layouts of the bundles that have one of their own.
+            travels: values that travel for a task of a resident payload; None = all travels, bundles too.
         """
-        self.submodels, self.up_as, self._own = submodels, up_as, own
+        self.submodels, self.up_as, self._own, self._travels = submodels, up_as, own, travels
         self._bundles: dict[Way, tuple[str, ...]] = {"sent": down, "trained": up}
         self._layout = lru_cache(MAX_CACHED)(self._make_layout)
         self._plan = lru_cache(MAX_CACHED)(self._make_plan)
+        self._part = lru_cache(MAX_CACHED)(self._make_part)
 
     @property
     def names(self) -> frozenset[str]:
@@ -91,6 +99,32 @@ class Payload:
         own = self._own(name, spec)
         return self.submodels.layout(spec or FULL, "trained") if own is None else own
 
+    @property
+    def is_resident(self) -> bool:
+        """Whether clients keep the payload from one task to the next."""
+        return self._travels is not None
+
+    def travelling(self, spec: Spec, way: Way, extra: Mapping[str, Any] | None = None) -> Layout:
+        """Return the layout of what travels one ``way`` for a task, before compression.
+
+        Args:
+            spec: submodel of the task.
+            way: "sent" to the client, or "trained" back to the server.
+            extra: `Work.extra` of the task; None = to a client that keeps nothing of a resident payload yet.
+        """
+        if self._travels is None:
+            return self.layout(spec, way)
+        names = None if extra is None else self._travels(extra, way)
+        return self._part(self.submodels.normal(spec), way, names)
+
+    def _make_part(self, spec: Spec, way: Way, names: frozenset[str] | None) -> Layout:
+        values = self.submodels.layout(spec, way)
+        return values if names is None else values.only(names)
+
+    def returned(self, spec: Spec) -> Layout:
+        """Return the layout of an update on the server: what a client trained, without bundles that stay there."""
+        return self.layout(spec, "trained") if self._travels is None else self.submodels.layout(spec, "trained")
+
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
         """Return the plan that copies a submodel's tensors from those of the whole model.
 
@@ -118,7 +152,7 @@ class Payload:
             way: direction of travel: "sent" to the client, or "trained" back to the server.
         """
         names = self._bundles[way]
-        if not names:
+        if not names or flat.layout == self.submodels.layout(spec, way):  # bundles may stay on the client
             return flat, {}
         ends = dict.fromkeys(flat.buffers, 0)
         values = _next(flat, self.submodels.layout(spec, way), ends)
@@ -133,12 +167,13 @@ class Payload:
 class TransferCost(Protocol):
     """Interface to predict how many bytes a task transfers, for parts that choose submodels."""
 
-    def cost(self, cost: Cost, spec: Spec) -> Cost:
-        """Return ``cost`` with the bytes that remain after compression.
+    def cost(self, cost: Cost, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
+        """Return ``cost`` with the bytes that travel, after compression.
 
         Args:
             cost: predicted cost of the task without compression.
             spec: submodel of the task.
+            extra: `Work.extra` of the task; None = unknown.
         """
         ...
 

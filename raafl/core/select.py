@@ -99,7 +99,7 @@ class SelectContext:
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
         cost = self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
-        return cost if self.plan is None else self.plan.cost(cost, spec)
+        return cost if self.plan is None else self.plan.cost(cost, spec, extra)
 
     def choose_base(self, client: ClientInfo, spec: Spec, extra: Mapping[str, Any] | None = None) -> Spec:
         """Choose the precision of the frozen parameters for ``client``: the highest that fits its memory, or else the lowest.

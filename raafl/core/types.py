@@ -149,6 +149,7 @@ class Update:
         bundles: extra tensors that the local part sends beside the values (`Local.up`), by name; valid as long as
             ``tensors``.
         group: group of updates that the server can read only as a sum; None = the server reads this update by itself.
+        work: plain data of the task that the update answers, `Assignment.extra`, as the coordinator has it.
     """
 
     assignment: int
@@ -167,6 +168,7 @@ class Update:
     extra: Mapping[str, Any] = field(default_factory=dict)
     bundles: Mapping[str, FlatTensors] = field(default_factory=dict)
     group: SumGroup | None = None
+    work: Mapping[str, Any] = field(default_factory=dict)
     refusal: str | None = None  # set by the transport when the content may not be merged (non-finite, wrong layout)
 
     @property

@@ -48,7 +48,7 @@ def test_what_top_k_leaves_out_comes_later(merge, spec):
         before = trained.clone()
         wire = client.pack(task(number, spec), trained, received)
         assert wire.layout == made.layout(spec, "trained") and trained.fingerprint() == before.fingerprint()
-        update = server.unpack(spec, wire, received).buffers[torch.float32]
+        update = server.unpack(task(spec=spec), wire, received).buffers[torch.float32]
         got = update - base if merge.sends == "values" else update
         count = max(1, round(0.25 * len(change)))
         assert int((got.abs() > 1e-6).sum()) <= count == len(wire["torch.float32 places"])
@@ -81,7 +81,9 @@ def test_all_of_top_k_leaves_no_residual_and_changes_no_bit():
     client = UplinkCodec(made)
     change = drawn(made.submodels.layout(FULL, "trained"), seed=1)
     wire = client.pack(task(), change, change)
-    assert UplinkCodec(made).unpack(FULL, wire, None).fingerprint() == change.fingerprint() and client.residual is None
+    assert (
+        UplinkCodec(made).unpack(task(), wire, None).fingerprint() == change.fingerprint() and client.residual is None
+    )
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "top_k"])
@@ -95,10 +97,10 @@ def test_an_update_that_is_not_finite_is_refused_and_forgotten(name):
         wire = client.pack(task(number), trained, received)
         if math.isnan(bad):
             with pytest.raises(InvalidPayload, match="non-finite"):
-                UplinkCodec(made).unpack(FULL, wire, received)
+                UplinkCodec(made).unpack(task(), wire, received)
             assert client.residual is None
         else:
-            assert UplinkCodec(made).unpack(FULL, wire, received).is_finite()
+            assert UplinkCodec(made).unpack(task(), wire, received).is_finite()
 
 
 def test_values_that_overflow_are_refused():
@@ -107,7 +109,7 @@ def test_values_that_overflow_are_refused():
     received.buffers[torch.float32].fill_(3e38)
     trained.buffers[torch.float32].fill_(-3e38)
     with pytest.raises(InvalidPayload, match="non-finite"):
-        UplinkCodec(made).unpack(FULL, UplinkCodec(made).pack(task(), trained, received), received)
+        UplinkCodec(made).unpack(task(), UplinkCodec(made).pack(task(), trained, received), received)
 
 
 # ---- down ----
@@ -118,7 +120,7 @@ def test_bf16_down_by_hand():
     values = FlatTensors.zeros(made.submodels.layout(FULL, "sent"))
     values.buffers[torch.float32].fill_(1 + 2**-9)
     end = DownlinkCodec(made)
-    assert torch.equal(end.unpack(FULL, end.pack(task(), values)).buffers[torch.float32], torch.ones(26))
+    assert torch.equal(end.unpack(task(), end.pack(task(), values)).buffers[torch.float32], torch.ones(26))
 
 
 def test_top_k_down_is_whole_at_first_and_then_what_has_changed():
@@ -129,10 +131,10 @@ def test_top_k_down_is_whole_at_first_and_then_what_has_changed():
 
     def carry(number, spec=FULL):
         small = made.submodels.plan(spec, "sent").gather(values)
-        expected = client.layout(spec)
+        expected = client.layout(task(number, spec))
         wire = server.pack(task(number, spec), small)
         assert wire.layout == expected
-        theirs, ours = client.unpack(spec, wire), server.unpack(spec, wire)
+        theirs, ours = client.unpack(task(spec=spec), wire), server.unpack(task(spec=spec), wire)
         assert theirs.fingerprint() == ours.fingerprint()
         return wire, theirs.clone()
 
@@ -158,7 +160,7 @@ def test_a_client_that_has_a_part_is_sent_the_rest_whole():
         small = made.submodels.plan(spec, "sent").gather(values)
         wire = end.pack(task(1, spec), small)
         assert (wire.layout == made.submodels.layout(spec, "sent")) is is_whole
-        assert end.unpack(spec, wire).fingerprint() == small.fingerprint()
+        assert end.unpack(task(spec=spec), wire).fingerprint() == small.fingerprint()
 
 
 # ---- costs ----
@@ -201,7 +203,7 @@ def held_by(end):
     for number in range(1, 4):
         values.buffers[torch.float32].add_(1.0)
         if end is DownlinkCodec:
-            one.unpack(FULL, one.pack(task(number), values))
+            one.unpack(task(), one.pack(task(number), values))
         else:
             one.pack(task(number), values, FlatTensors.zeros(values.layout))
     scratch = sum(flat.num_bytes for kept in one._scratch._kept.values() for flat in kept.values())
@@ -239,6 +241,6 @@ def test_statistics_travel_as_they_are():
     values = drawn(made.submodels.layout(FULL, "trained"), seed=1)
     received = FlatTensors.zeros(made.submodels.layout(FULL, "sent"))
     received["1.running_var"].fill_(5.0)
-    update = UplinkCodec(made).unpack(FULL, UplinkCodec(made).pack(task(), values, received), received)
+    update = UplinkCodec(made).unpack(task(), UplinkCodec(made).pack(task(), values, received), received)
     for name in ("1.running_mean", "1.running_var"):
         assert torch.equal(update[name], values[name])

@@ -39,6 +39,7 @@ from raafl.algorithms import (
     scaffold,
     scale_fl,
     split_fed,
+    streaming_diloco,
     timely_fl,
 )
 from raafl.parts.select.rate_select import RateSelect
@@ -99,6 +100,8 @@ VARIANTS = {
     "scaffold": scaffold(),
     "asynchronous scaffold, option I, of submodels": scaffold(1, buffer_size=3, submodel=RateSelect(rates=[1.0, 0.5])),
     "split_fed": split_fed(),
+    "streaming_diloco": streaming_diloco(2),
+    "asynchronous streaming_diloco": streaming_diloco(2, trigger="each"),
     "timely_fl": timely_fl(participation=0.75, adaptive=False),
 }
 # TimelyFL's deadline is in seconds and it measures them: here they are the profiles', and too many to pass on real ranks

@@ -64,7 +64,7 @@ def give(coordinator, assignment: Assignment, value: float, num_samples: int = 1
         bundles: value of every element of each bundle.
     """
     payload = coordinator.payload
-    tensors = FlatTensors.empty(payload.layout(assignment.spec, "trained"))
+    tensors = FlatTensors.empty(payload.returned(assignment.spec))
     values, known = payload.split(tensors, assignment.spec, "trained")
     for flat, number in ((values, value), *((known[name], number) for name, number in bundles.items())):
         for buffer in flat.buffers.values():

@@ -22,7 +22,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 STEPS = "inner_steps"
 """Bundle of one number: the steps that the client's optimizer has made."""
 
-_MOST_STEPS = 2**24
+MOST_STEPS = 2**24
 """Largest number of steps that float32 counts exactly; beyond it the bias correction is 1 in any case."""
 
 
@@ -49,6 +49,20 @@ class KeptInner(Local):
         return f"{super().__str__()}, the optimizer's moments kept"
 
 
+def adam_of(task: Task) -> torch.optim.Adam:
+    """Return the optimizer of a task whose moments are to be kept.
+
+    Raises:
+        BadInput: the module's optimizer is not Adam or AdamW.
+    """
+    if not isinstance(task.optimizer, torch.optim.Adam) or task.optimizer.defaults["amsgrad"]:
+        raise BadInput(
+            f"inner_state is 'kept', but the model's optimizer is {type(task.optimizer).__name__}, whose state is not known: "
+            "use torch.optim.AdamW or Adam without amsgrad, or inner_state 'new'"
+        )
+    return task.optimizer
+
+
 class _Carried(Hook):
     """Hook that sets the optimizer's state before the first step, and sends how it has changed."""
 
@@ -59,16 +73,12 @@ class _Carried(Hook):
             BadInput: the module's optimizer is not Adam or AdamW.
         """
         super().__init__(task)
-        if not isinstance(task.optimizer, torch.optim.Adam) or task.optimizer.defaults["amsgrad"]:
-            raise BadInput(
-                f"inner_state is 'kept', but the model's optimizer is {type(task.optimizer).__name__}, whose state is not known: "
-                "use torch.optim.AdamW or Adam without amsgrad, or inner_state 'new'"
-            )
-        self._start = min(float(task.down[STEPS]["steps"]), _MOST_STEPS)
+        optimizer = adam_of(task)
+        self._start = min(float(task.down[STEPS]["steps"]), MOST_STEPS)
         for name, parameter in self._carried():
             first, second = (task.down[moment][name].to(parameter.device, copy=True) for moment in MOMENTS)
             # a compressed second moment may be a little below 0
-            task.optimizer.state[parameter] = {
+            optimizer.state[parameter] = {
                 "step": torch.tensor(self._start), MOMENTS[0]: first, MOMENTS[1]: second.clamp_min_(0.0),
             }  # fmt: skip
 
@@ -110,7 +120,7 @@ class WithInner(Wrapped):
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return "bad-inner" if the reported number of steps is not plausible; else ask the wrapped merge."""
         made = float(update.bundles[STEPS]["steps"])
-        return super().reject_reason(state, update, spec, staleness) if 0 <= made <= _MOST_STEPS else "bad-inner"
+        return super().reject_reason(state, update, spec, staleness) if 0 <= made <= MOST_STEPS else "bad-inner"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add the reported changes to the client's stored moments and steps, and pass its update to the wrapped merge."""

@@ -144,10 +144,14 @@ class DelayedNesterov(Nesterov):
         super().__post_init__()
         positive("delay", self.every, optional=True)
 
+    def period(self, state: GlobalState) -> int:
+        """Return the number of updates from one step with momentum to the next (N)."""
+        return self.every or state.num_clients
+
     def apply(self, state: GlobalState) -> None:
         """Move the model by each change; after N of them also by the momentum."""
         memory = state.memory.of(NesterovMemory)
-        sums, every = Accumulator(state, memory), self.every or state.num_clients
+        sums, every = Accumulator(state, memory), self.period(state)
         memory.recent = [*memory.recent, *(spec for spec, _ in sums.updates)][-every:]
         memory.num_pending += len(sums.updates)
         is_due = memory.num_pending >= every

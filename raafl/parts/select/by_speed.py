@@ -77,7 +77,7 @@ class BySpeed(WrappedSelect):
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Update the client's ratio of measured to predicted time from its task."""
         super().on_update(client, assignment, seconds, fleet)
-        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
+        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
         predicted_s = fleet.cost_s(client, work)
         if predicted_s <= 0 or seconds <= 0:
             return

@@ -15,6 +15,7 @@ from raafl.compression.plan import CompressionPlan
 from raafl.compression.streams import DownlinkCodec, UplinkCodec
 from raafl.config.options import Timeouts
 from raafl.core.payload import Payload
+from raafl.core.state import ClientState
 from raafl.core.types import OUT_OF_MEMORY, POLICY, Assignment, ClientInfo, Update
 from raafl.data.federated import ClientData
 from raafl.errors import InvalidPayload, TaskFailed
@@ -82,7 +83,8 @@ class Client:
         self.receipts: Receipts | None = None
         self._head: SignedHead | None = None  # came with `_assignment`
         travels = plan or CompressionPlan(Payload(submodels))
-        self._down, self._up = DownlinkCodec(travels), UplinkCodec(travels)
+        kept = ClientState()  # of this connection: what stays here between tasks is of both directions
+        self._down, self._up = DownlinkCodec(travels, kept=kept), UplinkCodec(travels, kept=kept)
         self._stop = threading.Event()
         self._context = TaskContext(self._stop, process_group=process_group)
         self._side = ClientSide(pair, trainer, waits.idle_s + waits.task_s + waits.stop_s)
@@ -203,14 +205,14 @@ class Client:
                 return plain
             if plain != self._plan.submodels.layout(assignment.spec, "sent"):
                 raise SpecError("it is of another part of the model than by this client's own config")
-        return self._down.layout(assignment.spec)
+        return self._down.layout(assignment)
 
     def _work(self, assignment: Assignment, wire: FlatTensors) -> None:
         try:
             device = self._trainer.fabric.device
             peak_bytes(device, anew=True)
             self.gate.before(assignment)
-            received = self._down.unpack(assignment.spec, wire)
+            received = self._down.unpack(assignment, wire)
             trainer, context = self._side.begin(assignment, self._context)
             update = attempt(trainer, assignment, received, self._data, context)
             left = assignment.pace_s - (time.perf_counter() - self._since)

@@ -277,7 +277,7 @@ class Session(threading.Thread):
         head = None if task.head is None else SignedHead.sign(task.head, assignment.id, self._terms.signer)
         talk.send(Kind.ASSIGN, Assign(assignment, head=head).to_meta(), packed)
         if self._plan.sender_unpacks:
-            self._received = self._down.unpack(spec, packed)
+            self._received = self._down.unpack(assignment, packed)
         told, secure = "", self._terms.masked
         try:
             if secure:
@@ -302,10 +302,12 @@ class Session(threading.Thread):
         """Return the client's update, joined with that of the server's side where there is one."""
         assignment, spec = task.assignment, task.assignment.spec
         own = None if exchange is None else self._side.run(exchange, assignment, task.snapshot, talk)
-        travels = self._plan.payload if exchange is None else exchange.client
-        plain, up = travels.layout(spec, "trained"), self._plan.up
-        layout = plain if up is None else up.layout(plain)
-        update = self._update(talk.recv(Kind.UPDATE, lambda meta: self._buffer(layout)), spec)
+        if exchange is None:
+            layout = self._plan.layout(spec, "trained", assignment.extra)
+        else:
+            plain, up = exchange.client.layout(spec, "trained"), self._plan.up
+            layout = plain if up is None else up.layout(plain)
+        update = self._update(talk.recv(Kind.UPDATE, lambda meta: self._buffer(layout)), assignment)
         if own is not None:
             whole = self._buffer(self._submodels.layout(spec, "trained"))
             update.tensors = whole.take_(update.tensors).take_(own.tensors)
@@ -355,18 +357,18 @@ class Session(threading.Thread):
         """Make the tensors of a refused update: as received, or zeros where they travel compressed."""
         if self._plan.up is not None:
             return self._up.nothing(spec, torch.device(self._device))
-        return self._buffer(self._plan.payload.layout(spec, "trained"))
+        return self._buffer(self._plan.payload.returned(spec))
 
-    def _update(self, message: Message, spec: Spec) -> Update:
+    def _update(self, message: Message, assignment: Assignment) -> Update:
         """Check a client's answer, and unpack its tensors; raises `Refused`."""
         if message.kind is not Kind.UPDATE or message.tensors is None:
             raise Refused("bad-kind", f"expected UPDATE, got {message.kind.name}")
         if message.incarnation != self.incarnation:
             raise Refused("wrong-incarnation", f"expected {self.incarnation}, got {message.incarnation}")
-        answer = self._checked_answer(spec, message.meta)
+        answer = self._checked_answer(assignment.spec, message.meta)
         self._terms.take_logs(self.client, answer.logs)
         try:
-            tensors = self._up.unpack(spec, message.tensors, self._received)
+            tensors = self._up.unpack(assignment, message.tensors, self._received)
         except InvalidPayload as unsound:
             raise Refused(unsound.reason, str(unsound)) from None
         return Update(

@@ -1,0 +1,221 @@
+"""Divide a model into fragments, say whose turn it is, and merge one fragment of each update: Streaming DiLoCo's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+from raafl.core.algorithm import SelectContext
+from raafl.core.memory import OneValue
+from raafl.core.state import GlobalState
+from raafl.core.types import ClientInfo, Update, Work
+from raafl.errors import one_of, positive
+from raafl.parts.merge.nesterov import DelayedNesterov
+from raafl.parts.merge.wrapped import Wrapped, WrappedSelect
+from raafl.submodel import FULL, FlatTensors, Spec, SpecError, Submodels
+
+Pattern = Literal["strided", "sequential"]
+
+UP, DOWN = "up", "down"
+"""In `Work.extra`: index of the fragment that a task sends, and of the one that it receives; no "down" = the whole model."""
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Division of a model into P fragments of whole layers (section 2.1 of the paper).
+
+    A layer is a member of a stack, such as a transformer's block, or another module that has tensors of its own. A model of fewer
+    layers has as many fragments as layers.
+
+    Attributes:
+        num: number of fragments (P).
+        pattern: strided = layer l is in fragment l mod P; sequential = runs of layers with about equally many elements.
+    """
+
+    num: int = 4
+    pattern: Pattern = "strided"
+
+    def __post_init__(self) -> None:
+        positive("fragments", self.num)
+        one_of("pattern", self.pattern, Pattern)
+
+    def names(self, submodels: Submodels) -> tuple[frozenset[str], ...]:
+        """Return the names of each fragment's tensors: parameters that train, and the running statistics of their layers."""
+        return submodels.cached("fragments", self, lambda: self._names(submodels))
+
+    def _names(self, submodels: Submodels) -> tuple[frozenset[str], ...]:
+        layers: dict[str, list[str]] = {}
+        sizes: dict[str, int] = {}
+        for entry in submodels.layout(part="trained").entries:
+            layer = _layer(entry.name)
+            layers.setdefault(layer, []).append(entry.name)
+            sizes[layer] = sizes.get(layer, 0) + entry.numel
+        num = min(self.num, len(layers))
+        turns = [i % num for i in range(len(layers))] if self.pattern == "strided" else _runs(list(sizes.values()), num)
+        found: list[list[str]] = [[] for _ in range(num)]
+        for turn, names in zip(turns, layers.values(), strict=True):
+            found[turn] += names
+        return tuple(map(frozenset, found))
+
+    def count(self, submodels: Submodels) -> int:
+        """Return the number of fragments of this model."""
+        return len(self.names(submodels))
+
+    def spec(self, submodels: Submodels, index: int) -> Spec:
+        """Return the spec that trains one fragment."""
+        names = self.names(submodels)
+        return FULL if len(names) == 1 else Spec.select(trained=names[index] & submodels.parameter_names)
+
+    def of(self, submodels: Submodels, extra: Mapping[str, Any], key: str) -> frozenset[str] | None:
+        """Return the names of the fragment that a task names; None = it names none.
+
+        Raises:
+            SpecError: there is no such fragment.
+        """
+        index, names = extra.get(key), self.names(submodels)
+        if index is None:
+            return None
+        if type(index) is not int or not 0 <= index < len(names):
+            raise SpecError(f"fragment {str(index)[:20]!r} is not one of this model's {len(names)}")
+        return names[index]
+
+    def __str__(self) -> str:
+        return f"{self.num} {self.pattern} fragments"
+
+
+def _runs(sizes: Sequence[int], num: int) -> list[int]:
+    """Return the fragment of each layer: the one in whose equal share of all elements its middle lies; none stays empty."""
+    total, before, turns = sum(sizes), 0, [-1]
+    for index, size in enumerate(sizes):
+        middle = (2 * before + size) * num // (2 * total)
+        turns.append(max(min(middle, turns[-1] + 1), num - len(sizes) + index))
+        before += size
+    return turns[1:]
+
+
+def _layer(name: str) -> str:
+    """Return the path of a tensor's layer: of the first member of a stack in its name, else of the module that owns it."""
+    parts = name.split(".")
+    member = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+    return ".".join(parts[: member + 1])
+
+
+@dataclass
+class TurnMemory(OneValue[dict[int, int]]):
+    """For each client that is present, the fragment that its last task sends."""
+
+    key = "fragment_turns"
+    value: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class InTurn(WrappedSelect):
+    """Select wrapper that names the fragments of a task: it receives the one that the client's last task sent, as it is now merged.
+
+    In rounds all clients send the same, fragment t mod P of round t. Else each goes through them by itself, beginning at its id.
+
+    Attributes:
+        fragments: division of the model.
+        in_rounds: whether clients work in rounds.
+    """
+
+    fragments: Fragments = field(default_factory=Fragments)
+    in_rounds: bool = True
+
+    def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
+        """Return the inner select's work with the fragments to send and to receive."""
+        work, state = super().__call__(client, fleet), fleet.state
+        turns, num = state.memory.of(TurnMemory).value, self.fragments.count(state.submodels)
+        last = turns.get(client.id)
+        turn = state.version if self.in_rounds else client.id if last is None else last + 1
+        turns[client.id] = turn % num
+        return replace(work, extra={**work.extra, UP: turn % num, **({} if last is None else {DOWN: last})})
+
+    def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Forget the client's fragment: it has no model yet."""
+        super().on_join(client, fleet)
+        fleet.state.memory.of(TurnMemory).value.pop(client.id, None)
+
+    def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
+        """Forget the client's fragment."""
+        super().on_loss(client, fleet)
+        fleet.state.memory.of(TurnMemory).value.pop(client.id, None)
+
+    def __str__(self) -> str:
+        return f"{self.inner}, {self.fragments} in turn"
+
+
+@dataclass(frozen=True)
+class ByFragment(Wrapped):
+    """Merge wrapper that passes on the fragment that an update's task was to send; the inner merge sees a submodel of it.
+
+    Attributes:
+        fragments: division of the model.
+    """
+
+    by_client: ClassVar[bool] = True
+    fragments: Fragments = field(default_factory=Fragments)
+
+    def _part(self, state: GlobalState, update: Update) -> tuple[Update, Spec]:
+        spec = self.fragments.spec(state.submodels, update.work[UP])
+        if spec.is_full:
+            return update, spec
+        layout = state.submodels.layout(spec, "trained")
+        return replace(update, tensors=FlatTensors.empty(layout, update.tensors.device).take_(update.tensors)), spec
+
+    def check(self, state: GlobalState) -> list[str]:
+        """Return the inner merge's problems, and one for running statistics of layers that have nothing to train."""
+        found = {name for names in self.fragments.names(state.submodels) for name in names}
+        covered: set[str] = set()
+        for index in range(self.fragments.count(state.submodels)):
+            covered |= set(state.submodels.layout(self.fragments.spec(state.submodels, index), "trained").by_name)
+        problems = self.inner.check(state)
+        if found != covered:
+            name = min(found ^ covered)
+            problems.append(
+                f"'{name}' is in no fragment: use submodel_batch_norm static, or a norm without running statistics"
+            )
+        return problems
+
+    def notes(self, state: GlobalState, num_clients: int) -> list[str]:
+        """Return the inner merge's notes, and one on the bytes of the largest fragment."""
+        submodels = state.submodels
+        specs = [self.fragments.spec(submodels, index) for index in range(self.fragments.count(submodels))]
+        largest = max(submodels.layout(spec, "trained").num_bytes for spec in specs)
+        whole = submodels.layout(part="trained").num_bytes
+        return [
+            *self.inner.notes(state, num_clients),
+            f"streaming: {len(specs)} fragments of at most {largest:,} of {whole:,} bytes before compression; a client's first "
+            "task brings the whole model",
+        ]
+
+    def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
+        """Return the inner merge's reason to refuse the fragment; None = it accepts it."""
+        return self.inner.reject_reason(state, *self._part(state, update), staleness)
+
+    def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
+        """Check whether the inner merge expects the fragment to overflow."""
+        return self.inner.overflows(state, *self._part(state, update), staleness)
+
+    def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
+        """Pass the fragment to the inner merge."""
+        self.inner.receive(state, *self._part(state, update), staleness)
+
+    def __str__(self) -> str:
+        return f"{self.inner}, by fragment"
+
+
+@dataclass(frozen=True)
+class DelayedByFragment(DelayedNesterov):
+    """Delayed Nesterov whose N is, unless given, the clients times the fragments: in so many updates each client sends each.
+
+    Attributes:
+        fragments: division of the model.
+    """
+
+    fragments: Fragments = field(default_factory=Fragments)
+
+    def period(self, state: GlobalState) -> int:
+        """Return the number of updates from one step with momentum to the next."""
+        return self.every or state.num_clients * self.fragments.count(state.submodels)

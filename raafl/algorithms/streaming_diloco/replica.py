@@ -1,0 +1,133 @@
+"""Train a copy of the model that stays on the client, and mix what is received into it: Streaming DiLoCo's worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from raafl.algorithms.diloco.inner import MOMENTS, MOST_STEPS, STEPS, adam_of
+from raafl.algorithms.streaming_diloco.fragments import DOWN, UP, Fragments
+from raafl.core.algorithm import Hook, Local, Task
+from raafl.core.payload import Way
+from raafl.errors import at_least, fraction
+from raafl.submodel import Layout, Spec, Submodels
+
+REPLICA = "replica"
+"""Bundle of the parameters and running statistics with which the client's last task ended."""
+
+
+@dataclass(frozen=True)
+class Replica(Local):
+    """Local training that goes on from the client's own parameters; one fragment is sent and one received with each task.
+
+    Between tasks these stay on the client: the replica, the number of its steps, and the values that it received last of each
+    fragment, from which it sends differences.
+
+    Attributes:
+        fragments: division of the model.
+        alpha: share of the client's own values where a received fragment is mixed in (alpha), 0 to below 1.
+        overlap: number of steps after which a received fragment is mixed in (tau).
+    """
+
+    resident: ClassVar[bool] = True
+    down: ClassVar[tuple[str, ...]] = (REPLICA, STEPS)
+    up: ClassVar[tuple[str, ...]] = (REPLICA, STEPS)
+
+    fragments: Fragments = field(default_factory=Fragments)
+    alpha: float = 0.5
+    overlap: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha != 0:
+            fraction("alpha", self.alpha)
+        at_least("overlap", self.overlap, 0)
+
+    def travels(self, submodels: Submodels, extra: Mapping[str, Any], way: Way) -> frozenset[str] | None:
+        """Return the names of the fragment that a task receives or sends; see `Local.travels`."""
+        return self.fragments.of(submodels, extra, DOWN if way == "sent" else UP)
+
+    def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
+        """Return the layout of a bundle: one number for the steps; for the others that of the trained parameters."""
+        return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
+
+    def hook(self, task: Task) -> Hook:
+        """Return the hook that loads the replica, mixes, and stores it again."""
+        return _Streaming(task, self)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} from its own copy, {self.alpha:g} of which stays after {self.overlap} steps"
+
+
+@dataclass(frozen=True)
+class ReplicaWithMoments(Replica):
+    """`Replica` whose moments of Adam or AdamW stay on the client as well."""
+
+    down: ClassVar[tuple[str, ...]] = (REPLICA, STEPS, *MOMENTS)
+    up: ClassVar[tuple[str, ...]] = (REPLICA, STEPS, *MOMENTS)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, the optimizer's moments kept"
+
+
+class _Streaming(Hook):
+    """Hook of one task: the replica before the first step, the received fragment tau steps later."""
+
+    def __init__(self, task: Task, local: Replica) -> None:
+        """Load the replica; without one, or where it is not finite, train from the values received."""
+        super().__init__(task)
+        self._local, self._keeps = local, MOMENTS[0] in local.down
+        optimizer = adam_of(task) if self._keeps else None
+        named = [*task.module.named_parameters(), *task.module.named_buffers()]
+        self._named = [(name, tensor) for name, tensor in named if name in task.down[REPLICA]]
+        self._start, self._made = min(float(task.down[STEPS]["steps"]), MOST_STEPS), 0
+        self._waits = self._start > 0 and all(bundle.is_finite() for bundle in task.down.values())
+        if not self._waits:
+            self._start = 0.0
+            return
+        with torch.no_grad():
+            for name, tensor in self._named:
+                tensor.copy_(task.down[REPLICA][name])
+        for name, tensor in self._named:
+            if optimizer is not None and isinstance(tensor, nn.Parameter):
+                optimizer.state[tensor] = self._moments(name, tensor)
+        if local.overlap == 0:
+            self._mix()
+
+    def _moments(self, name: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        moments = {one: self.task.down[one][name].to(parameter.device, copy=True) for one in MOMENTS}
+        return {"step": torch.tensor(self._start), **moments}
+
+    @torch.no_grad()
+    def _mix(self) -> None:
+        """Set the received fragment to ``alpha`` times the replica's plus ``1 - alpha`` times the received values."""
+        self._waits = False
+        received = self._local.travels(self.task.submodels, self.task.assignment.extra, "sent")
+        for name, tensor in self._named:
+            if received is None or name in received:
+                tensor.lerp_(self.task.received[name].to(tensor.device), 1.0 - self._local.alpha)
+
+    def update(self) -> None:
+        """Make a step; mix the received fragment in if it was the last before that."""
+        self.task.update()
+        self._made += 1
+        if self._waits and self._made >= self._local.overlap:
+            self._mix()
+
+    def finish(self) -> dict[str, Any]:
+        """Write the replica and its optimizer's moments to the bundles, which stay on the client."""
+        if self._waits:  # a task of fewer steps
+            self._mix()
+        up = self.task.up
+        up[STEPS]["steps"].fill_(self._start + self._made)
+        with torch.no_grad():
+            for name, tensor in self._named:
+                up[REPLICA][name].copy_(tensor)
+                state = self.task.optimizer.state.get(tensor, {}) if self._keeps else {}
+                for one in MOMENTS if state else ():
+                    up[one][name].copy_(state[one])
+        return {}

@@ -1,0 +1,65 @@
+"""Keep a client's payload on the client between its tasks, so that only the values that a task names travel.
+
+Both ends know whether the client has a copy: it lives as long as an incarnation of the client, like the state of
+`raafl.compression.streams`. The first task of an incarnation brings all values, and bundles of zeros. The copy lies in a
+`ClientState`: the client's own, or, for a simulated client, the run's, which is checkpointed. A real server keeps none.
+"""
+
+from __future__ import annotations
+
+from raafl.core.payload import Payload
+from raafl.core.state import ClientState
+from raafl.core.types import Assignment
+from raafl.submodel import FlatTensors, Layout
+
+RESIDENT = "resident payload"
+"""In `ClientState`."""
+
+
+class ResidentPayload:
+    """What one client keeps of its last payload, as seen from either end of its connection."""
+
+    def __init__(self, payload: Payload, kept: ClientState, client: int) -> None:
+        """Continue from what ``kept`` has of the client.
+
+        Args:
+            payload: payload of the run, which is resident.
+            kept: store of the copy.
+            client: id of the client.
+        """
+        self._payload, self._kept, self._client = payload, kept, client
+        self._sent: Layout | None = None  # of the last task, on a server, which has no copy
+
+    def layout(self, assignment: Assignment) -> Layout:
+        """Return the layout of what this client receives for a task, before compression: all values if it has no copy."""
+        copy = self._kept.find(RESIDENT, self._client)
+        return self._travelling(assignment, None if copy is None else copy.layout)
+
+    def layout_sent(self, assignment: Assignment) -> Layout:
+        """Return the layout of what to send to the client for a task, before compression; after it the client has a copy."""
+        copy = self._kept.find(RESIDENT, self._client)
+        layout = self._travelling(assignment, self._sent if copy is None else copy.layout)
+        self._sent = self._payload.layout(assignment.spec, "sent")
+        return layout
+
+    def _travelling(self, assignment: Assignment, copy: Layout | None) -> Layout:
+        known = copy == self._payload.layout(assignment.spec, "sent")
+        return self._payload.travelling(assignment.spec, "sent", assignment.extra if known else None)
+
+    def complete(self, assignment: Assignment, part: FlatTensors, out: FlatTensors) -> FlatTensors:
+        """Write what has travelled into the client's copy, and the whole payload of the task into ``out``; return it."""
+        layout = self._payload.layout(assignment.spec, "sent")
+        copy = self._kept.find(RESIDENT, self._client)
+        if copy is not None and copy.layout != layout:
+            self._kept.forget(RESIDENT, self._client)
+        copy = self._kept.of(RESIDENT, self._client, layout, part.device)
+        return out.copy_(copy.take_(part))
+
+    def keep(self, assignment: Assignment, trained: FlatTensors) -> None:
+        """Store the bundles of a task's result in the client's copy; values stay as they were received."""
+        copy = self._kept.find(RESIDENT, self._client)
+        assert copy is not None  # `complete` was called for this task
+        _, stored = self._payload.split(copy, assignment.spec, "sent")
+        _, bundles = self._payload.split(trained, assignment.spec, "trained")
+        for name, bundle in bundles.items():
+            stored[name].copy_(bundle)

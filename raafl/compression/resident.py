@@ -17,7 +17,7 @@ RESIDENT = "resident payload"
 
 
 class ResidentPayload:
-    """What one client keeps of its last payload, as seen from either end of its connection."""
+    """Copy of one client's last payload, as seen from either end of its connection."""
 
     def __init__(self, payload: Payload, kept: ClientState, client: int) -> None:
         """Continue from what ``kept`` has of the client.
@@ -47,7 +47,13 @@ class ResidentPayload:
         return self._payload.travelling(assignment.spec, "sent", assignment.extra if known else None)
 
     def complete(self, assignment: Assignment, part: FlatTensors, out: FlatTensors) -> FlatTensors:
-        """Write what has travelled into the client's copy, and the whole payload of the task into ``out``; return it."""
+        """Write what has travelled into the client's copy, and the whole payload of the task into ``out``; return it.
+
+        Args:
+            assignment: assignment of the task.
+            part: values as received, decompressed.
+            out: storage of the payload's layout.
+        """
         layout = self._payload.layout(assignment.spec, "sent")
         copy = self._kept.find(RESIDENT, self._client)
         if copy is not None and copy.layout != layout:

@@ -77,6 +77,7 @@ class Hook(Part):
     A hook must keep nothing for later tasks: the result may depend only on the assignment, the received tensors and the
     client's data. Values to remember go to the server in ``task.up`` or in the result of `finish`. There the merge
     stores them in `GlobalState.clients`, and `Merge.personalize` sends them back in ``task.down``.
+    With `Local.resident` the bundles of ``task.up`` stay on the client instead, and are the next task's ``task.down``.
     """
 
     def __init__(self, task: Task) -> None:

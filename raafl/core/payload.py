@@ -152,7 +152,8 @@ class Payload:
             way: direction of travel: "sent" to the client, or "trained" back to the server.
         """
         names = self._bundles[way]
-        if not names or flat.layout == self.submodels.layout(spec, way):  # bundles may stay on the client
+        stay = self.is_resident and flat.layout == self.submodels.layout(spec, way)
+        if not names or stay:
             return flat, {}
         ends = dict.fromkeys(flat.buffers, 0)
         values = _next(flat, self.submodels.layout(spec, way), ends)

@@ -26,6 +26,8 @@ class ClientState:
 
     Clients themselves store nothing between tasks. So a client may die and come back on another machine, a checkpoint
     is complete, and a replay rebuilds the store from the journal.
+    Two exceptions end with a client's incarnation: compression with memory, and a resident payload
+    (`raafl.compression.resident`), keep tensors at the client's end of its connection.
 
     Attributes:
         values: tensors by name, then by client.

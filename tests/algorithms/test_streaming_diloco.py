@@ -42,7 +42,7 @@ def small():
 def test_one_fragment_taken_whole_is_diloco_with_kept_moments_but_for_rounding(tmp_path):
     """The moments stay on the client as they are; diloco sends their differences, which rounds."""
     other = finish(experiment(tmp_path / "b", diloco(inner_state="kept"), model=small))
-    one = finish(experiment(tmp_path / "a", streaming_diloco(1, alpha=0.0, overlap=0, inner_state="kept"), model=small))
+    one = finish(experiment(tmp_path / "a", streaming_diloco(1, alpha=0.0, sync_delay=0, inner_state="kept"), model=small))
     expected = checkpoint.load(other.folder).state_dict
     for name, tensor in checkpoint.load(one.folder).state_dict.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7)
@@ -95,21 +95,21 @@ def sent(received, replica, steps):
 
 
 @pytest.mark.parametrize(
-    ("overlap", "replica", "steps", "ends"),
+    ("sync_delay", "replica", "steps", "ends"),
     [
         (1, 8.0, 3, 3.75),  # w <- (w + 4) / 2: 8, 6, mixed with 0 to 3, 3.5, 3.75
         (0, 10.0, 3, 4.125),  # mixed to 5 at once, 4.5, 4.25, 4.125
         (5, 8.0, 2, 2.5),  # 6, 5, and mixed at the end
     ],
 )  # fmt: skip
-def test_a_replica_trains_on_and_takes_a_fragment_in_after_tau_steps(overlap, replica, steps, ends):
-    up, update = task_of(streaming_diloco(alpha=0.5, overlap=overlap), Slope(), sent(0.0, replica, 5.0), steps)
+def test_a_replica_trains_on_and_takes_a_fragment_in_after_tau_steps(sync_delay, replica, steps, ends):
+    up, update = task_of(streaming_diloco(alpha=0.5, sync_delay=sync_delay), Slope(), sent(0.0, replica, 5.0), steps)
     assert up["line.weight"].item() == up["replica/line.weight"].item() == ends
     assert up["inner_steps/steps"].item() == 5 + steps and update.num_steps == steps
 
 
 def test_the_outer_gradient_is_against_the_values_received_last():
-    up, _ = task_of(streaming_diloco(alpha=0.5, overlap=1), Slope(), sent(2.0, 8.0, 5.0), 1)  # 6, mixed with 2 to 4
+    up, _ = task_of(streaming_diloco(alpha=0.5, sync_delay=1), Slope(), sent(2.0, 8.0, 5.0), 1)  # 6, mixed with 2 to 4
     assert (up["line.weight"].item(), up["replica/line.weight"].item()) == (2.0, 4.0)
 
 
@@ -128,7 +128,7 @@ class SteepSlope(Slope):
 
 def test_two_tasks_with_kept_moments_are_one_long_run():
     """Where the received values are the client's own, mixing changes nothing."""
-    algorithm, zero = streaming_diloco(overlap=0, inner_state="kept"), whole(0.0)
+    algorithm, zero = streaming_diloco(sync_delay=0, inner_state="kept"), whole(0.0)
     start = {**sent(8.0, 0.0, 0.0), "exp_avg/line.weight": zero, "exp_avg_sq/line.weight": zero}
     all_at_once, _ = task_of(algorithm, SteepSlope(), start, 5)
     first, _ = task_of(algorithm, SteepSlope(), start, 3)
@@ -232,7 +232,7 @@ def test_a_run_that_crashed_ends_as_if_it_had_not_and_replays(tmp_path, monkeypa
     ("fields", "named"),
     [
         ({"fragments": 0}, "fragments is 0"), ({"pattern": "random"}, "pattern"), ({"alpha": 1.5}, "alpha is 1.5"),
-        ({"overlap": -1}, "overlap is -1"), ({"delay": 4}, "delay is 4"), ({"least_steps": 3}, "least_steps is 3"),
+        ({"sync_delay": -1}, "sync_delay is -1"), ({"delay": 4}, "delay is 4"), ({"least_steps": 3}, "least_steps is 3"),
         ({"trigger": "quorum"}, "trigger"), ({"inner_state": "old"}, "inner_state"), ({"steps": "few"}, "steps"),
     ],
 )  # fmt: skip

@@ -40,7 +40,7 @@ def streaming_diloco(
     fragments: int = 4,
     pattern: Pattern = "strided",
     alpha: float = 0.5,
-    overlap: int = 1,
+    sync_delay: int = 1,
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
     trigger: When = "all",
@@ -48,6 +48,8 @@ def streaming_diloco(
     steps: Steps = "equal",
     least_steps: int = 5,
     inner_state: InnerState = "new",
+    cohort: int | None = None,
+    concurrency: int | None = None,
 ) -> Algorithm:
     """Return Streaming DiLoCo, whose clients keep their model and exchange one fragment of it with each task.
 
@@ -55,7 +57,7 @@ def streaming_diloco(
         fragments: number of fragments (P); a model of fewer layers has as many fragments as layers.
         pattern: strided = layer l is in fragment l mod P; sequential = runs of layers of about equal size.
         alpha: share of the client's own values where a fragment is mixed in (alpha), 0 to below 1; 0 = the global values.
-        overlap: local steps after which a received fragment is mixed in (tau); at the latest at the end of the task.
+        sync_delay: local steps after which a received fragment is mixed in (tau); at the latest at the end of the task.
         outer_lr: outer learning rate (eta).
         outer_momentum: outer momentum (beta); 0 = none.
         trigger: all (rounds) or each (asynchronous, delayed Nesterov).
@@ -64,6 +66,9 @@ def streaming_diloco(
         least_steps: smallest number of steps of a task, for steps speed.
         inner_state: new = the inner optimizer starts anew in each task; kept = it goes on from the client's last task (Adam and
             AdamW), whose moments stay on the client and never travel.
+        cohort: number of clients in a round, or at work, drawn uniformly; None = all. A client that is seldom drawn trains on with
+            old fragments, since it receives no other than it has sent.
+        concurrency: largest number of clients that work at the same time; None = no limit.
     """
     for name, value, allowed in (
         ("trigger", trigger, When), ("steps", steps, Steps), ("inner_state", inner_state, InnerState),
@@ -81,9 +86,9 @@ def streaming_diloco(
     return Algorithm(
         name="streaming_diloco",
         paper="Douillard et al. 2025",
-        sample=Sample(),
+        sample=Sample(cohort, concurrency),
         select=InTurn(BySpeed(Full(), least_steps) if steps == "speed" else Full(), divided, trigger == "all"),
-        local=local(divided, alpha, overlap),
+        local=local(divided, alpha, sync_delay),
         trigger=all_or_each(trigger),
         merge=ByFragment(merge, divided),
     )

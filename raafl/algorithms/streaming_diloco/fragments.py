@@ -70,6 +70,11 @@ class Fragments:
     def of(self, submodels: Submodels, extra: Mapping[str, Any], key: str) -> frozenset[str] | None:
         """Return the names of the fragment that a task names; None = it names none.
 
+        Args:
+            submodels: submodels of the model.
+            extra: `Work.extra` of the task.
+            key: `UP` or `DOWN`.
+
         Raises:
             SpecError: there is no such fragment.
         """
@@ -131,6 +136,11 @@ class InTurn(WrappedSelect):
         turn = state.version if self.in_rounds else client.id if last is None else last + 1
         turns[client.id] = turn % num
         return replace(work, extra={**work.extra, UP: turn % num, **({} if last is None else {DOWN: last})})
+
+    @property
+    def needs_last_update(self) -> bool:
+        """Return True, since a client's next task continues from its replica as the last one left it."""
+        return True
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget the client's fragment: it has no model yet."""

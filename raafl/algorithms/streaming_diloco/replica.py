@@ -30,7 +30,7 @@ class Replica(Local):
     Attributes:
         fragments: division of the model.
         alpha: share of the client's own values where a received fragment is mixed in (alpha), 0 to below 1.
-        overlap: number of steps after which a received fragment is mixed in (tau).
+        sync_delay: number of steps after which a received fragment is mixed in (tau).
     """
 
     resident: ClassVar[bool] = True
@@ -39,13 +39,13 @@ class Replica(Local):
 
     fragments: Fragments = field(default_factory=Fragments)
     alpha: float = 0.5
-    overlap: int = 1
+    sync_delay: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.alpha != 0:
             fraction("alpha", self.alpha)
-        at_least("overlap", self.overlap, 0)
+        at_least("sync_delay", self.sync_delay, 0)
 
     def travels(self, submodels: Submodels, extra: Mapping[str, Any], way: Way) -> frozenset[str] | None:
         """Return the names of the fragment that a task receives or sends; see `Local.travels`."""
@@ -60,7 +60,7 @@ class Replica(Local):
         return _Streaming(task, self)
 
     def __str__(self) -> str:
-        return f"{super().__str__()} from its own copy, {self.alpha:g} of which stays after {self.overlap} steps"
+        return f"{super().__str__()} from its own copy, {self.alpha:g} of which stays after {self.sync_delay} steps"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Streaming(Hook):
         for name, tensor in self._named:
             if optimizer is not None and isinstance(tensor, nn.Parameter):
                 optimizer.state[tensor] = self._moments(name, tensor)
-        if local.overlap == 0:
+        if local.sync_delay == 0:
             self._mix()
 
     def _moments(self, name: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -115,7 +115,7 @@ class _Streaming(Hook):
         """Make a step; mix the received fragment in if it was the last before that."""
         self.task.update()
         self._made += 1
-        if self._waits and self._made >= self._local.overlap:
+        if self._waits and self._made >= self._local.sync_delay:
             self._mix()
 
     def finish(self) -> dict[str, Any]:

@@ -42,7 +42,9 @@ def small():
 def test_one_fragment_taken_whole_is_diloco_with_kept_moments_but_for_rounding(tmp_path):
     """The moments stay on the client as they are; diloco sends their differences, which rounds."""
     other = finish(experiment(tmp_path / "b", diloco(inner_state="kept"), model=small))
-    one = finish(experiment(tmp_path / "a", streaming_diloco(1, alpha=0.0, sync_delay=0, inner_state="kept"), model=small))
+    one = finish(
+        experiment(tmp_path / "a", streaming_diloco(1, alpha=0.0, sync_delay=0, inner_state="kept"), model=small)
+    )
     expected = checkpoint.load(other.folder).state_dict
     for name, tensor in checkpoint.load(one.folder).state_dict.items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7)

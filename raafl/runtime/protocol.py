@@ -117,11 +117,7 @@ class Hello:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read the message from its JSON fields.
-
-        Raises:
-            Refused: `unsent` or `memory_bytes` is not a number above 0, or a recorded series is not a digest.
-        """
+        """Read the message; raise `Refused` if a number is not above 0, or a recorded series is not a digest."""
         unsent = None if meta.get("unsent") is None else count_of(meta, "unsent", least=1)
         memory = meta.get("memory_bytes")
         if memory is not None and not (isinstance(memory, int | float) and 0 < memory < math.inf):
@@ -179,23 +175,26 @@ class Assign:
         assignment: description of the task.
         more: whether the next task is to be trained together with this one, as one batch.
         head: signed hash of the server's journal, for the client's receipt; None = none.
+        ahead: whether the next task may be sent while the answer to this one travels.
     """
 
     assignment: Assignment
     more: bool = False
     head: SignedHead | None = None
+    ahead: bool = False
 
     def to_meta(self) -> dict[str, Any]:
         """Convert the message to its JSON fields."""
-        head = {} if self.head is None else self.head.to_meta()
-        return {**assignment_to_json(self.assignment), **({"more": True} if self.more else {}), **head}
+        flags = {name: True for name in ("more", "ahead") if getattr(self, name)}
+        return {**assignment_to_json(self.assignment), **flags, **({} if self.head is None else self.head.to_meta())}
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
         """Read the message from its JSON fields; raise `Refused` if it does not describe a valid task."""
         try:
-            fields = {name: value for name, value in meta.items() if name not in ("more", *HEAD_FIELDS)}
-            return cls(assignment_from_json(fields), meta.get("more") is True, SignedHead.from_meta(meta))
+            fields = {name: value for name, value in meta.items() if name not in ("more", "ahead", *HEAD_FIELDS)}
+            flags = {name: meta.get(name) is True for name in ("more", "ahead")}
+            return cls(assignment_from_json(fields), head=SignedHead.from_meta(meta), **flags)
         except (SpecError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise Refused("bad-json", f"assignment: {sanitize_text(error)}") from None
 

@@ -14,7 +14,7 @@ from tests.helpers.small_runs import Finished, finish
 
 def order_of(run):
     """The script that a run's journal is."""
-    names = {"joined": "client", "lost": "client", "arrived": "assignment"}
+    names = {"joined": "client", "lost": "client", "arrived": "assignment", "sending": "assignment"}
     return [(row["event"], row[names[row["event"]]]) for row in run.events() if row["event"] in names]
 
 

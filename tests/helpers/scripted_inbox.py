@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raafl.core.types import Arrived, Event, Joined, Lost
+from raafl.core.types import Arrived, Event, Joined, Lost, Sending
 from raafl.runtime.server.inbox import Inbox
 
 Key = tuple[str, int]
 
 
 def key_of(event: Event) -> Key | None:
-    """Return an event's name in a script: ("arrived", assignment), ("joined" or "lost", client), or None."""
+    """Return an event's name in a script: ("arrived" or "sending", assignment), ("joined" or "lost", client), or None."""
     match event:
         case Arrived(update):
             return ("arrived", update.assignment)
+        case Sending(_, _, number):
+            return ("sending", number)
         case Joined(client):
             return ("joined", client.id)
         case Lost(client, _, _):

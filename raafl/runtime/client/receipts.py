@@ -138,19 +138,27 @@ class Receipts:
         except (OSError, RuntimeError):
             return None
 
-    def sent(self, receipt: Receipt, received: FlatTensors, *, repeatable: bool) -> None:
-        """Write the receipt of an update that was sent; the task's inputs are stored for a random share of the tasks.
+    def draw_inputs(self, received: FlatTensors) -> FlatTensors | None:
+        """Return a copy of a task's inputs if they are to be stored, as for a random share of the tasks; else None.
+
+        Args:
+            received: values from which the task started.
+        """
+        if self._draw.random() >= self._share:
+            return None
+        return FlatTensors.empty(received.layout).copy_(received)
+
+    def sent(self, receipt: Receipt, inputs: FlatTensors | None) -> None:
+        """Write the receipt of an update that was sent.
 
         Args:
             receipt: the receipt, without inputs.
-            received: values from which the task started; they are copied before the method returns.
-            repeatable: whether one process alone can repeat the task.
+            inputs: values from which the task started, to be stored (`draw_inputs`); None = they are not.
         """
         data = asdict(receipt)
-        if repeatable and self._draw.random() < self._share:
-            data["inputs"] = received.fingerprint()
-            copied = FlatTensors.empty(received.layout).copy_(received)
-            self._writer.submit(self._keep, receipt.assignment["id"], copied)
+        if inputs is not None:
+            data["inputs"] = inputs.fingerprint()
+            self._writer.submit(self._keep, receipt.assignment["id"], inputs)
         text = to_json(data)
         signature = self._signer.sign(_CONTEXT + text)
         self._file.add(to_json({"receipt": text, "signature": signature}).encode() + b"\n")

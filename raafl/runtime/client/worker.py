@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from raafl.compression.plan import CompressionPlan
@@ -29,6 +30,7 @@ from raafl.log import warn_once
 from raafl.parts.protect.secure.group import CannotOpen
 from raafl.runtime.client.receipts import Receipts, receipt_of
 from raafl.runtime.client.secure import SecureSide
+from raafl.runtime.client.sender import Sender
 from raafl.runtime.client.site.gate import Gate, PolicyRefusal
 from raafl.runtime.exchange import ClientSide, Questions
 from raafl.runtime.fields import SignedHead
@@ -101,6 +103,7 @@ class Client:
         self._free = threading.Event()
         self._free.set()
         self._received: queue.SimpleQueue[tuple[Assignment, FlatTensors] | str | Exception] = queue.SimpleQueue()
+        self._sender, self._goes_ahead = Sender(self._received.put), False  # where the next task may come meanwhile
 
     def run(self) -> str:
         """Work until the server tells the client to stop; return the server's reason, with the connection closed.
@@ -120,6 +123,7 @@ class Client:
             while True:
                 item = self._received.get()  # the reader's last word is a reason or an error
                 if isinstance(item, str):
+                    self._sender.wait(self._waits.stop_s)
                     return item
                 if isinstance(item, Exception):
                     raise item
@@ -129,6 +133,7 @@ class Client:
         finally:
             self._pair.close()
             reader.join(timeout=self._waits.stop_s)
+            self._sender.wait(self._waits.stop_s)
 
     def _read(self) -> None:
         """Receive until the server says stop or is gone."""
@@ -166,7 +171,7 @@ class Client:
     @property
     def has_task(self) -> bool:
         """Whether a task is being received or trained; false while only its answer is being sent."""
-        return self._assignment is not None
+        return self._assignment is not None or self._sender.is_busy
 
     def _is_out(self, number: int) -> bool:
         return self._assignment is not None and self._assignment.id == number
@@ -193,7 +198,7 @@ class Client:
         if self._storage is None or self._storage[0] != layout:
             self._storage = None  # the old submodel goes before the new one comes
             self._storage = (layout, FlatTensors.empty(layout, self._trainer.fabric.device))
-        self._assignment, self._head = found, message.head
+        self._assignment, self._head, self._goes_ahead = found, message.head, message.ahead
         return self._storage[1]
 
     def _layout(self, assignment: Assignment) -> Layout:
@@ -260,29 +265,45 @@ class Client:
             None if base is None else self._submodels.bases.digest(base),
             logs=() if self._secure is not None else self.gate.log_lines(),
         )  # fmt: skip
+        goes_ahead = self._goes_ahead
         if self._secure is None:
+            self._sender.wait()  # the last update lies where this one will
             packed = self._up.pack(assignment, update.tensors, received)
+            if goes_ahead and packed is update.tensors:  # the next task is trained in its place
+                packed = self._sender.copy(packed)
         else:
             revealed = self._masked(self._secure, assignment, update, replace(answer, metrics={}, extra={}))
             if revealed is None:
                 return
             packed, answer = revealed, replace(answer, metrics={}, extra={})
-        self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
-        try:
-            self._pair.send(Message(Kind.UPDATE, assignment.id, assignment.incarnation, answer.to_meta(), packed))
-        except (PeerLost, PeerTimeout):
-            return
-        finally:
-            give_back()
-        self.unsent = None
-        self.num_answered += 1
+        write_receipt: Callable[[], None] | None = None
         if self.receipts is not None:
             whole = self._side.exchange(assignment) is None  # the server trains nothing of it
             plain = whole and self._secure is None and (self._plan is None or self._plan.up is None)
             sent = leaves if plain else None  # else the server's fingerprint is of other values
             receipt = receipt_of(assignment, head, trained=trained, sent=sent, num_samples=update.num_samples)
             alone = whole and self._context.process_group is None and trained == leaves  # no noise of the site's own
-            self.receipts.sent(receipt, received, repeatable=alone)
+            inputs = self.receipts.draw_inputs(received) if alone else None
+            write_receipt = partial(self.receipts.sent, receipt, inputs)
+        self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
+        message = Message(Kind.UPDATE, assignment.id, assignment.incarnation, answer.to_meta(), packed)
+        if goes_ahead:
+            self._sender.start(partial(self._deliver, message, write_receipt))
+        else:
+            self._deliver(message, write_receipt)
+
+    def _deliver(self, message: Message, write_receipt: Callable[[], None] | None) -> None:
+        """Send an update, and write its receipt, where there is one, if it could be sent."""
+        try:
+            self._pair.send(message)
+        except (PeerLost, PeerTimeout):
+            return
+        finally:
+            give_back()
+        self.unsent = None
+        self.num_answered += 1
+        if write_receipt is not None:
+            write_receipt()
 
     def _masked(self, secure: SecureSide, assignment: Assignment, update: Update, answer: Answer) -> FlatTensors | None:
         """Send an update masked; return what opens its group's sum, or None where the task has ended without."""
@@ -300,6 +321,7 @@ class Client:
 
     def _give_up(self, assignment: Assignment, failed: Failed) -> None:
         """Tell the server that there will be no answer, and why."""
+        self._sender.wait()
         self._assignment = None
         with suppress(PeerLost, PeerTimeout):
             self._pair.send(Message(Kind.FAILED, assignment.id, assignment.incarnation, failed.to_meta()))

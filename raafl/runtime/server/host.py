@@ -10,7 +10,6 @@ from typing import Any
 from raafl.compression.plan import CompressionPlan
 from raafl.config.experiment import Experiment
 from raafl.core.hooks import HookList, RunHooks
-from raafl.errors import BadInput
 from raafl.monitoring.monitor import Monitor
 from raafl.runtime.lifecycle import resume
 from raafl.runtime.lifecycle.service_manager import ServiceManager
@@ -18,6 +17,7 @@ from raafl.runtime.protocol import Reason
 from raafl.runtime.run import Run
 from raafl.runtime.server.client_logs import ClientLogs
 from raafl.runtime.server.inbox import Inbox
+from raafl.runtime.server.overlapped import OverlappedSession
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.site_rules import ANYTHING, SiteRules
 from raafl.runtime.server.terms import Terms
@@ -63,8 +63,6 @@ def host(
         if transport.comes_and_goes:
             before = None if saved is None else saved.section["coordinator"]["min_clients"]
             min_clients = min_clients or before or experiment.clients
-        if experiment.overlap:
-            raise BadInput("overlap is true, which is for simulated runs: leave it out")
         parts = build(
             experiment, pace=experiment.emulate and experiment.devices is not None, min_clients=min_clients,
             count_lost=not transport.comes_and_goes,
@@ -119,7 +117,8 @@ def _admit(run: Run, server: Server, terms: Terms | None, rules: Callable[[int],
             raise Refused("unknown-client", problem)
         known = parts.clients[client - 1]
         own = replace(terms, site=rules(client))
-        server.enter(client, lambda incarnation: Session(
+        kind = OverlappedSession if experiment.overlap else Session
+        server.enter(client, lambda incarnation: kind(
             client, incarnation, connect, parts.submodels, server.inbox, waits, run.record.moved,
             parts.coordinator.state.values.device, own, plan, known, parts.coordinator.algorithm.local,
         ))  # fmt: skip

@@ -47,7 +47,9 @@ _LOOK_S = 0.5  # how often an idle session looks whether its client is still the
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Task:
+    """A task for a client, its values, and the head of the journal that goes with it."""
+
     assignment: Assignment
     snapshot: FlatTensors
     head: str | None = None
@@ -75,7 +77,7 @@ class Session(threading.Thread):
         super().__init__(name=f"client-{client}", daemon=True)
         self.client, self.incarnation = client, incarnation
         self._connect, self._submodels, self._inbox, self._waits, self._moved = connect, submodels, inbox, waits, moved
-        self._outbox: queue.SimpleQueue[_Task | str] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Task | str] = queue.SimpleQueue()
         self._storage: dict[Layout, FlatTensors] = {}
         self._out: Assignment | None = None
         self._device = device
@@ -107,7 +109,7 @@ class Session(threading.Thread):
             snapshot: values of the submodel; they must not change until the client's answer.
             head: hash of the journal after the task was recorded; None = there is none.
         """
-        self._outbox.put(_Task(assignment, snapshot, head))
+        self._outbox.put(Task(assignment, snapshot, head))
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:
         """Tell the client to stop, even in the middle of a task.
@@ -261,7 +263,7 @@ class Session(threading.Thread):
         with suppress(PeerLost, PeerTimeout):
             self._pair.send(message, self._waits.stop_s if wait_s is None else wait_s)
 
-    def _task(self, pair: Connection, task: _Task) -> None:
+    def _task(self, pair: Connection, task: Task) -> None:
         """Send a task and take in its answer; where it has an exchange, train the server's side in between."""
         assignment, spec = task.assignment, task.assignment.spec
         exchange = self._local.exchange(self._submodels, assignment.extra)
@@ -298,7 +300,7 @@ class Session(threading.Thread):
             talk.send(Kind.REFUSED, Reason(told[:200]).to_meta())
         self._arrived(pair, update, talk)
 
-    def _answered(self, exchange: Exchange | None, task: _Task, talk: Conversation) -> Update:
+    def _answered(self, exchange: Exchange | None, task: Task, talk: Conversation) -> Update:
         """Return the client's update, joined with that of the server's side where there is one."""
         assignment, spec = task.assignment, task.assignment.spec
         own = None if exchange is None else self._side.run(exchange, assignment, task.snapshot, talk)

@@ -86,7 +86,7 @@ class Server(Driver):
         self._snapshots = Snapshots(coordinator)
         # The assignment and values that each was last sent. A session's thread may read them until the answer is there or the
         # session has ended; only then are they given back, to be overwritten.
-        self._sent: dict[_Life, tuple[int, FlatTensors]] = {}
+        self._sent: dict[_Life, dict[int, FlatTensors]] = {}
         # The lock guards the next two, which the transport's threads write in `enter`. All else, global state, coordinator
         # and record included, is the loop's alone.
         self._entering: dict[_Life, Session] = {}  # not yet joined
@@ -292,7 +292,7 @@ class Server(Driver):
         session = self.sessions.get(assignment.client)
         if session is not None:
             snapshot = self._snapshots.cut(assignment)
-            self._sent[assignment.client, assignment.incarnation] = (assignment.id, snapshot)
+            self._sent.setdefault((assignment.client, assignment.incarnation), {})[assignment.id] = snapshot
             session.assign(assignment, snapshot, None if self.record.folder is None else self.record.folder.head)
 
     def _set_timer(self, id: int, at: float) -> None:
@@ -392,7 +392,8 @@ class Server(Driver):
 
     def _sent_no_more(self, client: int, incarnation: int, assignment: int | None = None) -> None:
         """Note that a session has sent what it was given, or sends no more."""
-        number, snapshot = self._sent.get((client, incarnation), (None, None))
-        if snapshot is not None and assignment in (None, number):
-            del self._sent[client, incarnation]
-            self._snapshots.give_back(snapshot)
+        tasks = self._sent.get((client, incarnation), {})
+        for number in [number for number in tasks if assignment in (None, number)]:
+            self._snapshots.give_back(tasks.pop(number))
+        if not tasks:
+            self._sent.pop((client, incarnation), None)

@@ -28,16 +28,17 @@ def task(number=1, **fields):
 class Table:
     """A session and the other end of its pair, which the test plays."""
 
-    def __init__(self, terms=None, share=0, profile=None, **waits):
+    def __init__(self, terms=None, share=0, profile=None, kind=Session, **waits):
         self.state, self.inbox, self.moved = line_state(value=2.0), Inbox(), []
         ours, theirs = socket.socketpair()
         times = Timeouts(**{"join_s": WAIT_S, "task_s": WAIT_S, "idle_s": WAIT_S, "stop_s": 2.0, **waits})
-        self.session = Session(
+        self.session = kind(
             4, 0, lambda: TcpConnection(ours, 20.0), self.state.submodels, self.inbox, times,
             lambda down, up: self.moved.append((down, up)), terms=terms,
             known=ClientInfo(4, share, profile or Profile()),
         )  # fmt: skip
         self.session.start()
+        self.theirs = theirs
         self.pair = TcpConnection(theirs, 20.0)
 
     def hello(self, **changes):

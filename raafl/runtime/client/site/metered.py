@@ -38,8 +38,11 @@ class MeteredConnection(Connection):
 
     def send(self, message: Message, timeout_s: float | None = None) -> int:
         """Send a message; see `Connection.send`."""
+        # Tensors are counted first: what is received while they are sent is checked against them, too.
+        announced = 0 if message.tensors is None else message.tensors.num_bytes
+        self._moved(announced)
         sent = self._inner.send(message, timeout_s)
-        self._moved(sent)
+        self._moved(sent - announced)
         return sent
 
     def recv(self, expect: Expect, timeout_s: float, *, finite: bool = False) -> Message:

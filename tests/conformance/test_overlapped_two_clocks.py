@@ -1,0 +1,34 @@
+"""Clients that train while their updates travel: the same model, bit for bit, on both clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from raafl.algorithms import fed_async, fed_buff
+from raafl.compression.options import Compress
+from raafl.parts.select.rate_select import RateSelect
+from tests.conformance.clocks import on_both_clocks
+from tests.helpers.small_runs import equal_replay, experiment, unequal
+
+pytestmark = pytest.mark.timeout(90)
+
+CASES = {
+    "fed_buff of submodels": (fed_buff(buffer_size=3, submodel=RateSelect(rates=[1.0, 0.5])), Compress()),
+    "fed_async, top_k": (fed_async(), Compress(down="top_k", up="top_k")),
+    "fed_async, int8": (fed_async(), Compress(down="int8", up="int8")),
+}
+
+
+@pytest.mark.quick_cases("fed_buff of submodels", "fed_async, top_k")
+@pytest.mark.parametrize("name", CASES)
+def test_real_ranks_in_the_simulated_order_leave_the_same_model(tmp_path, name):
+    """On an uplink as slow as the devices, so that most tasks begin while an update travels."""
+    algorithm, compress = CASES[name]
+    made = experiment(
+        tmp_path / "simulated", algorithm, overlap=True, emulate=False, compress=compress,
+        devices=unequal(up_bytes_per_s=8e4),
+    )  # fmt: skip
+    simulated, real = on_both_clocks(made, tmp_path / "real")
+    assert real.summary["staleness"] == simulated.summary["staleness"]
+    assert len(real.events("sending")) == len(simulated.events("sending")) >= 12
+    assert equal_replay(made, real)

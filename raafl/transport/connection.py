@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Self
 
 from raafl.transport.codec import Expect, Message
@@ -77,6 +78,14 @@ class Connection(ABC):
             PeerLost: the peer is gone; raised at once.
             PeerTimeout: the deadline has passed.
         """
+
+    def settle(self, stopped: Callable[[], bool]) -> None:
+        """Wait until the tensors of the last message may be changed; only a session that resumes may need them for longer.
+
+        Args:
+            stopped: callback that returns whether nobody receives any more, so that the wait would not end.
+        """
+        return
 
     def check(self) -> None:
         """Raise `PeerLost` if the peer is known to be gone; nothing is sent. For use while the connection is idle."""

@@ -265,7 +265,8 @@ class Client:
             None if base is None else self._submodels.bases.digest(base),
             logs=() if self._secure is not None else self.gate.log_lines(),
         )  # fmt: skip
-        goes_ahead = self._goes_ahead
+        overlaps = self._goes_ahead
+        goes_ahead = overlaps and not self.gate.counts_bytes
         if self._secure is None:
             self._sender.wait()  # the last update lies where this one will
             packed = self._up.pack(assignment, update.tensors, received)
@@ -288,12 +289,18 @@ class Client:
         self.unsent, self._assignment = assignment.id, None  # from here on the server may send the next
         message = Message(Kind.UPDATE, assignment.id, assignment.incarnation, answer.to_meta(), packed)
         if goes_ahead:
-            self._sender.start(partial(self._deliver, message, write_receipt))
+            self._sender.start(partial(self._deliver, message, write_receipt, settles=True))
         else:
-            self._deliver(message, write_receipt)
+            self._deliver(message, write_receipt, settles=overlaps)
 
-    def _deliver(self, message: Message, write_receipt: Callable[[], None] | None) -> None:
-        """Send an update, and write its receipt, where there is one, if it could be sent."""
+    def _deliver(self, message: Message, write_receipt: Callable[[], None] | None, *, settles: bool = False) -> None:
+        """Send an update.
+
+        Args:
+            message: the update.
+            write_receipt: called once it has been sent; None = no receipt is written.
+            settles: whether to wait until its tensors need not be sent again.
+        """
         try:
             self._pair.send(message)
         except (PeerLost, PeerTimeout):
@@ -304,6 +311,8 @@ class Client:
         self.num_answered += 1
         if write_receipt is not None:
             write_receipt()
+        if settles:
+            self._pair.settle(self._stop.is_set)
 
     def _masked(self, secure: SecureSide, assignment: Assignment, update: Update, answer: Answer) -> FlatTensors | None:
         """Send an update masked; return what opens its group's sum, or None where the task has ended without."""

@@ -143,11 +143,11 @@ class SessionLink:
                 return step.is_taken.get(timeout=_LOOK_S)
         return False
 
-    def confirm(self) -> None:
+    def confirm(self, assignment: int) -> None:
         """Tell the client that its answer has arrived, so that it need not keep it any longer."""
         if self._pair is not None and not self._pair.closed:
             with suppress(PeerLost, PeerTimeout):  # the session will notice
-                self._pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation))
+                self._pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation, {"confirms": assignment}))
 
     def offer(self, pair: TcpConnection, position: Position) -> bool:
         """Offer the client's next connection to the session; return whether the session continues on it.

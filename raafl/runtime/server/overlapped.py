@@ -14,7 +14,7 @@ from raafl.runtime.fields import SignedHead
 from raafl.runtime.protocol import Assign
 from raafl.runtime.server.session import Session, Task
 from raafl.submodel import FlatTensors, Layout
-from raafl.transport import Connection, Kind, Refused
+from raafl.transport import Connection, Kind, Message, Refused
 
 _LOOK_S = 0.1  # how often a thread that waits for the next task looks whether it is still wanted
 
@@ -100,7 +100,8 @@ class OverlappedSession(Session):
         self._up, self._other_up = self._other_up, self._up
         following = ahead.end()
         if following is not None:
-            self._keep_alive(pair)  # the client may have waited long for a word
+            with self._sending:  # the client may have waited long for a word; of the next task it says nothing
+                pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation, {"confirms": assignment.id}))
         return following
 
     def next_task(self) -> Task | None:

@@ -287,7 +287,7 @@ class Session(threading.Thread):
                 masked = SecureSession(self._inbox.put, checked, talk, alive, self._waits.idle_s / 3)
                 masked.run(assignment)
                 self._moved(0, talk.up_bytes)
-                self.link.confirm()
+                self.link.confirm(assignment.id)
                 return  # the aggregator reports the result
             update = self._answered(exchange, task, talk)
             told = update.refusal or ""
@@ -346,7 +346,7 @@ class Session(threading.Thread):
         update.down_s, update.up_s = talk.down_s, talk.up_s
         self._moved(0, talk.up_bytes)
         self._inbox.put(Arrived(update))
-        self.link.confirm()
+        self.link.confirm(update.assignment)
         if pair.closed:
             raise PeerLost("connection-broken", f"after a message refused as {update.refusal}")
         self._num_damaged = self._num_damaged + 1 if update.refusal in DAMAGED else 0

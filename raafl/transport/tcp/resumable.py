@@ -6,7 +6,8 @@ have received: how many messages, and how many chunks of the one that broke off.
 to no assignment (heartbeats, stop) are not repeated.
 
 A session has at most one message of a task on its way in each direction: a task is sent, then answered, and each message that comes
-shows that the one before it has arrived.
+shows that the one before it has arrived. Where tasks and transfers overlap, the next task travels beside the answer to the last:
+then an answer shows that its own task has arrived, and a heartbeat names the answer that has (`_confirms`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raafl.transport import codec
-from raafl.transport.codec import Expect, Message, Refused
+from raafl.transport.codec import Expect, Kind, Message, Refused
 from raafl.transport.connection import Connection, PeerLost, PeerTimeout
 from raafl.transport.frames import count_chunks
 from raafl.transport.tcp.connection import TcpConnection
@@ -77,6 +78,8 @@ class ResumableConnection(Connection):
         self._swap = threading.Lock()
         self._first: int | None = None
         self._last: Message | None = None
+        self._confirmed = threading.Event()  # whether there is no last message that may have to be sent again
+        self._confirmed.set()
         self.num_sent = self._num_received = self._num_repeated_bytes = 0
         self._is_closed = False
 
@@ -102,6 +105,7 @@ class ResumableConnection(Connection):
                 return self.pair.send(message, timeout_s)
             with self._swap:
                 self._last, self.num_sent, self._first = message, self.num_sent + 1, 0
+                self._confirmed.clear()
             return self._send_rest(message, timeout_s)
         finally:
             self._sending.release()
@@ -154,8 +158,19 @@ class ResumableConnection(Connection):
                 self.close()
             raise
         self._num_received += message.assignment != 0
-        self._last = None
+        with self._swap:
+            if self._last is not None and _confirms(message, self._last):
+                self._forget_last()
         return message
+
+    def _forget_last(self) -> None:
+        self._last = None
+        self._confirmed.set()
+
+    def settle(self, stopped: Callable[[], bool]) -> None:
+        """Wait until the last task message has arrived at the peer, or the session has ended; see `Connection.settle`."""
+        while not self._confirmed.wait(_LOOK_S) and not stopped():
+            pass
 
     def check(self) -> None:
         """Check whether the peer is gone; if it has connected again, continue on its new connection. See `Connection.check`."""
@@ -169,6 +184,7 @@ class ResumableConnection(Connection):
     def close(self) -> None:
         """End the session; see `Connection.close`."""
         self._is_closed = True
+        self._confirmed.set()
         self.pair.close()
 
     def _replace(self, pair: TcpConnection, error: PeerLost | PeerTimeout) -> None:
@@ -194,6 +210,8 @@ class ResumableConnection(Connection):
             with self._swap:
                 self.pair = pair
                 self._first = self._first_missing(theirs)
+                if self._first is None:
+                    self._forget_last()
         except BaseException:
             self.close()
             raise
@@ -225,6 +243,17 @@ class ResumableConnection(Connection):
             with _attempt(self._sending) as is_free:
                 if is_free and self._last is not None and self._first is not None:
                     self._num_repeated_bytes += self._send_rest(self._last)
+
+
+def _confirms(message: Message, last: Message) -> bool:
+    """Check whether a message from the peer shows that ``last`` has arrived there.
+
+    Where tasks and transfers overlap, an answer is to the task before, and a task comes while an answer still travels.
+    """
+    if message.kind is Kind.ASSIGN:
+        return message.meta.get("ahead") is not True
+    number: object = message.meta.get("confirms", message.assignment or last.assignment)
+    return number == last.assignment
 
 
 @contextmanager

@@ -164,6 +164,52 @@ def test_a_message_whose_tail_was_lost_after_it_was_sent_is_sent_again_by_the_re
     assert torch.equal(found.tensors["w"], update["w"]) and not client.is_unconfirmed
 
 
+def test_tasks_and_updates_that_travel_at_once_get_over_cuts():
+    """Three tasks and their updates of 20 chunks each, the next task beside the update; a connection lets 12 chunks through."""
+    tasks, updates = [flat(20, number) for number in range(4)], [flat(20, -number) for number in range(4)]
+    with Ends(*[12 * CHUNK] * 12) as made, ThreadPoolExecutor(3) as pool:
+        server, client = made.ends
+        got, received = queue.Queue(), []
+
+        def send(number):
+            server.send(Message(Kind.ASSIGN, number, 0, {"ahead": True}, tasks[number]))
+
+        def read():
+            while (message := client.recv(lambda kind, *_: flat(20) if kind is Kind.ASSIGN else None, WAIT_S)).kind:
+                if message.kind is Kind.ASSIGN:
+                    got.put(message)
+                if message.meta == {"confirms": 3}:
+                    return
+
+        def answer():
+            for number in (1, 2, 3):
+                assert torch.equal(got.get(timeout=WAIT_S).tensors["w"], tasks[number]["w"])
+                client.send(Message(Kind.UPDATE, number, 0, {}, updates[number]))
+                client.settle(lambda: False)
+                assert not client.is_unconfirmed
+
+        working = [pool.submit(read), pool.submit(answer)]
+        send(1)
+        for number in (1, 2, 3):
+            ahead = []
+
+            def expect(kind, assignment, meta, number=number, ahead=ahead):
+                if number < 3:
+                    ahead.append(pool.submit(send, number + 1))
+                return flat(20)
+
+            received.append(server.recv(expect, WAIT_S, finite=True))
+            for sending in ahead:
+                sending.result(WAIT_S)
+            assert len(ahead) == (number < 3)
+            server.send(Message(Kind.KEEPALIVE, 0, 0, {"confirms": number}))
+        for done in working:
+            done.result(WAIT_S)
+    assert [message.assignment for message in received] == [1, 2, 3]
+    assert all(torch.equal(m.tensors["w"], updates[m.assignment]["w"]) for m in received)
+    assert len([side for side, _ in made.renewed if side == 0]) >= 4
+
+
 def alone(renew):
     ours, theirs = socket.socketpair()
     return ResumableConnection(TcpConnection(ours, WAIT_S), renew), TcpConnection(theirs, WAIT_S)

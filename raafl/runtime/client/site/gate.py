@@ -63,6 +63,8 @@ class PolicyRefusal(RunFailed):
 class Gate:
     """Gate that checks tasks against the policy of a client's site; this base class has no policy and allows everything."""
 
+    counts_bytes = False
+    """Whether the site limits its bytes, so that no task is trained while an update is sent, which may use up the rest."""
     stopped: Callable[[], bool] = staticmethod(lambda: False)
     """Whether the task at hand is no longer wanted; set by the client."""
 
@@ -130,7 +132,7 @@ class SiteGate(Gate):
         """
         self.policy, self._say, self._now, self._sleep = policy, say, now, sleep
         self._logs = None if policy.logs is None else LogBuffer(policy.logs)
-        self._hours = policy.windows()
+        self._hours, self.counts_bytes = policy.windows(), policy.max_bytes is not None
         self._books = None if policy.state is None else SiteBooks(policy.state)
         self._day_is_over: datetime | None = None
         self._consents = Consents(policy.consent, lambda: self.stopped())

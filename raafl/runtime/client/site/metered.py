@@ -59,6 +59,10 @@ class MeteredConnection(Connection):
         finally:
             self._moved(self._inner.received_bytes)
 
+    def settle(self, stopped: Callable[[], bool]) -> None:
+        """Wait until the tensors of the last message may be changed; see `Connection.settle`."""
+        self._inner.settle(stopped)
+
     def check(self) -> None:
         """Raise `PeerLost` if the peer is gone; see `Connection.check`."""
         self._inner.check()

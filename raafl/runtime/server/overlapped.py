@@ -60,7 +60,7 @@ class OverlappedSession(Session):
 
         Args:
             pair: the connection, on which nobody else sends.
-            task: the task.
+            task: task to send, with its values.
         """
         assignment = task.assignment
         if self._out is None:

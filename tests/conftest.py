@@ -81,8 +81,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     mark_long_cases(items)
     without_gpu = pytest.mark.skip(reason=NEEDS_GPU) if not torch.cuda.is_available() else None
-    if without_gpu is None and any(item.get_closest_marker("gpu") for item in items):
-        torch.zeros(1, device="cuda")  # what the driver starts and sets at its first use was left behind by no test
     for item in items:
         if without_gpu is not None and item.get_closest_marker("gpu"):
             item.add_marker(without_gpu)

@@ -97,7 +97,6 @@ REFUSED = {
     "stack": lambda c, g: torch.stack([t(g), t(c)]),
     "nothing in cat": lambda c, g: torch.cat([t(g, 3), t(c, 0)]),
     "a mask of the GPU": lambda c, g: t(c, 3)[t(g, 3, dtype=BOOL)],
-    "set by a mask of the GPU": lambda c, g: t(c, 3).__setitem__(t(g, 3, dtype=BOOL), 1.0),
     "index_fill": lambda c, g: t(g, 3).index_fill_(0, t(c, 2, dtype=INT), 1.0),
     "index_add": lambda c, g: t(g, 3).index_add_(0, t(c, 2, dtype=INT), t(g, 2)),
     "index_copy": lambda c, g: t(g, 3).index_copy_(0, t(g, 2, dtype=INT), t(c, 2)),

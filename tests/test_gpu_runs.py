@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 ON_GPU = {"server_device": "cuda:0", "fabric": FabricOptions(accelerator="cuda")}
 FEW = {**SHORT, "max_updates": 4}
-RANDOM = {"fed_mezo", "fed_pm", "q_vit", "private", "private deltas"}
+RANDOM = {"ada_vit", "fed_pm"}
 """Draw noise or masks on the device that computes, whose generator gives other numbers than the CPU's."""
 
 

@@ -61,6 +61,7 @@ class LocalTrainer(TaskSteps):
             pools: whether `raafl.parts.merge.pooled` merges running statistics, which are then sent in its form.
         """
         from lightning.fabric import Fabric
+        from lightning.fabric.plugins.environments import LightningEnvironment
 
         self.submodels, self.local, self.sends, self.training = submodels, local, sends, training
         self.pools = pools
@@ -69,6 +70,8 @@ class LocalTrainer(TaskSteps):
             accelerator=self.options.accelerator,
             devices=1 if self.options.device is None else [self.options.device],
             precision=self.options.precision,  # type: ignore[arg-type]
+            # Else Fabric looks for a cluster, and where mpi4py is installed starts MPI, a daemon beside each process, to ask it.
+            plugins=[LightningEnvironment()],
         )
         self._strategy = self.fabric.strategy
         self.shards: Shards | None = None

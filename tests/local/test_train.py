@@ -337,3 +337,11 @@ def test_the_reference_draws_as_the_client_does():
     theirs = [x for (x, _), _ in Bench.of(Net).data.batches(generator, num_steps=6)]
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert len(samples()) == NUM_SAMPLES
+
+
+def test_no_process_asks_mpi_who_it_is(monkeypatch):
+    """Lightning would: its import of mpi4py starts a daemon for each client."""
+    from lightning.fabric.connector import MPIEnvironment
+
+    monkeypatch.setattr(MPIEnvironment, "detect", lambda: pytest.fail("MPI was started"))
+    assert Bench.of(Norm).run(assignment())[1] is not None

@@ -148,6 +148,7 @@ def fadas(
     cohort: int | None = None,
     concurrency: int | None = None,
     submodel: Select | None = None,
+    clients_at_work: float | None = None,
 ) -> Algorithm:
     """Return FADAS: the server makes an AMSGrad step along the mean of every M updates, smaller if one of them is late.
 
@@ -164,6 +165,8 @@ def fadas(
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
+        clients_at_work: mean number of clients at work for which buffer_size is meant; M then follows the measured number, from
+            half of buffer_size to twice, so that the mean staleness stays. None = M never changes.
     """
     merge = DelayAdaptive(
         "adam", server_lr, beta1, beta2, epsilon, by_samples=False, delay=delay, delay_limit=delay_limit
@@ -174,6 +177,6 @@ def fadas(
         sample=Sample(cohort, concurrency),
         select=submodel or Full(),
         local=Local(),
-        trigger=Buffered(buffer_size),
+        trigger=Buffered(buffer_size, clients_at_work),
         merge=merge,
     )

@@ -32,6 +32,7 @@ def fed_buff(
     concurrency: int | None = None,
     submodel: Select | None = None,
     lora: LoRAMerge | None = None,
+    clients_at_work: float | None = None,
 ) -> Algorithm:
     """Return FedBuff, which waits for K updates and adds the mean of their changes to the model.
 
@@ -50,6 +51,8 @@ def fed_buff(
             every client.
         lora: rule for merging LoRA adapters (docs/lora.md); None = average A and B separately, each rank over the
             clients that have it.
+        clients_at_work: mean number of clients at work for which buffer_size is meant; K then follows the measured number, from
+            half of buffer_size to twice, so that the mean staleness stays. None = K never changes.
     """
     stale = Staleness(staleness, staleness_a, staleness_b)
     merge: Merge
@@ -64,7 +67,7 @@ def fed_buff(
         sample=Sample(cohort, concurrency),
         select=submodel or Full(),
         local=Local(),
-        trigger=Buffered(buffer_size),
+        trigger=Buffered(buffer_size, clients_at_work),
         merge=merge,
     )
     return with_lora(algorithm, lora)

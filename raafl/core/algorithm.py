@@ -28,7 +28,7 @@ from raafl.core.sample import Sample
 from raafl.core.select import OwnTests, Select, SelectContext
 from raafl.core.state import GlobalState
 from raafl.core.training import Training
-from raafl.core.types import Assignment, Update, Warn
+from raafl.core.types import Adjusted, Assignment, Update, Warn
 from raafl.submodel.flat import FlatTensors, Layout
 from raafl.submodel.spec import Spec
 
@@ -109,6 +109,15 @@ class Trigger(Part, ABC):
             memory: `GlobalState.memory`; read only.
         """
         return self.restart == "merge"
+
+    def on_update(self, assignment: Assignment, state: GlobalState) -> Adjusted | None:
+        """Record that an update was accepted at ``state.now_s``; return how that changes a setting of this part, or None.
+
+        Args:
+            assignment: the task that the update answers.
+            state: the global model, in whose memory this part keeps what it has measured.
+        """
+        return None
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
         """Return the time at which to call `due` again even if nothing happens before then; None = not needed."""

@@ -126,6 +126,9 @@ class Coordinator(Admission):
         self.backoff.accept(assignment.client)
         self.waiting.append((assignment, update, self.state.version - assignment.version))
         self.arrived_s.append(now)
+        adjusted = self.algorithm.trigger.on_update(assignment, self.state)
+        if adjusted is not None:
+            self._actions.append(adjusted)
 
     def _take(self, update: Update, assignment: Assignment, now: float) -> str | None:
         """Pass a well-formed update to the parts, before it is recorded as answered; return why a part refuses it, or None."""

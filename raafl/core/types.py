@@ -327,7 +327,26 @@ class Finish:
     reason: str
 
 
-Action = Assign | SetTimer | Evaluate | Checkpoint | Settled | Dismiss | Suspend | Fail | Finish
+@dataclass(frozen=True, slots=True)
+class Adjusted:
+    """Action: record that a part has changed a setting, since measured times differ from predicted ones.
+
+    Attributes:
+        setting: name of the setting, as the algorithm's factory has it.
+        before, after: its value until now, and from now on.
+        measured, predicted: measured quantity that it follows, and the prediction that its first value was chosen for.
+        quantity: name of that quantity.
+    """
+
+    setting: str
+    before: float
+    after: float
+    measured: float
+    predicted: float
+    quantity: str
+
+
+Action = Assign | SetTimer | Evaluate | Checkpoint | Settled | Dismiss | Suspend | Fail | Finish | Adjusted
 
 EPSILON = "epsilon"
 """Reason of a run that has ended because its next merge would have spent more privacy than it may."""

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from raafl.core.algorithm import Restart, Trigger, TriggerContext
+from raafl.core.memory import Memory, MergeMemory
+from raafl.core.state import GlobalState
+from raafl.core.types import Adjusted, Assignment
 from raafl.errors import BadInput, fraction, one_of, positive
+
+_TASKS_EACH = 8
+"""Tasks of each client at work from one look at measured times to the next, so that the slowest have reported, too."""
+_SLACK, _SLACK_SHARE = 0.75, 0.15
+"""How far a buffer may be from what it should be, in updates and as a share: above 1/2, so that it does not flap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,33 +38,91 @@ class EachArrival(Trigger):
         return "each arrival"
 
 
+@dataclass
+class BufferMemory(MergeMemory):
+    """Size of a buffer that follows the number of clients at work, and measurements since it was last compared with that.
+
+    Attributes:
+        size: number of updates in a merge, now.
+        since_s: time of the last comparison, in seconds on the run's clock.
+        num_updates: number of updates that have arrived since then.
+        task_s: sum of the seconds that their tasks took.
+    """
+
+    key = "buffer"
+    size: int
+    since_s: float = 0.0
+    num_updates: int = 0
+    task_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Buffered(Trigger):
     """Trigger that merges when K updates wait; clients never wait for a merge (FedBuff, Nguyen et al. 2022).
 
+    With L clients at work, an update is merged about (L - 1) / K merges after its start. This holds for the mean, whatever
+    the speeds (the discrete Little's law of Alahyane et al. 2025, arXiv 2502.08206). So with `at_work` K is kept in proportion
+    to L - 1. L is measured by Little's law, as the seconds of the tasks that have reported over the seconds that have passed;
+    tasks that nobody answers do not count.
+
     Attributes:
-        size: number of updates in a merge (K).
+        size: number of updates in a merge (K); with `at_work` the first one.
+        at_work: mean number of clients at work for which ``size`` is meant, above 1; None = K never changes.
     """
 
     size: int = 10
+    at_work: float | None = None
     folds_rest: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         positive("buffer_size", self.size)
+        if self.at_work is not None and not 1 < self.at_work < math.inf:
+            raise BadInput(
+                f"clients_at_work is {self.at_work}: give the mean number of clients at work, above 1, or null"
+            )
 
     def due(self, waiting: TriggerContext) -> bool:
         """Check whether K updates wait for a merge."""
-        return len(waiting.arrived_s) >= self.size
+        return len(waiting.arrived_s) >= self._size(waiting.memory)
 
-    def needed(self, num_more: int, num_waiting: int) -> int:
+    def _size(self, memory: Memory) -> int:
+        record = None if self.at_work is None else memory.find(BufferMemory)
+        return self.size if record is None else record.size
+
+    def on_update(self, assignment: Assignment, state: GlobalState) -> Adjusted | None:
+        """Measure L, and after `_TASKS_EACH` updates of each client at work change K if it is far from what L asks for."""
+        if self.at_work is None:
+            return None
+        record = state.memory.of(BufferMemory, lambda: BufferMemory(self.size, assignment.assigned_s))
+        record.num_updates += 1
+        record.task_s += state.now_s - assignment.assigned_s
+        if record.num_updates < _TASKS_EACH * self.at_work or state.now_s <= record.since_s:
+            return None
+        at_work, before = record.task_s / (state.now_s - record.since_s), record.size
+        record.since_s, record.num_updates, record.task_s = state.now_s, 0, 0.0
+        wanted = self.size_for(at_work)
+        if abs(wanted - before) <= max(_SLACK, _SLACK_SHARE * before):
+            return None
+        record.size = round(wanted)
+        return Adjusted("buffer_size", before, record.size, at_work, self.at_work, "the mean number of clients at work")
+
+    def size_for(self, at_work: float) -> float:
+        """Return the K, not rounded, that keeps the mean staleness with ``at_work`` clients at work; from half to twice `size`."""
+        assert self.at_work is not None
+        least = max(self.size / 2, min(self.size, 2))  # a merge of several updates stays one: a robust mean needs them
+        return min(max(self.size * (at_work - 1) / (self.at_work - 1), least), 2 * self.size)
+
+    def needed(self, num_more: int, num_waiting: int) -> int | None:
         """Return the number of updates that must still arrive until enough are merged, counted in full buffers.
 
         See `Trigger.needed`.
         """
-        return -(-num_more // self.size) * self.size - num_waiting
+        return None if self.at_work is not None else -(-num_more // self.size) * self.size - num_waiting
 
     def __str__(self) -> str:
-        return f"{self.size} in the buffer"
+        if self.at_work is None:
+            return f"{self.size} in the buffer"
+        return f"{self.size} in the buffer with {self.at_work:g} at work, else in proportion"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from statistics import fmean, median_low
 from typing import Any
@@ -34,6 +35,7 @@ NOT_REACHED = 2.0
 _SCALES = {"slowest": 1.0, "fastest": 1.0, "link": 0.3, "fits": 0.3, "present": 0.3, "clients": 1.0}
 _MOST_UPDATES, _UPDATES_EACH = 400, 10
 _MOMENTS, _TASKS_AHEAD = 64, 50
+_LEAST_AT_WORK, _MOST_SLACK = 2.0, 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class Candidate:
                 for name, value in found["submodel"].items()
             }
             if "seconds" in limit:  # on a virtual clock without variation what is measured is what was predicted
-                limit["measured"] = True
+                limit |= {"measured": True, "relative": True}
             found["submodel"] = {name: float(f"{v:.4g}") if isinstance(v, float) else v for name, v in limit.items()}
         return replace(self, settings=found)
 
@@ -320,13 +322,13 @@ def choose(experiment: Experiment, table: Table | None = None) -> Choice:
     needed = table.updates(fleet.features)
     most = min(_MOST_UPDATES, _UPDATES_EACH * fleet.num_clients)
     scores, problems = dict[str, float](), dict[str, str]()
-    seconds: dict[str, float] = {}
+    found = dict[str, Prediction]()
     for one in candidates:
         predicted = _predicted(world, one, most)
         if predicted.update_s is None or predicted.note is not None or one.label not in needed:
             problems[one.label] = predicted.problem or predicted.note or "the grid's near fleets have no run of it"
         else:
-            seconds[one.label] = predicted.update_s
+            found[one.label] = predicted
             scores[one.label] = predicted.update_s * needed[one.label]
     if not scores:
         label, why = next(iter(problems.items()))
@@ -334,7 +336,8 @@ def choose(experiment: Experiment, table: Table | None = None) -> Choice:
     order = sorted(scores, key=lambda label: (scores[label], label))
     best = next(one for one in candidates if one.label == order[0])
     relative = {label: scores[label] / scores[order[0]] for label in order}
-    reasons = _reasons(best, relative, seconds[best.label], fleet, table)
+    best = _adjusting(best, found[best.label], experiment)
+    reasons = _reasons(best, relative, found[best.label].update_s or 0.0, fleet, table)
     return Choice(best, relative, problems, reasons, fleet.features)
 
 
@@ -346,6 +349,18 @@ def chosen(experiment: Experiment, choice: Choice) -> Experiment:
 def is_open(algorithm: Algorithm) -> bool:
     """Check whether an algorithm is the placeholder `auto`, for which a method must still be chosen."""
     return algorithm.name == NAME and isinstance(algorithm.select, Unchosen)
+
+
+def _adjusting(best: Candidate, predicted: Prediction, experiment: Experiment) -> Candidate:
+    """Return the candidate with what lets its buffer or its slack follow measured times, where nothing needs them fixed."""
+    takes = signature(ALGORITHMS[best.method]).parameters
+    fixed = experiment.privacy.is_on or experiment.secure_aggregation.is_on
+    more: dict[str, float] = {}
+    if "clients_at_work" in takes and not fixed and predicted.at_work >= _LEAST_AT_WORK:
+        more["clients_at_work"] = float(f"{predicted.at_work:.3g}")
+    if "most_slack" in takes:
+        more["most_slack"] = _MOST_SLACK
+    return replace(best, settings={**best.settings, **more})
 
 
 def _asked_for(experiment: Experiment, table: Table) -> list[Candidate]:

@@ -51,6 +51,7 @@ class Prediction:
         note: reason why the algorithm will not learn with this staleness.
         bases: precision of the frozen parameters of each client in its last task, by client id, if there are several.
         here_s: seconds in which one process of a given machine would train these tasks; None = no machine was given.
+        at_work: mean number of clients at work.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Prediction:
     note: str | None = None
     bases: Mapping[int, str] = field(default_factory=dict)
     here_s: float | None = None
+    at_work: float = 0.0
 
 
 class World:
@@ -253,5 +255,5 @@ def _gone_through(
         staleness, (summary["bytes_up"] + summary["bytes_down"]) / updates,
         None if wanted is None else time_s / updates * wanted, min(tasks), max(tasks),
         note=algorithm.merge.too_stale(staleness), bases=executor.bases,
-        here_s=None if machine is None else executor.here_s,
+        here_s=None if machine is None else executor.here_s, at_work=summary["utilisation"] * len(tasks),
     )  # fmt: skip

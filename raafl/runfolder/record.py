@@ -6,11 +6,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, cast
 
 from raafl.config.options import Target
 from raafl.core.records_json import assignment_to_json, event_to_json
-from raafl.core.types import Arrived, Assignment, Event, Joined, Sending, Settled
+from raafl.core.types import Adjusted, Arrived, Assignment, Event, Joined, Sending, Settled
 from raafl.devices.series import shortened
 from raafl.runfolder.journal import RunFolder
 from raafl.runfolder.schema import (
@@ -98,6 +99,12 @@ class RunRecord:
         self.figures.assigned(assignment)
         if self.folder is not None:
             row = {"time_s": assignment.assigned_s, "event": "assigned", **assignment_to_json(assignment)}
+            self.folder.event(cast(JournalRow, row))
+
+    def adjusted(self, adjusted: Adjusted, now: float) -> None:
+        """Write to the journal that a part has changed a setting; a replay must change it alike."""
+        if self.folder is not None:
+            row = {"time_s": now, "event": "adjusted", **asdict(adjusted)}
             self.folder.event(cast(JournalRow, row))
 
     def link(self, row: Mapping[str, Any], now: float) -> None:

@@ -26,7 +26,19 @@ GROWING: Final = (JOURNAL, METRICS, CLIENTS)
 # ---- the journal ----
 
 Kind = Literal[
-    "run", "assigned", "gap", "resumed", "away", "back", "joined", "arrived", "sending", "lost", "timer", "stop"
+    "run",
+    "assigned",
+    "adjusted",
+    "gap",
+    "resumed",
+    "away",
+    "back",
+    "joined",
+    "arrived",
+    "sending",
+    "lost",
+    "timer",
+    "stop",
 ]
 EVENTS: Final[tuple[Kind, ...]] = ("joined", "arrived", "sending", "lost", "timer", "stop")
 """What the coordinator is told of. The other rows say what it decided, or how the run began and went on."""
@@ -48,6 +60,7 @@ class JournalRow(TypedDict, total=False):
     for the sum of a group also group (ids of its tasks), scale, masked;
     - sending, an update began to travel while its client may start the next task (`overlap`): client, incarnation,
     assignment;
+    - adjusted, where the method changed a setting: setting, before, after, and why: quantity, measured, predicted;
     - timer: id; stop: reason;
     - away, the connection of a working client broke: client, incarnation, assignment, reason; back, it was restored:
     the same without reason, and chunks (of the update that had arrived), away_s;
@@ -90,6 +103,12 @@ class JournalRow(TypedDict, total=False):
     group: list[int]
     scale: float
     masked: bool
+    setting: str
+    before: float
+    after: float
+    quantity: str
+    measured: float
+    predicted: float
     rows: int
     last_id: int
     kept: int

@@ -16,6 +16,7 @@ from raafl.core.hooks import RunHooks
 from raafl.core.types import (
     ENDS,
     Action,
+    Adjusted,
     Arrived,
     Assign,
     Assignment,
@@ -167,6 +168,12 @@ class Driver(ABC):
                 num = self.coordinator.backoff.refused[client]
                 last = f"its last {num} updates were" if num > 1 else "its last update was"
                 self._note(f"client {client} is suspended for {duration(until - self.now)}: {last} refused ({reason})")
+            case Adjusted():
+                self.record.adjusted(action, self.now)
+                self._note(
+                    f"{action.setting} is {action.after:.4g} from now on, was {action.before:.4g}: {action.quantity} measured as "
+                    f"{action.measured:.4g}, predicted as {action.predicted:.4g}"
+                )
             case Finish(reason):
                 self.reason = reason
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from raafl.compression.streams import CompressedSnapshots
 from raafl.core.coordinator import Coordinator
 from raafl.core.records_json import event_from_json, group_from_json
-from raafl.core.types import OUT_OF_MEMORY, Action, Arrived, Assign, Assignment, Event, Lost, Update
+from raafl.core.types import OUT_OF_MEMORY, Action, Adjusted, Arrived, Assign, Assignment, Event, Lost, Update
 from raafl.devices.series import long_series, restored
 from raafl.errors import BadInput
 from raafl.runfolder.schema import EVENTS, JournalRow
@@ -84,6 +84,7 @@ class Replay:
     now: float = 0.0
     _out: dict[int, tuple[Assignment, FlatTensors]] = field(default_factory=dict)
     _series: dict[str, Any] = field(default_factory=dict)  # of profiles, by digest
+    _adjusted: deque[Adjusted] = field(default_factory=deque)
     _expected: deque[Assignment] = field(default_factory=deque)  # handed out, and not yet compared with the recording
 
     def __post_init__(self) -> None:
@@ -104,6 +105,9 @@ class Replay:
             if row.get("event") == "assigned":
                 self._check_assigned(row)
                 continue
+            if row.get("event") == "adjusted":
+                self._check_adjusted(row)
+                continue
             event = self._arrived(row) if row.get("event") == "arrived" else event_of(row, self._series)
             if event is None:
                 continue
@@ -123,6 +127,8 @@ class Replay:
         self.coordinator.limits = replace(self.coordinator.limits, **limits)
 
     def _do(self, action: Action, order: dict[int, int]) -> None:
+        if isinstance(action, Adjusted):
+            self._adjusted.append(action)
         if isinstance(action, Assign):
             assignment = action.assignment
             snapshot = self._snapshots.cut(assignment)
@@ -146,6 +152,14 @@ class Replay:
             self.first_difference = FirstDifference(
                 self.num_events, "assignment (id, client, version, spec, seed)", wanted, found
             )
+
+    def _check_adjusted(self, row: JournalRow) -> None:
+        """Compare the recorded change of a setting with the one that came out now."""
+        adjusted = self._adjusted.popleft() if self._adjusted else None
+        found = None if adjusted is None else asdict(adjusted)
+        wanted = {name: row.get(name) for name in Adjusted.__dataclass_fields__}
+        if self.parting is None and found != wanted:
+            self.parting = Parting(self.num_events, "adjusted setting", wanted, found)
 
     def _arrived(self, row: JournalRow) -> Arrived:
         """Train the task that was answered, unless the answer was refused for what it was."""

@@ -52,6 +52,7 @@ def timely_fl(
     slack: float = 0.05,
     clock: Clock = "device",
     by_samples: bool = True,
+    most_slack: float | None = None,
 ) -> Algorithm:
     """Return TimelyFL: each round lasts a fixed time, and each client trains as many epochs or last layers as fit into it.
 
@@ -73,6 +74,8 @@ def timely_fl(
         clock: duration of a task on a virtual clock: device = predicted for the client's device; share = alpha times
             the whole model's duration (Equation 1), as the paper assumes.
         by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally, as FedBuff does.
+        most_slack: largest slack; slack is then the least, and between the two it follows by how much clients' tasks are late.
+            None = slack never changes.
     """
     one_of("clock", clock, Clock)
     if cut == "width":
@@ -85,9 +88,9 @@ def timely_fl(
         name="timely_fl",
         paper="Zhang et al. 2023",
         sample=Sample(cohort, concurrency),
-        select=Timely(participation, adaptive, layers, cut, slack),
+        select=Timely(participation, adaptive, layers, cut, slack, most_slack),
         local=ShareOfTime() if clock == "share" else Local(),
-        trigger=Interval(slack),
+        trigger=Interval(slack, most_slack),
         merge=Mean(by_samples=by_samples)
         if server_optimizer is None
         else ServerOptimizer(server_optimizer, server_lr, by_samples=by_samples),

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Literal
 
 from raafl.core.algorithm import Local, Restart, Select, SelectContext, Trigger, TriggerContext
 from raafl.core.memory import MergeMemory
-from raafl.core.types import Assignment, ClientInfo, Warn, Work
+from raafl.core.state import GlobalState
+from raafl.core.types import Adjusted, Assignment, ClientInfo, Warn, Work
 from raafl.errors import BadInput, fraction, one_of, refuse_unused
 from raafl.parts.select import leading, steps
 from raafl.parts.select.submodels import uncut
@@ -24,6 +25,13 @@ MOST_UNITS = 1_000_000
 SLACK = 1 + 1e-9
 """Tolerance for rounding errors in sums of seconds."""
 
+_IN_TIME = 0.8
+"""Share of tasks that an adjusted slack lets be in time."""
+_TASKS_EACH, _LEAST_TASKS, _MOST_TASKS = 4, 20, 1000
+"""Tasks from one look at measured times to the next: so many of each client, and bounds on all of them."""
+_CHANGE, _CHANGE_SHARE = 0.01, 0.25
+"""Least change of an adjusted slack, and as a share of it, so that it does not flap."""
+
 
 @dataclass
 class TimelyMemory(MergeMemory):
@@ -33,12 +41,16 @@ class TimelyMemory(MergeMemory):
         T_k: length of the round's interval in seconds; 0 before the first round.
         ratio: measured time of a client's latest task divided by its predicted time, by client.
         fixed: work and submodel that a client gets in every round, by client, where the workload is not adapted.
+        slack: share of T_k by which clients may be late, once it follows measured times; None = as the parts have it.
+        late: seconds that recent tasks took over those expected from their clients' tasks before, minus 1.
     """
 
     key = "timely_fl"
     T_k: float = 0.0
     ratio: dict[int, float] = field(default_factory=dict)
     fixed: dict[int, tuple[int, Spec]] = field(default_factory=dict)
+    slack: float | None = None
+    late: list[float] = field(default_factory=list)
 
 
 Layers = Literal["time", "share"]
@@ -169,6 +181,7 @@ class Timely(Select):
             paper; width = train all layers of a narrower model, as wide as T_k allows.
         slack: share of T_k by which a client may be predicted to be late and still train the whole model; give
             `Interval` the same value.
+        most_slack: largest slack, where that follows measured times; None = it never changes.
     """
 
     participation: float = 0.5
@@ -176,11 +189,18 @@ class Timely(Select):
     layers: Layers = "time"
     cut: Cut = "layers"
     slack: float = 0.0
+    most_slack: float | None = None
 
     def __post_init__(self) -> None:
         fraction("participation", self.participation)
         if not 0 <= self.slack < math.inf:
             raise BadInput(f"slack is {self.slack}: give a share of T_k, 0 or more")
+        if self.most_slack is not None and not self.slack < self.most_slack < math.inf:
+            raise BadInput(f"most_slack is {self.most_slack}: give a share of T_k above slack, {self.slack:g}, or null")
+        if self.most_slack is not None and not self.adaptive:
+            raise BadInput(
+                "most_slack is given, but adaptive is false, so that no times are measured: leave most_slack out"
+            )
         for name, choices in (("layers", Layers), ("cut", Cut)):
             one_of(name, getattr(self, name), choices)
         if self.cut == "width":
@@ -200,7 +220,9 @@ class Timely(Select):
         predicted_s = fleet.cost_s(client, work)
         if not self.adaptive or predicted_s <= 0 or seconds <= 0:
             return
-        ratio = seconds / predicted_s
+        ratio, memory = seconds / predicted_s, fleet.state.memory.of(TimelyMemory)
+        if self.most_slack is not None and client.id in memory.ratio:
+            memory.late.append(ratio / memory.ratio[client.id] - 1)
         fleet.state.memory.of(TimelyMemory).ratio[client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
 
     def report(self, client: ClientInfo, fleet: SelectContext) -> TimeReport:
@@ -227,8 +249,9 @@ class Timely(Select):
 
     def _trained(self, client: ClientInfo, target: Workload, fleet: SelectContext) -> Work:
         """Return the work on the most layers that share, memory and, with layers "time", T_k allow; at least the last layer."""
-        tolerance = SLACK + self.slack
-        limit_s = fleet.state.memory.of(TimelyMemory).T_k * tolerance / self._ratio(client, fleet)
+        memory = fleet.state.memory.of(TimelyMemory)
+        tolerance = SLACK + (self.slack if memory.slack is None else memory.slack)
+        limit_s = memory.T_k * tolerance / self._ratio(client, fleet)
 
         def may(layers: tuple[float, Spec]) -> bool:
             share, spec = layers
@@ -314,9 +337,12 @@ class Interval(Trigger):
 
     Attributes:
         slack: share of T_k by which the merge may be delayed while clients are still at work.
+        most_slack: largest slack, where that follows measured times: four fifths of the tasks that take longer or shorter than
+            the client's task before are then in time; give `Timely` the same. None = it never changes.
     """
 
     slack: float = 0.0
+    most_slack: float | None = None
     restart: ClassVar[Restart] = "merge"
 
     def due(self, waiting: TriggerContext) -> bool:
@@ -325,7 +351,27 @@ class Interval(Trigger):
 
     def wake_at(self, waiting: TriggerContext) -> float:
         """Return the time at which the interval and its slack end, in seconds of the run's clock."""
-        return waiting.opened_s + waiting.memory.of(TimelyMemory).T_k * (SLACK + self.slack)
+        memory = waiting.memory.of(TimelyMemory)
+        return waiting.opened_s + memory.T_k * (SLACK + (self.slack if memory.slack is None else memory.slack))
+
+    def on_update(self, assignment: Assignment, state: GlobalState) -> Adjusted | None:
+        """Set the slack to how late four fifths of the latest tasks were at most, once enough have arrived."""
+        memory = state.memory.of(TimelyMemory)
+        if self.most_slack is None or len(memory.late) < self._num_tasks(state.num_clients):
+            return None
+        measured = sorted(memory.late)[math.ceil(_IN_TIME * len(memory.late)) - 1]
+        memory.late.clear()
+        before = self.slack if memory.slack is None else memory.slack
+        wanted = min(max(measured, self.slack), self.most_slack)
+        if abs(wanted - before) <= max(_CHANGE, _CHANGE_SHARE * max(wanted, before)):
+            return None
+        memory.slack = wanted
+        return Adjusted("slack", before, wanted, measured, self.slack, "the share of its time by which a task is late")
+
+    def _num_tasks(self, num_clients: int) -> int:
+        return min(max(_TASKS_EACH * num_clients, _LEAST_TASKS), _MOST_TASKS)
 
     def __str__(self) -> str:
-        return "the interval T_k" + (f" and {self.slack:.3g} of it" if self.slack else "")
+        slack = f" and {self.slack:.3g} of it" if self.slack else ""
+        most = "" if self.most_slack is None else f", up to {self.most_slack:.3g} more where tasks are late"
+        return f"the interval T_k{slack}{most}"

@@ -67,6 +67,11 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
             f"privacy.clip_norm is {privacy.clip_norm:g}, but {algorithm.name} remembers each client's own update, which privacy "
             "keeps from it: choose another algorithm, such as ra_fed"
         )
+    if getattr(algorithm.trigger, "at_work", None) is not None:
+        raise BadInput(
+            f"privacy.clip_norm is {privacy.clip_norm:g}, whose noise is that of merges of one size, but clients_at_work changes "
+            "it: leave clients_at_work out"
+        )
     if privacy.noise_multiplier > 0 and importlib.util.find_spec("dp_accounting") is None:
         raise BadInput(f"privacy.clip_norm needs an accountant, dp-accounting: {installing('privacy')}")
     if privacy.delta * num_clients >= 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Literal
 
 from raafl.core.algorithm import Select, SelectContext
@@ -32,10 +33,14 @@ class RateMemory(MergeMemory):
 
     Attributes:
         ratio: measured divided by predicted seconds of a client's latest task, by client; absent = as predicted.
+        fleet: median of the ratios over the clients that are present, as of the last comparison.
+        num_changes: number of ratios that have changed since then.
     """
 
     key = "rate_select"
     ratio: dict[int, float] = field(default_factory=dict)
+    fleet: float = 1.0
+    num_changes: int = 0
 
 
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
@@ -63,6 +68,9 @@ class RateSelect(Select):
             local steps in `train` as fit, and at least 1. None = all steps.
         measured: whether ``seconds`` refers to the client's measured speed. Predicted times are then multiplied by the
             ratio of measured to predicted time of the client's last task, once it has changed by more than a tenth.
+        relative: whether ``seconds`` moves with the fleet, for which `measured` must be true: it is multiplied by the median
+            of that ratio over all clients, once this has changed by more than a tenth. So if all are slower than predicted,
+            nobody gets a smaller submodel.
     """
 
     selector: Literal["leading", "rolling", "random", "magnitude"] = "leading"
@@ -74,6 +82,7 @@ class RateSelect(Select):
     wire_bytes: float | None = None
     steps_within_s: float | None = None
     measured: bool = False
+    relative: bool = False
 
     def __post_init__(self) -> None:
         choices = {"selector": SELECTORS, "rate_of": RateOf, "rounds": Rounds}
@@ -92,6 +101,11 @@ class RateSelect(Select):
         if self.measured and self.seconds is None:
             raise BadInput(
                 "measured is true, but seconds, which it scales, is null: give seconds, or leave measured out"
+            )
+
+        if self.relative and not self.measured:
+            raise BadInput(
+                "relative is true, but measured is false, so that there is no ratio: give measured: true, too"
             )
 
     def _all_rates(self) -> list[float]:
@@ -146,13 +160,28 @@ class RateSelect(Select):
         if not self.measured:
             return
         work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
-        predicted_s, known = fleet.cost_s(client, work), fleet.state.memory.of(RateMemory).ratio
+        predicted_s, memory = fleet.cost_s(client, work), fleet.state.memory.of(RateMemory)
         if predicted_s <= 0 or seconds <= 0:
             return
         ratio = seconds / predicted_s
-        if abs(ratio / known.get(client.id, 1.0) - 1) > _NOTICED:
-            known[client.id] = ratio
+        if abs(ratio / memory.ratio.get(client.id, 1.0) - 1) > _NOTICED:
+            memory.ratio[client.id] = ratio
             self.forget(client, fleet)
+            if self.relative:
+                self._compare(memory, fleet)
+
+    def _compare(self, memory: RateMemory, fleet: SelectContext) -> None:
+        """Count a changed ratio, and take the median over the fleet anew once a quarter of the clients have another one."""
+        memory.num_changes += 1
+        if memory.num_changes * 4 < len(
+            fleet.clients
+        ):  # else each update of a large fleet would cost a look at all clients
+            return
+        memory.num_changes = 0
+        median = median_low(memory.ratio.get(client, 1.0) for client in fleet.clients)
+        if abs(median / memory.fleet - 1) > _NOTICED:
+            memory.fleet = median
+            fleet.cache.clear()
 
     def notes(self, fleet: SelectContext) -> list[str]:
         """Return a warning if the model has no axes, so that rates have no effect."""
@@ -195,7 +224,8 @@ class RateSelect(Select):
             limits["params"] = self.rate(client) * fleet.cost(Spec()).params
         samples = fleet.training.samples(Work(), client.num_samples, fleet.batch_size)
         if self.measured and self.seconds is not None:
-            limits["seconds"] = self.seconds / fleet.state.memory.of(RateMemory).ratio.get(client.id, 1.0)
+            memory = fleet.state.memory.of(RateMemory)
+            limits["seconds"] = self.seconds * memory.fleet / memory.ratio.get(client.id, 1.0)
         given = {name: limit for name, limit in limits.items() if limit is not None}
         memory_bytes, tested = client.profile.memory_bytes, fleet.tested(client)
         return Budget(memory_bytes, profile=client.profile, samples=max(samples, 1), tested=tested, **given)
@@ -204,7 +234,7 @@ class RateSelect(Select):
         words = f"{self.selector} units, at most {rates_in_words(self.rates)} of the {self.rate_of}"
         limits = {"s": self.seconds, "FLOPs": self.flops, "bytes on the wire": self.wire_bytes}
         words += "".join(f", {limit:g} {unit}" for unit, limit in limits.items() if limit is not None)
-        words += " as measured" if self.measured else ""
+        words += (" as measured" + ", beside the others" * self.relative) if self.measured else ""
         return words + ("" if self.steps_within_s is None else f", only the steps that {self.steps_within_s:g} s allow")
 
 

@@ -106,6 +106,8 @@ def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Ite
             f"{begin} guard is on, which judges each update by itself: leave guard out; "
             "secure_aggregation.clip_norm bounds each update at its client"
         )
+    if getattr(algorithm.trigger, "at_work", None) is not None:
+        yield f"{begin} clients_at_work changes the number of updates in a merge: leave clients_at_work out"
     if rounds.is_on:
         yield f"{begin} rounds may close early, which would leave masks in the sum: leave rounds out"
     if up != "none":

@@ -17,7 +17,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, mode
 from typing import Any
 
 import yaml
@@ -27,8 +27,9 @@ from raafl.compare.statistics import geometric
 from raafl.config.experiment import Experiment
 from raafl.config.parse import parse
 from raafl.plan.auto import auto
-from raafl.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, FleetSummary, Table, choose
+from raafl.plan.choose import NOT_REACHED, TABLE, Candidate, Cell, Table, choose
 from raafl.plan.dry import World
+from raafl.plan.fleet import FleetSummary
 from raafl.runfolder.schema import JOURNAL
 
 GRID = Path(__file__).parent / "results" / "unequal-small.json"
@@ -126,6 +127,33 @@ def candidate(
         else:
             settings[name] = value
     return Candidate(label, pairs["--algorithm"], settings, fleet.num_clients, fleet.steps)
+
+
+def learning_rates(grid: Mapping[str, Any]) -> list[Row]:
+    """Return a row for each method with the client's learning rate that its search found best, by task.
+
+    Methods whose search had one rate alone are left out.
+    """
+    found: dict[str, Row] = {}
+    for cell in grid["cells"]:
+        for row in cell["rows"]:
+            trials = [_rate(trial["settings"]) for trial in (row.get("searched") or {}).get("trials", ())]
+            if len(set(trials)) > 1:
+                found.setdefault(row["row"], {})[cell["task"]] = _rate(row["searched"]["settings"])
+    return [{"method": label, **rates} for label, rates in found.items()]
+
+
+def _rate(settings: Sequence[str]) -> float | None:
+    """Return the client's learning rate among options and their values; None = they have none."""
+    pairs = dict(zip(settings[::2], settings[1::2], strict=True))
+    return float(pairs["--model.lr"]) if "--model.lr" in pairs else None
+
+
+def agreement(rates: Sequence[Row]) -> dict[str, int]:
+    """Count the pairs of a method and a task, and those with the rate that most methods have for the task."""
+    tasks = {name for row in rates for name in row if name != "method"}
+    columns = [[row[task] for row in rates if task in row] for task in sorted(tasks)]
+    return {"pairs": sum(map(len, columns)), "same": sum(column.count(mode(column)) for column in columns)}
 
 
 def left_out(
@@ -247,10 +275,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(json.dumps(shown, indent=1))
     if options.check:
         return
-    found = replace(found, held_out={name: shown[name] for name in ("median", "worst", "cells")})
+    rates = learning_rates(grid)
+    print(table(rates))
+    held_out = {name: shown[name] for name in ("median", "worst", "cells")}
+    found = replace(found, held_out=held_out, rates=agreement(rates))
     made = {"made": {"by": "python -m benchmarks.choices", "grid": grid["name"], "date": grid.get("date")}}
     TABLE.write_text(json.dumps({**made, **found.to_json()}, indent=1) + "\n")
     parts = [{"part": "cell", **row} for row in rows] + [{"part": "rule", **row} for row in rules(shown)]
+    parts += [{"part": "rate", **row} for row in rates]
     RESULT.write_text(json.dumps(report(parts, grid=grid["name"], summary=shown), indent=2) + "\n")
 
 

@@ -13,17 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
 from pathlib import Path
-from statistics import fmean, median_low
 from typing import Any
 
 from raafl.algorithms import ALGORITHMS
 from raafl.config.experiment import Experiment
 from raafl.core.algorithm import Algorithm
-from raafl.core.types import ClientInfo, Work
 from raafl.errors import BadInput, nearest
 from raafl.parts.select.rate_select import RateSelect
 from raafl.plan.auto import NAME, Unchosen
 from raafl.plan.dry import Prediction, World, predict
+from raafl.plan.fleet import Features, FleetSummary
 
 TABLE = Path(__file__).with_name("choices.json")
 TASK_S = "{task_s}"
@@ -32,87 +31,11 @@ TASK_SHARE = 1.2
 """These seconds over those of the median client's task with the whole model, as in the grid."""
 NOT_REACHED = 2.0
 """A run that did not reach its target counts as reaching it after so many times the updates that it merged."""
-_SCALES = {"slowest": 1.0, "fastest": 1.0, "link": 0.3, "fits": 0.3, "present": 0.3, "clients": 1.0}
 _MOST_UPDATES, _UPDATES_EACH = 400, 10
-_MOMENTS, _TASKS_AHEAD = 64, 50
-_LEAST_AT_WORK, _MOST_SLACK = 2.0, 0.15
-
-
-@dataclass(frozen=True, slots=True)
-class Features:
-    """A fleet (all clients' devices) described by six numbers; tasks are those with the whole model.
-
-    Attributes:
-        slowest: base-2 logarithm of the slowest client's task time divided by the median.
-        fastest: base-2 logarithm of the median task time divided by the fastest client's.
-        link: share of the median client's task time that is spent on transfers.
-        fits: share of the clients that have enough memory for the whole model.
-        present: mean share of the time in which a client is available.
-        clients: base-10 logarithm of the number of clients.
-    """
-
-    slowest: float
-    fastest: float
-    link: float
-    fits: float
-    present: float
-    clients: float
-
-    def distance(self, other: Features) -> float:
-        """Return the Euclidean distance between two fleets; each number is first divided by its own scale."""
-        ours, theirs = asdict(self), asdict(other)
-        return math.sqrt(sum(((ours[name] - theirs[name]) / scale) ** 2 for name, scale in _SCALES.items()))
-
-    def sentence(self) -> str:
-        """Describe the fleet in one sentence."""
-        return (
-            f"slowest client {2**self.slowest:.3g} x the median, fastest 1/{2**self.fastest:.3g}; {self.link:.0%} of a task "
-            f"is transfers; the model fits {self.fits:.0%}; a client is there {self.present:.0%} of the time"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class FleetSummary:
-    """Properties of an experiment's fleet (all clients' devices), from which a method is chosen.
-
-    Attributes:
-        features: description of the fleet by numbers.
-        num_clients: number of clients (N).
-        median_s: seconds of a task with the whole model on the median client.
-        steps: number of local steps of a task on the median client.
-    """
-
-    features: Features
-    num_clients: int
-    median_s: float
-    steps: int
-
-    @classmethod
-    def of(cls, world: World) -> FleetSummary:
-        """Compute the properties of an experiment's fleet from the predicted times of tasks."""
-        fleet = world.fleet(ALGORITHMS["fed_avg"]())
-        times = {client.id: fleet.task_time(client, Work()) for client in world.clients}
-        seconds = sorted(max(time.total_s, 1e-9) for time in times.values())
-        median_s = median_low(seconds)
-        links = [(time.down_s + time.up_s) / max(time.total_s, 1e-9) for time in times.values()]
-        steps = [
-            fleet.training.samples(Work(), c.num_samples, world.batch_size) / world.batch_size for c in world.clients
-        ]
-        features = Features(
-            slowest=math.log2(seconds[-1] / median_s),
-            fastest=math.log2(median_s / seconds[0]),
-            link=median_low(links),
-            fits=fmean(fleet.fits(client, Work().spec) for client in world.clients),
-            present=fmean(_present(client, median_s) for client in world.clients),
-            clients=math.log10(len(world.clients)),
-        )
-        return cls(features, len(world.clients), median_s, max(math.ceil(median_low(steps)), 1))
-
-
-def _present(client: ClientInfo, task_s: float) -> float:
-    """Return the share of a period, or of the next tasks, in which a client may work."""
-    horizon_s = client.profile.period_s or _TASKS_AHEAD * task_s
-    return fmean(client.profile.available((i + 0.5) / _MOMENTS * horizon_s) for i in range(_MOMENTS))
+_LEAST_AT_WORK = 2.0
+"""Clients at work below which a buffer is left as it is: with so few it has one or two updates."""
+_MOST_SLACK = 0.15
+"""Largest share of a round's interval for which TimelyFL waits for late clients: 0.3 cost updates where times vary much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +133,20 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Table of measured runs: the candidates, and for each fleet the updates that they needed."""
+    """Table of measured runs: the candidates, and for each fleet the updates that they needed.
+
+    Attributes:
+        candidates: methods with settings.
+        cells: measured updates for each fleet and task.
+        held_out: summary of the choices on fleets that were left out; empty = unknown.
+        rates: number of pairs of a method and a task whose learning rate was searched, and number of those in which the best
+            rate was that of most methods; empty = unknown.
+    """
 
     candidates: Sequence[Candidate]
     cells: Sequence[Cell]
     held_out: Mapping[str, Any] = field(default_factory=dict)
+    rates: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path = TABLE) -> Table:
@@ -228,7 +160,7 @@ class Table:
         except FileNotFoundError:
             raise BadInput("algorithm is auto, but this version has no table of choices: name a method") from None
         cells = [Cell(**{**one, "features": Features(**one["features"])}) for one in data["cells"]]
-        return cls([Candidate(**one) for one in data["candidates"]], cells, data["held_out"])
+        return cls([Candidate(**one) for one in data["candidates"]], cells, data["held_out"], data.get("rates", {}))
 
     def to_json(self) -> dict[str, Any]:
         """Convert the table to plain data."""
@@ -266,9 +198,18 @@ class Table:
             f"  grid: {', '.join(fleets)}; {', '.join(tasks)}",
             *(f"  candidate: {one.label}: {one}" for one in self.candidates),
             f"  on fleets left out: {error}",
+            *self._rates(),
             "  --algorithm.methods '[fed_buff, fed_avg]' chooses among these alone",
         ]
         return "\n".join(lines)
+
+    def _rates(self) -> list[str]:
+        if not self.rates:
+            return []
+        same = f"{self.rates['same']} of {self.rates['pairs']}"
+        return [
+            f"  learning rate, local steps: as configured; in the grid's search {same} methods and tasks had one best rate"
+        ]
 
     def nearest(self, features: Features) -> list[str]:
         """Return the names of the measured fleets, the most similar first."""

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from benchmarks import choices
-from raafl.plan.choose import Candidate, Cell, Features, Table
+from raafl.plan.choose import Candidate, Cell, Table
+from raafl.plan.fleet import Features, FleetSummary
 
 NEAR = Features(0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
 FAR = Features(3.0, 1.0, 0.0, 1.0, 1.0, 1.0)
@@ -43,11 +44,36 @@ def test_settings_are_the_method_s_and_those_of_its_search():
     }
     searched = {"settings": ["--model.lr", "0.1", "--algorithm.server_lr", "0.5"]}
     grid = {"cells": [{"task": "mnist", "fleet": "a", "rows": [{"row": "Mine", "searched": searched}]}]}
-    fleet = choices.FleetSummary(NEAR, 12, 2.0, 10)
+    fleet = FleetSummary(NEAR, 12, 2.0, 10)
     assert choices.candidate("Mine", method, grid, "mnist", fleet) == Candidate(
         "Mine", "fed_buff",
         {"buffer_size": 4, "submodel": {"seconds": "{task_s}"}, "staleness": "constant", "server_lr": 0.5}, 12, 10,
     )  # fmt: skip
+
+
+def test_of_the_search_only_rates_that_had_a_choice_count():
+    """On mnist two of three methods have 0.1; FADAS had one rate alone. The other fleet has the same search."""
+
+    def row(label, best, *rates):
+        trials = [{"settings": ["--model.lr", rate, "--other", "1"]} for rate in rates]
+        return {"row": label, "searched": {"settings": ["--model.lr", best], "trials": trials}}
+
+    rows = [
+        row("A", "0.1", "0.1", "0.3"),
+        row("B", "0.1", "0.1", "0.3"),
+        row("C", "0.3", "0.1", "0.3"),
+        row("FADAS", "0.1", "0.1"),
+    ]
+    grid = {
+        "cells": [{"task": "mnist", "rows": rows}, {"task": "mnist", "rows": rows}, {"task": "text", "rows": rows[:1]}]
+    }
+    rates = choices.learning_rates(grid)
+    assert rates == [
+        {"method": "A", "mnist": 0.1, "text": 0.1},
+        {"method": "B", "mnist": 0.1},
+        {"method": "C", "mnist": 0.3},
+    ]
+    assert choices.agreement(rates) == {"pairs": 4, "same": 3}
 
 
 def seen(**seconds):

@@ -4,9 +4,16 @@ import math
 
 import pytest
 
+from raafl.algorithms import fed_buff
 from raafl.core.algorithm import TriggerContext
+from raafl.core.types import Adjusted, Assignment
 from raafl.errors import BadInput
-from raafl.parts.trigger import AllReported, Buffered, EachArrival, MinRatio
+from raafl.parts.protect.assembly import with_options
+from raafl.parts.protect.options import Guard, Privacy, Rounds
+from raafl.parts.trigger import AllReported, Buffered, BufferMemory, EachArrival, MinRatio
+from raafl.submodel import FULL
+from tests.helpers.coordinators import coordinator_for, cut_in_the_middle, line_state
+from tests.helpers.small_runs import equal_replay, experiment, finish, windows
 
 
 def waiting(arrived, active, now=10.0, opened=0.0):
@@ -97,3 +104,76 @@ def test_a_round_closes_at_a_multiple_of_the_median_time_of_its_tasks():
 def test_a_round_that_could_close_before_its_median_is_refused(fields, named):
     with pytest.raises(BadInput, match=named):
         AllReported(**fields)
+
+
+# ---- a buffer in proportion to the clients at work ----
+
+
+def arrivals(trigger, state, num, task_s):
+    """Let ``num`` updates arrive, one a second, whose tasks took ``task_s`` each; return what was changed."""
+    found = []
+    for _ in range(num):
+        state.now_s += 1.0
+        task = Assignment(1, 1, 0, 0, 0, FULL, 0, None, None, 0, state.now_s - task_s)
+        found.append(trigger.on_update(task, state))
+    return [one for one in found if one is not None]
+
+
+def test_a_buffer_keeps_its_proportion_to_the_clients_at_work():
+    """By Little's law L = 1 update a second x the seconds of a task. K = 4 is meant for L = 9, so that K = 4 (L - 1) / 8.
+
+    It is looked at after 8 x 9 updates: L = 6 asks for 2.5, which is 1.5 away; then 6.4 asks for 2.7, which is near enough.
+    """
+    trigger, state = Buffered(4, at_work=9.0), line_state()
+    state.now_s = 5.0  # when the first task is assigned
+    first = arrivals(trigger, state, 71, task_s=6.0)
+    assert first == [] and trigger._size(state.memory) == 4
+    (changed,) = arrivals(trigger, state, 1, task_s=6.0)
+    at_work = 72 * 6.0 / 77  # the first task began 5 s before the first arrival
+    assert changed == Adjusted("buffer_size", 4, 2, pytest.approx(at_work), 9.0, "the mean number of clients at work")
+    assert trigger.size_for(at_work) == pytest.approx(4 * (at_work - 1) / 8)
+    assert arrivals(trigger, state, 72, task_s=6.4) == []
+    assert [one.after for one in arrivals(trigger, state, 72, task_s=7.0)] == [3]
+    context = TriggerContext([1.0, 2.0, 3.0], 6, 9, 0.0, 3.0, state.memory)
+    assert trigger.due(context) and not Buffered(4).due(context)
+
+
+def test_a_buffer_stays_between_half_and_twice_its_size():
+    """One of several updates never becomes one of a single update, which no robust mean protects."""
+    assert [Buffered(6, at_work=5.0).size_for(at_work) for at_work in (0.0, 4.0, 5.0, 50.0)] == [3, 4.5, 6, 12]
+    assert [Buffered(size, at_work=5.0).size_for(1.0) for size in (1, 2, 3)] == [1, 2, 2]
+    assert arrivals(Buffered(4), state := line_state(), 500, task_s=9.0) == []
+    assert state.memory.find(BufferMemory) is None
+
+
+def test_a_run_whose_clients_leave_merges_fewer_at_a_time_and_replays(tmp_path):
+    """Two of four clients leave after a second: of 3 beside each only 1 is left; 6 x 1 / 3 is below 3, the least."""
+    devices = windows(((0.0, 1e6), 2e6), ((0.0, 1e6), 2e6), ((0.0, 1.0), 2e6), ((0.0, 1.0), 2e6))
+    algorithm = fed_buff(buffer_size=6, clients_at_work=4.0)
+    made = experiment(tmp_path / "run", algorithm, devices=devices, max_updates=120)
+    run = finish(made)
+    rows = run.events("adjusted")
+    sizes = [rows[0]["before"], *(row["after"] for row in rows)]
+    assert sizes[0] == 6 and sizes[-1] == 3 and sizes == sorted(sizes, reverse=True)
+    assert {row["setting"] for row in rows} == {"buffer_size"} and rows[-1]["measured"] == pytest.approx(2.0, abs=0.2)
+    assert equal_replay(made, run)
+
+
+def test_measurements_and_the_size_are_in_a_checkpoint():
+    whole, again = cut_in_the_middle(
+        lambda: coordinator_for(fed_buff(buffer_size=2, clients_at_work=1.1), min_clients=4), cut=5, value=float
+    )
+    assert whole.state.memory.of(BufferMemory) == again.state.memory.of(BufferMemory)
+
+
+@pytest.mark.parametrize("at_work", [1.0, math.inf])
+def test_clients_at_work_must_be_several(at_work):
+    with pytest.raises(
+        BadInput, match=r"clients_at_work is .*: give the mean number of clients at work, above 1, or null"
+    ):
+        fed_buff(clients_at_work=at_work)
+
+
+def test_noise_for_merges_of_one_size_needs_a_buffer_of_one_size():
+    with pytest.raises(BadInput, match=r"privacy\.clip_norm is 1, .*: leave clients_at_work out"):
+        with_options(fed_buff(clients_at_work=4.0), Rounds(), Guard(), Privacy(clip_norm=1.0), 4)

@@ -13,9 +13,11 @@ from raafl.commands.cli import main
 from raafl.config.parse import load_experiment, parse
 from raafl.devices import Device
 from raafl.errors import BadInput
+from raafl.parts.protect.options import Privacy
 from raafl.plan.auto import auto
-from raafl.plan.choose import Candidate, Cell, Features, FleetSummary, Table, choose, chosen, is_open
+from raafl.plan.choose import Candidate, Cell, Table, choose, chosen, is_open
 from raafl.plan.dry import World
+from raafl.plan.fleet import Features, FleetSummary
 from raafl.runtime.run import simulate
 from tests.helpers.cached_models import reuse_findings
 from tests.helpers.small_runs import digits, small_mlp
@@ -24,12 +26,14 @@ EQUAL = Features(slowest=0.0, fastest=0.0, link=0.0, fits=1.0, present=1.0, clie
 BUFFERED = Candidate("FedBuff", "fed_buff", {"buffer_size": 4}, num_clients=12)
 ROUNDS = Candidate("FedAvg", "fed_avg", {}, num_clients=12)
 SUBMODELS = Candidate("HeteroFL", "hetero_fl", {"submodel": {"seconds": "{task_s}"}}, num_clients=12)
+TIMELY = Candidate("TimelyFL", "timely_fl", {"slack": 0}, num_clients=12)
 
 
 def table(**updates):
     """What one fleet of the grid has shown."""
     candidates = [one for one in (BUFFERED, ROUNDS, SUBMODELS) if one.label in updates]
-    return Table(candidates, [Cell("equal", "mnist", EQUAL, updates)], {"median": 1.25, "worst": 2.0, "cells": 8})
+    held_out = {"median": 1.25, "worst": 2.0, "cells": 8}
+    return Table(candidates, [Cell("equal", "mnist", EQUAL, updates)], held_out, {"pairs": 14, "same": 13})
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +94,7 @@ def test_limits_of_steps_and_seconds_are_those_of_the_fleet():
     assert compass.for_fleet(fleet_of(12, steps=20)).settings == {"min_steps": 10, "max_steps": 50}
     found = SUBMODELS.for_fleet(fleet_of(12, median_s=2.0))
     assert (
-        found.settings == {"submodel": {"seconds": 2.4, "measured": True}}
+        found.settings == {"submodel": {"seconds": 2.4, "measured": True, "relative": True}}
         and str(found) == "hetero_fl (submodels of 2.4 s)"
     )
     assert found.algorithm().select.seconds == 2.4
@@ -116,7 +120,9 @@ def test_near_fleets_count_more():
 def test_waiting_costs_an_unequal_fleet_more_than_stale_updates(experiment):
     """Four clients whose tasks take 3.6 to 0.85 of the median's seconds."""
     found = choose(experiment, table(FedBuff=100.0, FedAvg=100.0))
-    assert found.candidate == replace(BUFFERED, settings={"buffer_size": 1})
+    assert found.candidate == replace(
+        BUFFERED, settings={"buffer_size": 1, "clients_at_work": 4.0}
+    )  # all of them, always
     assert list(found.scores) == ["FedBuff", "FedAvg"] and found.scores["FedBuff"] == 1.0 < found.scores["FedAvg"]
     worse = choose(experiment, table(FedBuff=1e4, FedAvg=100.0))
     assert worse.candidate == ROUNDS
@@ -165,8 +171,19 @@ def known(monkeypatch):
 CONFIG = ["--config", "configs/quickstart.yaml", "--max_updates", "8", "--progress", "quiet", "--json"]
 
 
+FED_BUFF = ["--algorithm", "fed_buff", "--algorithm.buffer_size", "1"]
+
+
+def test_what_must_not_change_is_not_adjusted(experiment):
+    """Noise is for merges of one size; slack has bounds of its own."""
+    private = replace(experiment, privacy=Privacy(clip_norm=1.0))
+    assert choose(private, table(FedBuff=100.0)).candidate.settings == {"buffer_size": 1}
+    timely = Table([TIMELY], [Cell("equal", "mnist", EQUAL, {"TimelyFL": 100.0})])
+    assert choose(experiment, timely).candidate.settings == {"slack": 0, "most_slack": 0.15}
+
+
 def test_a_run_is_that_of_the_chosen_method_and_says_why(known, tmp_path, capsys):
-    runs = {"auto": ["--algorithm", "auto"], "named": ["--algorithm", "fed_buff", "--algorithm.buffer_size", "1"]}
+    runs = {"auto": ["--algorithm", "auto"], "named": [*FED_BUFF, "--algorithm.clients_at_work", "4"]}
     digests = {}
     for name, options in runs.items():
         assert main(["simulate", *CONFIG, *options, "--output", str(tmp_path / name)]) == 0
@@ -205,13 +222,14 @@ def test_a_plan_says_what_would_be_chosen(known, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["chosen"]["method"] == "fed_buff" and found["algorithms"][0]["name"] == "fed_buff (as configured)"
     assert main(argv) == 0
-    assert "auto: fed_buff (buffer_size 1), an update every" in capsys.readouterr().out
+    assert "auto: fed_buff (buffer_size 1, clients_at_work 4.0), an update every" in capsys.readouterr().out
 
 
 def test_the_candidates_can_be_listed(known, capsys):
     assert main(["algorithms", "auto"]) == 0
     said = capsys.readouterr().out
     assert "candidate: FedBuff: fed_buff (buffer_size 4)" in said and "1.25 x the best time (median of 8 cells)" in said
+    assert "learning rate, local steps: as configured; in the grid's search 13 of 14 methods and tasks" in said
     assert main(["algorithms", "auto", "--json"]) == 0
     assert [one["method"] for one in json.loads(capsys.readouterr().out)["candidates"]] == ["fed_buff", "fed_avg"]
 

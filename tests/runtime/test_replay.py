@@ -83,6 +83,23 @@ def test_the_first_update_that_differs_is_named(tmp_path):
     assert parted["recorded"] == "0" * 32 and len(parted["replayed"]) == 32
 
 
+def test_a_setting_that_was_adjusted_otherwise_is_named(tmp_path):
+    """Four are at work where 1.5 were expected, so that after 12 updates the buffer of 2 gets its most, 4."""
+    options = ("--algorithm=fed_buff", "--algorithm.buffer_size=2", "--algorithm.clients_at_work=1.5")
+    simulated(tmp_path / "run", *options, "--max_updates=16")
+    assert replay(tmp_path / "run")["equal"] is True
+
+    def forge(rows):
+        (adjusted,) = (row for row in rows if row["event"] == "adjusted")
+        assert (adjusted["before"], adjusted["after"]) == (2, 4)
+        adjusted["after"] = 3
+
+    rewrite(tmp_path / "run", forge)
+    parted = replay(tmp_path / "run")["parted_at"]
+    assert parted["event"] == 4 + 12 and parted["what"] == "adjusted setting"
+    assert (parted["recorded"]["after"], parted["replayed"]["after"]) == (3, 4)
+
+
 @pytest.mark.long("test_the_first_update_that_differs_is_named")
 def test_another_order_of_arrivals_parts_from_the_recording(tmp_path):
     simulated(tmp_path / "run", "--max_updates=24")

@@ -231,6 +231,7 @@ def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
         ({"rounds": "clients"}, "rounds is 'clients': did you mean 'client'"),
         ({"seconds": 0}, "seconds is 0"),
         ({"steps_within_s": 0}, "steps_within_s is 0"),
+        ({"seconds": 1.0, "relative": True}, "relative is true, but measured is false"),
         ({"measured": True}, "measured is true, but seconds, which it scales, is null"),
         ({"steps_within_s": 9, "seconds": 9}, "seconds is 9, but steps_within_s says how many steps"),
     ],
@@ -265,6 +266,19 @@ def test_a_client_that_takes_twice_the_predicted_time_gets_what_half_of_it_allow
     select.on_join(slow, fleet)  # again, maybe on another device
     assert select(slow, fleet).spec == FULL
     assert reported(RateSelect(seconds=whole_s), slow, fleet_of(slow), 2.0) == FULL
+
+
+def test_beside_the_others_who_all_take_twice_the_time_nobody_gets_less():
+    """Of three clients the median is 2 once two have reported; the third, as fast as it said, then gets what 2 x as long allows."""
+    clients = [client(one, flops_per_s=100.0) for one in (1, 2, 3)]
+    fleet = fleet_of(*clients)
+    half_s = fleet.cost_s(clients[0], Work()) / 2
+    select = RateSelect(seconds=half_s, measured=True, relative=True)
+    half = select(clients[0], fleet).spec
+    quarter = RateSelect(seconds=half_s / 2)(clients[0], fleet_of(*clients)).spec
+    assert reported(select, clients[0], fleet, 2.0) == quarter != half  # one of three: it is slow
+    assert reported(select, clients[1], fleet, 2.0) == half  # two of three: all are
+    assert select(clients[0], fleet).spec == half and select(clients[2], fleet).spec == FULL
 
 
 def test_sizes_by_measured_times_replay(tmp_path):

@@ -329,13 +329,15 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Adjusted:
-    """Action: record that a part has changed a setting, since measured times differ from predicted ones.
+    """Action: record that a part has changed a setting, because measured times differ from predicted ones.
 
     Attributes:
-        setting: name of the setting, as the algorithm's factory has it.
-        before, after: its value until now, and from now on.
-        measured, predicted: measured quantity that it follows, and the prediction that its first value was chosen for.
-        quantity: name of that quantity.
+        setting: name of the setting, an argument of the algorithm's factory.
+        before: value of the setting until now.
+        after: value of the setting from now on.
+        measured: measured value of the quantity that the setting follows.
+        predicted: value of that quantity for which the configured setting is meant.
+        quantity: name of the quantity, in words.
     """
 
     setting: str

@@ -74,8 +74,8 @@ def timely_fl(
         clock: duration of a task on a virtual clock: device = predicted for the client's device; share = alpha times
             the whole model's duration (Equation 1), as the paper assumes.
         by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally, as FedBuff does.
-        most_slack: largest slack; slack is then the least, and between the two it follows by how much clients' tasks are late.
-            None = slack never changes.
+        most_slack: largest slack that the server may set: so much that 4 of 5 tasks are in time, by how late the latest ones
+            were, but never less than ``slack``. None = slack never changes.
     """
     one_of("clock", clock, Clock)
     if cut == "width":

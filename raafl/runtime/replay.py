@@ -158,8 +158,8 @@ class Replay:
         adjusted = self._adjusted.popleft() if self._adjusted else None
         found = None if adjusted is None else asdict(adjusted)
         wanted = {name: row.get(name) for name in Adjusted.__dataclass_fields__}
-        if self.parting is None and found != wanted:
-            self.parting = Parting(self.num_events, "adjusted setting", wanted, found)
+        if self.first_difference is None and found != wanted:
+            self.first_difference = FirstDifference(self.num_events, "adjusted setting", wanted, found)
 
     def _arrived(self, row: JournalRow) -> Arrived:
         """Train the task that was answered, unless the answer was refused for what it was."""

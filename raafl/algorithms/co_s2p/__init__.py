@@ -54,6 +54,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from raafl.algorithms.co_s2p.as_published import LeadingDraws
 from raafl.algorithms.co_s2p.local import MaskedAndDistilled
 from raafl.algorithms.co_s2p.merge import ImportanceMerge
 from raafl.algorithms.co_s2p.published_merge import PublishedMerge
@@ -78,6 +79,7 @@ def co_s2p(
     distil_weight: float = 0.2, temperature: float = 3.0, trigger: Literal["semi", "sync", "async"] = "semi",
     min_ratio: float = 0.5, wait_s: float = 0.0, merge: Literal["importance", "mean", "published"] = "importance",
     server_lr: float = 1.0, cohort: int | None = None, concurrency: int | None = None, submodel: Select | None = None,
+    as_published: bool = False,
 ) -> Algorithm:  # fmt: skip
     """Return Co-S2P, whose clients train some consecutive blocks of the model, narrowed by masks that they learn.
 
@@ -110,12 +112,22 @@ def co_s2p(
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: rule that chooses submodels in place of the masked blocks, such as `raafl.parts.RateSelect`; leave out
             rates to mask_steps then.
+        as_published: whether to do what the authors' code does where it differs from the paper
+            (docs/methods/co-s2p.md), in rounds of all clients. Leave out width_depth, distil_weight, trigger to
+            server_lr and submodel then.
     """
     if mask_steps is not None:
         refuse_unused(f"mask_steps is {mask_steps}", mask_epochs=(mask_epochs or 5, 5))
         mask_epochs = None
     ratio = float("inf") if width_depth == "inf" else width_depth
-    asked = RollingWindows(
+    if as_published:
+        refuse_unused(
+            "as_published is true", width_depth=(ratio, 1.0), distil_weight=(distil_weight, 0.2), trigger=(trigger, "semi"),
+            min_ratio=(min_ratio, 0.5), wait_s=(wait_s, 0.0), merge=(merge, "importance"), server_lr=(server_lr, 1.0),
+            submodel=(submodel, None),
+        )  # fmt: skip
+        trigger, merge = "sync", "published"
+    asked = (LeadingDraws if as_published else RollingWindows)(
         list(RATES) if rates is None else rates, ratio, linear_masks, attention_masks, segments, mask_rounds,
         mask_epochs, mask_steps, distil,
     )  # fmt: skip
@@ -124,7 +136,7 @@ def co_s2p(
         paper="Li et al. 2025",
         sample=Sample(cohort, concurrency),
         select=RecordingSelect(_instead(asked, submodel)),
-        local=MaskedAndDistilled(distil, distil_weight, temperature, mask_strength, mask_lr, segments),
+        local=MaskedAndDistilled(distil, distil_weight, temperature, mask_strength, mask_lr, segments, as_published),
         trigger=_trigger(trigger, min_ratio, wait_s),
         merge=WithScores(_merge(merge, server_lr, segments)),
     )

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from raafl.algorithms.co_s2p.as_published import PublishedDistillation, PublishedMaskTraining
 from raafl.core.local import Hook, Local, Task
 from raafl.core.types import Assignment
 from raafl.errors import fraction, positive
@@ -38,6 +39,7 @@ class MaskedAndDistilled(Local):
         strength: weight of the loss that pulls the masks to the client's width (lambda).
         mask_lr: learning rate of the mask scores.
         segments: number of equal segments into which an axis without attention heads is divided.
+        published: whether to train as the authors' code does, see `raafl.algorithms.co_s2p.as_published`.
     """
 
     down: ClassVar[tuple[str, ...]] = (SCORES,)
@@ -53,6 +55,7 @@ class MaskedAndDistilled(Local):
     strength: float = 1.0
     mask_lr: float = 1e-2
     segments: int = 16
+    published: bool = False
 
     def __post_init__(self) -> None:
         fraction("distil_weight", self.weight, zero=True)
@@ -68,9 +71,11 @@ class MaskedAndDistilled(Local):
     def hook(self, task: Task) -> Hook:
         """Return the hook for the task: it trains mask scores, distils between exits, or trains as usual."""
         if "masks" in task.assignment.extra:
-            return MaskTraining(task, cuts_of(task.submodels, self.segments), self.mask_lr, self.strength)
+            training = PublishedMaskTraining if self.published else MaskTraining
+            return training(task, cuts_of(task.submodels, self.segments), self.mask_lr, self.strength)
         if self.distils:
-            return Distilled(task, self.weight, self.temperature)
+            distilled = PublishedDistillation if self.published else Distilled
+            return distilled(task, self.weight, self.temperature)
         return Hook(task)
 
     def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:

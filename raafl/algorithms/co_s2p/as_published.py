@@ -1,0 +1,107 @@
+"""Do what Co-S2P's published code does where it differs from the paper: windows, masks and distillation of `as_published`.
+
+The merge is in `published_merge`. docs/methods/co-s2p.md lists all differences, with those that are not repeated here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raafl.core.types import derive_seed
+from raafl.parts.local.distilled import Distilled, Exit, counted, knowledge_loss
+from raafl.parts.local.mask_training import MaskTraining, best, masks_of
+from raafl.parts.select.segments import stack_of
+from raafl.parts.select.windows import RollingWindows
+from raafl.submodel import Submodels
+
+FIRST_DISTILLED = 10
+"""Global version from which clients distil."""
+KNOWLEDGE_WEIGHT = 0.5
+DRAWS = 100
+"""Draws of a mask until one keeps a segment; then the segment with the largest score is kept."""
+
+
+@dataclass(frozen=True)
+class LeadingDraws(RollingWindows):
+    """Select that gives the lowest blocks, with nothing frozen, and one Bernoulli draw of the trained masks.
+
+    A client of rate r trains ``int(r L)`` blocks, one at least, and keeps each segment with its probability, so that a
+    submodel has the share r of the width in expectation: width and depth both take the whole rate. A client's memory
+    is compared with a submodel of that expected size. Each task draws anew.
+    """
+
+    def starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
+        """Return 0, the first block of the only window."""
+        return (0,)
+
+    def _shape(self, submodels: Submodels, rate: float) -> tuple[float, int, float]:
+        stack = stack_of(submodels)
+        return rate, 1 if stack is None else max(1, int(rate * len(stack))), rate
+
+    def _kept(
+        self, submodels: Submodels, stop: int, width: float, scores: Mapping[str, list[float]], seed: int
+    ) -> dict[str, list[int]]:
+        """Return the kept units of each axis below ``stop`` and outside all blocks."""
+        units = super()._kept(submodels, stop, width, scores, seed)
+        for name, cut in self._cuts(submodels).items():
+            if name in units and name in scores and self._is_trained(cut):
+                units[name] = cut.units(drawn(scores[name], random.Random(derive_seed(seed, name))))
+        return units
+
+    def __str__(self) -> str:
+        return "lowest blocks, Bernoulli draws of trained masks, as published"
+
+
+def drawn(scores: Sequence[float], source: random.Random) -> list[int]:
+    """Return the segments that a draw from Bernoulli(sigmoid(score)) keeps, at least one.
+
+    Args:
+        scores: score of each segment.
+        source: stream of the draws.
+    """
+    probabilities = torch.sigmoid(torch.tensor(scores, dtype=torch.float64)).tolist()
+    for _ in range(DRAWS):
+        chosen = [index for index, p in enumerate(probabilities) if source.random() < p]
+        if chosen:
+            return chosen
+    return best(list(scores), 1)
+
+
+class PublishedMaskTraining(MaskTraining):
+    """Hook that trains scores with the published penalty and gradient.
+
+    The penalty is lambda times ``|sum of all masks / number - r_w|``, one absolute value over all axes, and the straight-through
+    gradient is multiplied by p once more: ``d mask / d score = p^2 (1 - p)``.
+    """
+
+    def loss(self, batch: object, index: int) -> Tensor:
+        """Return the loss of a batch under masks drawn for it, plus lambda times the penalty."""
+        masks = {}
+        for axis, scores in self.scores.items():
+            mask, p = masks_of(scores, self.generator), torch.sigmoid(scores.detach())
+            masks[axis] = mask.detach() + p * (mask - mask.detach())
+        with self.gates.set(masks):
+            loss = self.task.loss(batch, index)
+        return loss + self.strength * (torch.cat(list(masks.values())).mean() - self.rate).abs()
+
+
+class PublishedDistillation(Distilled):
+    """Hook that adds the published distillation: the whole cross-entropy of each exit, plus ``0.5 T^2 KL`` from version 10 on.
+
+    KL is averaged over classes too, so that it is smaller than Eq. 3's by their number.
+    """
+
+    def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
+        """Return the loss with self-distillation; see `ByExits.joined`."""
+        loss = deepest.loss
+        for one in others:
+            loss = loss + one.loss
+            if self.task.assignment.version >= FIRST_DISTILLED:
+                knowledge = knowledge_loss(one.logits, deepest.logits, self.temperature, counted(batch, one.logits))
+                loss = loss + KNOWLEDGE_WEIGHT * knowledge / one.logits.shape[-1]
+        return loss

@@ -50,14 +50,14 @@ class LeadingDraws(RollingWindows):
         units = super()._kept(submodels, stop, width, scores, seed)
         for name, cut in self._cuts(submodels).items():
             if name in units and name in scores and self._is_trained(cut):
-                units[name] = cut.units(drawn(scores[name], random.Random(derive_seed(seed, name))))
+                units[name] = cut.units(sample_segments(scores[name], random.Random(derive_seed(seed, name))))
         return units
 
     def __str__(self) -> str:
         return "lowest blocks, Bernoulli draws of trained masks, as published"
 
 
-def drawn(scores: Sequence[float], source: random.Random) -> list[int]:
+def sample_segments(scores: Sequence[float], source: random.Random) -> list[int]:
     """Return the segments that a draw from Bernoulli(sigmoid(score)) keeps, at least one.
 
     Args:

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from raafl.algorithms import co_s2p
-from raafl.algorithms.co_s2p.as_published import LeadingDraws, PublishedDistillation, PublishedMaskTraining, drawn
+from raafl.algorithms.co_s2p.as_published import (
+    LeadingDraws,
+    PublishedDistillation,
+    PublishedMaskTraining,
+    sample_segments,
+)
 from raafl.algorithms.co_s2p.local import MaskedAndDistilled
 from raafl.algorithms.co_s2p.published_merge import PublishedMerge
 from raafl.errors import BadInput
@@ -64,7 +69,7 @@ class Listed(random.Random):
     ],
 )
 def test_a_segment_is_kept_with_its_probability(scores, numbers, kept):
-    assert drawn(scores, Listed(*numbers)) == kept
+    assert sample_segments(scores, Listed(*numbers)) == kept
 
 
 def test_width_and_depth_take_the_whole_rate_and_nothing_is_frozen(fleet):

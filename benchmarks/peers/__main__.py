@@ -1,0 +1,156 @@
+"""Measure the CPU seconds of a client training in each simulator, each run in a process of the peer's own environment.
+
+A row is two runs that differ in their number of rounds alone: the seconds of all their processes, those of what they started
+included, are counted, and the difference belongs to the further trainings. What is left is `start_s`. So imports, set-up and
+agents are no part of `ms`, and Ray's daemons are.
+
+    RAAFL_PEERS=FOLDER python -m benchmarks.peers [--json] [--out FILE]
+
+FOLDER has an environment for each peer, see README.md. Peers without one are left out. `repeat` is the number of pairs of
+runs, of which a row has the least difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import Row, main
+from benchmarks.peers.workload import WORKLOADS, Workload
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 600.0
+REPEATS = int(os.environ.get("RAAFL_PEERS_REPEATS", "1"))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a workload.
+
+    Attributes:
+        peer: module `with_PEER` and environment.
+        package: distribution whose version is reported.
+        way: argument of the module: what is run.
+        label: name in the table.
+    """
+
+    peer: str
+    package: str
+    way: str
+    label: str
+
+    @property
+    def kind(self) -> str:
+        """Return sync or async."""
+        return "async" if self.way.startswith("async") else "sync"
+
+
+WAYS = (
+    Way("raafl", "torch", "bare", "bare loop of PyTorch"),
+    Way("raafl", "raafl", "sync", "raafl, one by one"),
+    Way("raafl", "raafl", "sync, in batches", "raafl"),
+    Way("pfl", "pfl", "sync", "pfl-research"),
+    Way("fluke", "fluke-fl", "sync", "fluke"),
+    Way("blazefl", "blazefl", "sync", "BlazeFL"),
+    Way("flgo", "flgo", "sync", "FLGo"),
+    Way("flower", "flwr", "sync", "Flower, one Ray actor"),
+    Way("appfl", "appfl", "sync", "APPFL, optimize_memory false"),
+    Way("raafl", "raafl", "async", "raafl, one by one"),
+    Way("raafl", "raafl", "async, in batches", "raafl"),
+    Way("flgo", "flgo", "async", "FLGo"),
+    Way("appfl", "appfl", "async", "APPFL, optimize_memory false"),
+)
+
+
+def cpu_seconds(command: Sequence[str | Path], folder: Path, limit_s: float = LIMIT_S) -> tuple[float, str]:
+    """Run a command and wait for all processes that it started; return their CPU seconds and its output.
+
+    Args:
+        command: program and arguments.
+        folder: working folder.
+        limit_s: seconds after which a `subprocess.TimeoutExpired` is raised.
+
+    Raises:
+        RuntimeError: the command failed; the message has the end of its output.
+    """
+    seconds = folder / "cpu-seconds"
+    settings = {
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline", "TQDM_DISABLE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0", "FLWR_TELEMETRY_ENABLED": "0",
+    }  # fmt: skip
+    counted = [sys.executable, "-m", "benchmarks.peers.counted", seconds, *command]
+    with subprocess.Popen(
+        counted, cwd=folder, env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            printed, errors = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))} ended with {process.returncode}: {errors[-2000:]}")
+    return float(seconds.read_text()), printed
+
+
+def interpreter(peer: str) -> Path | None:
+    """Return the Python of a peer's environment, or None where it is not installed."""
+    if peer == "raafl":
+        return Path(sys.executable)
+    path = Path(os.environ.get("RAAFL_PEERS", "peers")).resolve() / peer / "bin" / "python"
+    return path if path.exists() else None
+
+
+def measure(work: Workload, one: Way, python: Path) -> Row:
+    """Return a row: the least CPU time of a training over `REPEATS` pairs of runs.
+
+    Args:
+        work: the workload.
+        one: what is run.
+        python: interpreter of the peer's environment.
+    """
+    pairs = []
+    for _ in range(REPEATS):
+        runs = []
+        for rounds in work.rounds:
+            with tempfile.TemporaryDirectory() as folder:
+                command = [python, "-m", f"benchmarks.peers.with_{one.peer}", one.way, work.name, str(rounds)]
+                seconds, printed = cpu_seconds(command, Path(folder))
+            runs.append((seconds, json.loads(printed.splitlines()[-1])["trainings"]))
+        (short_s, few), (long_s, many) = runs
+        each = (long_s - short_s) / (many - few)
+        pairs.append((each, short_s - each * few, many - few))
+    each, start_s, trainings = min(pairs)
+    return {
+        "workload": work.name, "kind": one.kind, "simulator": one.label, "version": _version(python, one.package),
+        "ms": 1e3 * each, "per_s": 1 / each, "start_s": start_s, "trainings": trainings, "repeat": REPEATS,
+    }  # fmt: skip
+
+
+def _version(python: Path, package: str) -> str:
+    asked = f"import importlib.metadata as m; print(m.version({package!r}))"
+    return subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def rows() -> list[Row]:
+    """Measure every installed peer, and put beside each how many times raafl's time it takes."""
+    found = []
+    for work in WORKLOADS.values():
+        for one in WAYS:
+            python = interpreter(one.peer)
+            if python is not None:
+                found.append(measure(work, one, python))
+                print(found[-1], file=sys.stderr, flush=True)
+    ours = {(row["workload"], row["kind"]): row["ms"] for row in found if row["simulator"] == "raafl"}
+    return [row | {"over_raafl": row["ms"] / ours[row["workload"], row["kind"]]} for row in found]
+
+
+if __name__ == "__main__":
+    main("peers", rows)

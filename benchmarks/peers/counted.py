@@ -1,0 +1,41 @@
+"""Run a command, wait for every process that it started, and write their CPU seconds to a file.
+
+    python -m benchmarks.peers.counted FILE COMMAND...
+
+A program of its own, since it waits for all of its children.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def main(file: str, command: list[str]) -> int:
+    """Return the command's exit code once it and its descendants have ended.
+
+    Args:
+        file: path of the text file for the seconds.
+        command: program and arguments.
+    """
+    # orphans become children of this process, so that the kernel adds their seconds when they are waited for
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    code = subprocess.run(command, check=False).returncode
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            break
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    Path(file).write_text(str(used.ru_utime + used.ru_stime))
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1], sys.argv[2:]))

@@ -34,7 +34,7 @@ Scores = dict[str, dict[str, list[float | None]]]
 
 @dataclass
 class PlatonMemory(OneValue[dict[int, Scores]]):
-    """Scores that each client has measured for its units, by client."""
+    """Server state of PLATON: the importance and uncertainty that each client has measured for its units, by client."""
 
     key = "platon"
     value: dict[int, Scores] = field(default_factory=dict)

@@ -107,7 +107,7 @@ class LabelSplit(Wrapped):
 
 
 def joint_notes(merge: Merge) -> list[str]:
-    """Return a note if ``merge`` averages rows by class but receives only joint results, which hides the classes; else no note."""
+    """Return a note if ``merge`` averages rows by class but gets combined updates, which hide clients' classes; else no note."""
     if not isinstance(merge, LabelSplit):
         return []
     return [

@@ -36,7 +36,7 @@ class Start:
 
 @dataclass
 class AtWork(MergeMemory):
-    """Starts of the current tasks of all clients, by client id."""
+    """Record of the submodel and values with which each client's current task started, by client id."""
 
     key = "at_work"
     starts: dict[int, Start] = field(default_factory=dict)

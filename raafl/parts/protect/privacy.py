@@ -228,7 +228,7 @@ class Private(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, one on the meaning of epsilon, and a warning if joint results disable an option."""
+        """Return the wrapped merge's notes, one on the meaning of epsilon, and a warning if privacy makes an option useless."""
         noisy = [f"privacy: epsilon is between runs that differ in {NEIGHBOURS}, at delta {self.delta:g}"]
         return super().notes(state, num_clients) + joint_notes(self.inner) + (noisy if self.noise_multiplier else [])
 

@@ -292,17 +292,17 @@ def _placed(state: GlobalState, spec: Spec, tensors: FlatTensors) -> FlatTensors
 def feed(
     merge: Merge, state: GlobalState, received: Sequence[tuple[Spec, int]], values: Mapping[Spec, FlatTensors]
 ) -> None:
-    """Pass one joint result to a merge in place of the updates from which it was computed, and apply the merge.
+    """Pass a combined update to a merge in place of the updates from which it was computed, and apply the merge.
 
-    Each update is replaced by the joint result on its submodel, with weight 1. Since the merge averages these, its
-    result is again the joint one, scaled by the mean of the updates' staleness factors. Elements that no update trained
+    Each update is replaced by the combined one on its submodel, with weight 1. Since the merge averages these, its
+    result is again the combined one, scaled by the mean of the updates' staleness factors. Elements that no update trained
     stay unchanged. If all updates are equally late, one for each submodel is enough.
 
     Args:
-        merge: merge that receives the joint result.
+        merge: merge that receives the combined update.
         state: the global model.
         received: submodel and staleness of each update.
-        values: joint result on each submodel.
+        values: combined update on each submodel.
     """
     if len({staleness for _, staleness in received}) == 1:
         received = list(dict.fromkeys(received))
@@ -339,7 +339,7 @@ class CoordinateWise(Wrapped):
     trim: float
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and a warning if joint results make one of its options ineffective."""
+        """Return the wrapped merge's notes, and a warning if combining updates makes one of its options useless."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:

@@ -113,7 +113,7 @@ class OneOf(Select):
     own evaluation.
 
     Attributes:
-        how: rule of choice: gre_raa, random or fewest_updates.
+        how: rule for choosing: gre_raa (merged least often among those that finish in time), random, or fewest_updates.
         bound_s: time limit K in seconds; None = computed from the present clients (`Ranking.bound`).
     """
 
@@ -245,7 +245,7 @@ class Fragments(OneOf):
 
     Attributes:
         ratios: share of the units in each fragment.
-        how: rule of choice: gre_raa, random or fewest_updates.
+        how: rule for choosing: gre_raa (merged least often among those that finish in time), random, or fewest_updates.
         bound_s: time limit K in seconds; None = computed from the present clients.
     """
 

@@ -30,7 +30,7 @@ class WindowPieces(OneOf):
         ratio: division of the share r between width and depth; see `raafl.parts.select.windows.split_rate`.
         segments: number of equal segments into which an axis without attention heads is divided.
         distils: whether to keep the exits inside a window, so that they are trained, too.
-        how: rule of choice: gre_raa, random or fewest_updates.
+        how: rule for choosing: gre_raa (merged least often among those that finish in time), random, or fewest_updates.
         bound_s: time limit K in seconds; None = computed from the present clients.
     """
 

@@ -47,9 +47,9 @@ def resize(layer: nn.Module) -> None:
 
 
 def computed_by(hook: object) -> str | None:
-    """Return the name of a tensor that a hook (`nn.utils.weight_norm`, `spectral_norm`, `prune`) recomputes.
+    """Return the name of the tensor that a hook of `torch.nn.utils` recomputes before each forward pass; None = there is none.
 
-    None = it does not.
+    Such hooks are those of `weight_norm`, `spectral_norm` and `prune`.
     """
     name = getattr(hook, "name", getattr(hook, "_tensor_name", None))
     return name if type(hook).__module__.startswith("torch.nn.utils.") else None

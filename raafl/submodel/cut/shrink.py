@@ -199,7 +199,7 @@ class StandIn(nn.Module):
         self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Call the module that takes the place."""
+        """Call this module with the replaced module's arguments."""
         return self.stands_for[0](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -26,7 +26,7 @@ class Tail:
     logits: Callable[[Any, Any, Tensor, Tensor | None], Any]
 
     def paths(self, model: nn.Module) -> list[str]:
-        """Return the paths of the described modules in this model."""
+        """Return the paths of the modules after the last block (norm and head) in ``model``."""
         return self.names.format(getattr(model, "base_model_prefix", "")).split()
 
 

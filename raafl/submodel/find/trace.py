@@ -98,7 +98,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._dims = {id(x): self._dims[id(x)] for x in self.named.values()}
 
     def dims_of(self, tensor: Tensor) -> Dims:
-        """Return the labels of a tensor. A tensor that no operation has produced is an input, whose dimensions cannot shrink."""
+        """Return the labels of a tensor's dimensions, which say what belongs together; dimensions of an input cannot shrink."""
         _, known = self._dims.get(id(tensor), (None, ()))
         if len(known) != tensor.dim() or any(dim.size != n for dim, n in zip(known, tensor.shape, strict=True)):
             return self._label(tensor, [self.labels.given(size) for size in tensor.shape])

@@ -122,9 +122,10 @@ class Member:
             add_mask_(words, self.coverage.common(key, other), seed, pair_sign(key, other))
 
     def reveal(self, survivors: Collection[int]) -> dict[int, bytes]:
-        """Return the shares that unmask the sum, by member: of seeds if it remains, of its private key if it dropped out.
+        """Return the shares with which the server unmasks the sum, by member.
 
-        Of one member never both are revealed; seeds are revealed only for cells that enough members have.
+        A share belongs to a seed of a member that remains, or to the private key of one that dropped out. Both are
+        never revealed of the same member. Seeds are revealed only for cells that enough members have.
 
         Args:
             survivors: keys of the members whose masked numbers the server has received.

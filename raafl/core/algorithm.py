@@ -298,7 +298,7 @@ class Algorithm:
         """Explain why a client may not work on its next task while its update travels; None = it may."""
         if not self.trigger.allows_overlap:
             return f"a client of {self.name} waits for the merge of its update before its next task"
-        if self.merge.personalizes or self.select.needs_last_update:
+        if self.merge.personalizes or self.select.needs_last_update or self.local.resident:
             return f"a client's next task of {self.name} depends on its last update"
         if type(self.local).exchange is not Local.exchange:
             return f"tasks of {self.name} exchange messages with the server"

@@ -81,7 +81,7 @@ class Coordinator(Admission):
         self.rng = random.Random(derive_seed(seed, "coordinator"))
         self.fleet = SelectContext(
             state, self.roster.clients, self.rng, training, batch_size, seed=seed, local=algorithm.local, plan=plan,
-            own_tests=own_tests or OwnTests(), drop_last=drop_last,
+            own_tests=own_tests or OwnTests(), drop_last=drop_last, overlap=overlap,
         )  # fmt: skip
         self.absent: set[int] = set()  # lost before the start, and not waited for
         self._actions: list[Action] = []

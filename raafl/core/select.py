@@ -68,6 +68,7 @@ class SelectContext:
         plan: compression of updates, for predictions of transfer times; None = no compression.
         own_tests: number of test samples on which each client evaluates its trained submodel.
         drop_last: whether an epoch drops its last batch when that is smaller than the others.
+        overlap: whether a client trains its next task while its update travels.
     """
 
     state: GlobalState
@@ -81,6 +82,7 @@ class SelectContext:
     plan: TransferCost | None = None
     own_tests: OwnTests = field(default_factory=OwnTests)
     drop_last: bool = False
+    overlap: bool = False
 
     def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
         """Return a copy of this context with only these ``clients`` and an empty cache."""
@@ -99,7 +101,9 @@ class SelectContext:
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
         cost = self.local.cost(self.state.submodels, spec, self.batch_size, extra or {})
-        return cost if self.plan is None else self.plan.cost(cost, spec, extra)
+        cost = cost if self.plan is None else self.plan.cost(cost, spec, extra)
+        # an update that travels is a copy beside the next task
+        return replace(cost, peak_bytes=cost.peak_bytes + cost.up_bytes) if self.overlap else cost
 
     def choose_base(self, client: ClientInfo, spec: Spec, extra: Mapping[str, Any] | None = None) -> Spec:
         """Choose the precision of the frozen parameters for ``client``: the highest that fits its memory, or else the lowest.

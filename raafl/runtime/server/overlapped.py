@@ -74,17 +74,16 @@ class OverlappedSession(Session):
         talk.send(Kind.ASSIGN, Assign(assignment, head=head, ahead=True).to_meta(), packed)
         if not self._plan.sender_unpacks:
             return _Sent(assignment, talk, None)
-        received = self._down.unpack(assignment.spec, packed)
+        received = self._down.unpack(assignment, packed)
         # Uncompressed values stay as they are until the answer; the codec's storage is used again by the next task.
         return _Sent(assignment, talk, received if self._plan.down is None else received.clone())
 
     def _take_answer(self, pair: Connection, sent: _Sent) -> _Sent | None:
         """Take in the answer to a task; return the task that was sent meanwhile, or None."""
-        assignment, spec = sent.assignment, sent.assignment.spec
+        assignment = sent.assignment
         self._out, self._received = assignment, sent.received
         ahead = self._ahead = _Ahead(self, pair)
-        plain = self._plan.payload.layout(spec, "trained")
-        layout = plain if self._plan.up is None else self._plan.up.layout(plain)
+        layout = self._plan.layout(assignment.spec, "trained", assignment.extra)
 
         def into(meta: dict[str, Any]) -> FlatTensors:
             self._inbox.put(Sending(self.client, self.incarnation, assignment.id))
@@ -92,7 +91,7 @@ class OverlappedSession(Session):
             return self._buffer(layout)
 
         try:
-            update = self._update(sent.talk.recv(Kind.UPDATE, into), spec)
+            update = self._update(sent.talk.recv(Kind.UPDATE, into), assignment)
         except Refused as refused:
             update = self._refused(assignment, refused)
         self._arrived(pair, update, sent.talk)

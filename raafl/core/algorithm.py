@@ -111,11 +111,11 @@ class Trigger(Part, ABC):
         return self.restart == "merge"
 
     def on_update(self, assignment: Assignment, state: GlobalState) -> Adjusted | None:
-        """Record that an update was accepted at ``state.now_s``; return how that changes a setting of this part, or None.
+        """Observe that an update was accepted at ``state.now_s``; return a change of one of this part's settings, or None.
 
         Args:
-            assignment: the task that the update answers.
-            state: the global model, in whose memory this part keeps what it has measured.
+            assignment: task of the update.
+            state: the global model; its memory holds this part's measurements.
         """
         return None
 

@@ -40,13 +40,13 @@ class EachArrival(Trigger):
 
 @dataclass
 class BufferMemory(MergeMemory):
-    """Size of a buffer that follows the number of clients at work, and measurements since it was last compared with that.
+    """State of a trigger whose buffer size follows the number of clients at work.
 
     Attributes:
-        size: number of updates in a merge, now.
-        since_s: time of the last comparison, in seconds on the run's clock.
-        num_updates: number of updates that have arrived since then.
-        task_s: sum of the seconds that their tasks took.
+        size: number of updates in a merge at present.
+        since_s: time of the last adjustment of the size, in seconds on the run's clock.
+        num_updates: number of updates that have arrived since that time.
+        task_s: total duration in seconds of the tasks of these updates.
     """
 
     key = "buffer"
@@ -60,14 +60,13 @@ class BufferMemory(MergeMemory):
 class Buffered(Trigger):
     """Trigger that merges when K updates wait; clients never wait for a merge (FedBuff, Nguyen et al. 2022).
 
-    With L clients at work, an update is merged about (L - 1) / K merges after its start. This holds for the mean, whatever
-    the speeds (the discrete Little's law of Alahyane et al. 2025, arXiv 2502.08206). So with `at_work` K is kept in proportion
-    to L - 1. L is measured by Little's law, as the seconds of the tasks that have reported over the seconds that have passed;
-    tasks that nobody answers do not count.
+    With L clients at work, an update is on average (L - 1) / K merges old when it is merged, whatever the clients'
+    speeds (Alahyane et al. 2025, arXiv 2502.08206). With `at_work` set, K is kept in proportion to L - 1, so that this
+    stays the same. L is measured as the total duration of finished tasks divided by the time that has passed.
 
     Attributes:
-        size: number of updates in a merge (K); with `at_work` the first one.
-        at_work: mean number of clients at work for which ``size`` is meant, above 1; None = K never changes.
+        size: number of updates in a merge (K); with `at_work` only the initial number.
+        at_work: mean number of clients at work for which ``size`` is right, above 1; None = K never changes.
     """
 
     size: int = 10
@@ -90,7 +89,7 @@ class Buffered(Trigger):
         return self.size if record is None else record.size
 
     def on_update(self, assignment: Assignment, state: GlobalState) -> Adjusted | None:
-        """Measure L, and after `_TASKS_EACH` updates of each client at work change K if it is far from what L asks for."""
+        """Measure the number of clients at work, and adjust the buffer size K if it is far from the right one."""
         if self.at_work is None:
             return None
         record = state.memory.of(BufferMemory, lambda: BufferMemory(self.size, assignment.assigned_s))
@@ -107,7 +106,10 @@ class Buffered(Trigger):
         return Adjusted("buffer_size", before, record.size, at_work, self.at_work, "the mean number of clients at work")
 
     def size_for(self, at_work: float) -> float:
-        """Return the K, not rounded, that keeps the mean staleness with ``at_work`` clients at work; from half to twice `size`."""
+        """Return the buffer size K, not rounded, that keeps the mean staleness the same with ``at_work`` clients at work.
+
+        It is at least half of `size` and at most twice.
+        """
         assert self.at_work is not None
         least = max(self.size / 2, min(self.size, 2))  # a merge of several updates stays one: a robust mean needs them
         return min(max(self.size * (at_work - 1) / (self.at_work - 1), least), 2 * self.size)

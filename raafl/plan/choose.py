@@ -139,8 +139,8 @@ class Table:
         candidates: methods with settings.
         cells: measured updates for each fleet and task.
         held_out: summary of the choices on fleets that were left out; empty = unknown.
-        rates: number of pairs of a method and a task whose learning rate was searched, and number of those in which the best
-            rate was that of most methods; empty = unknown.
+        rates: number of pairs of method and task with a search for the learning rate, and number of these whose best
+            rate is the most common one; empty = unknown.
     """
 
     candidates: Sequence[Candidate]

@@ -102,7 +102,7 @@ class RunRecord:
             self.folder.event(cast(JournalRow, row))
 
     def adjusted(self, adjusted: Adjusted, now: float) -> None:
-        """Write to the journal that a part has changed a setting; a replay must change it alike."""
+        """Write to the journal that a part of the method has changed a setting; a replay must make the same change."""
         if self.folder is not None:
             row = {"time_s": now, "event": "adjusted", **asdict(adjusted)}
             self.folder.event(cast(JournalRow, row))

@@ -80,10 +80,10 @@ class Connection(ABC):
         """
 
     def settle(self, stopped: Callable[[], bool]) -> None:
-        """Wait until the tensors of the last message may be changed; only a session that resumes may need them for longer.
+        """Wait until the caller may change the tensors of the last message; a session that can resume may need them longer.
 
         Args:
-            stopped: callback that returns whether nobody receives any more, so that the wait would not end.
+            stopped: function that returns whether nothing is being received any more, so that the wait would never end.
         """
         return
 

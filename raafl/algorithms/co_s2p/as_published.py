@@ -28,15 +28,15 @@ DRAWS = 100
 
 @dataclass(frozen=True)
 class LeadingDraws(RollingWindows):
-    """Select that gives the lowest blocks, with nothing frozen, and one Bernoulli draw of the trained masks.
+    """Select part of Co-S2P's published code: a client trains the lowest blocks, with units drawn by their mask probabilities.
 
-    A client of rate r trains ``int(r L)`` blocks, one at least, and keeps each segment with its probability, so that a
-    submodel has the share r of the width in expectation: width and depth both take the whole rate. A client's memory
-    is compared with a submodel of that expected size. Each task draws anew.
+    A client of rate r trains the lowest ``int(r L)`` of L blocks, at least one. It keeps each segment (a group of
+    units) with the probability in its mask, drawn anew for each task; on average it keeps the share r of the width. A
+    client's memory is compared with a submodel of this average size.
     """
 
     def starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
-        """Return 0, the first block of the only window."""
+        """Return 0, since the published code has a single window, which starts at the first block."""
         return (0,)
 
     def _shape(self, submodels: Submodels, rate: float) -> tuple[float, int, float]:
@@ -58,11 +58,11 @@ class LeadingDraws(RollingWindows):
 
 
 def sample_segments(scores: Sequence[float], source: random.Random) -> list[int]:
-    """Return the segments that a draw from Bernoulli(sigmoid(score)) keeps, at least one.
+    """Draw the segments to keep, each with probability sigmoid(score); at least one is kept.
 
     Args:
-        scores: score of each segment.
-        source: stream of the draws.
+        scores: mask score of each segment.
+        source: random generator to draw from.
     """
     probabilities = torch.sigmoid(torch.tensor(scores, dtype=torch.float64)).tolist()
     for _ in range(DRAWS):
@@ -73,14 +73,14 @@ def sample_segments(scores: Sequence[float], source: random.Random) -> list[int]
 
 
 class PublishedMaskTraining(MaskTraining):
-    """Hook that trains scores with the published penalty and gradient.
+    """Hook that trains mask scores with the penalty and gradient of Co-S2P's published code.
 
-    The penalty is lambda times ``|sum of all masks / number - r_w|``, one absolute value over all axes, and the straight-through
-    gradient is multiplied by p once more: ``d mask / d score = p^2 (1 - p)``.
+    The penalty is lambda times ``|sum of all masks / number - r_w|``, taken over all axes together. The gradient of a
+    score has one more factor p than a straight-through gradient: ``d mask / d score = p^2 (1 - p)``.
     """
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss of a batch under masks drawn for it, plus lambda times the penalty."""
+        """Return the loss of a batch under randomly drawn masks, plus lambda times the penalty."""
         masks = {}
         for axis, scores in self.scores.items():
             mask, p = masks_of(scores, self.generator), torch.sigmoid(scores.detach())
@@ -91,9 +91,10 @@ class PublishedMaskTraining(MaskTraining):
 
 
 class PublishedDistillation(Distilled):
-    """Hook that adds the published distillation: the whole cross-entropy of each exit, plus ``0.5 T^2 KL`` from version 10 on.
+    """Hook that adds the self-distillation of Co-S2P's published code to the loss.
 
-    KL is averaged over classes too, so that it is smaller than Eq. 3's by their number.
+    The loss is the cross entropy of every exit plus, from version 10 of the model on, ``0.5 T^2 KL``. KL is also
+    averaged over classes, unlike in Eq. 3 of the paper.
     """
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:

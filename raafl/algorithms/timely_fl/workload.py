@@ -35,14 +35,16 @@ _CHANGE, _CHANGE_SHARE = 0.01, 0.25
 
 @dataclass
 class TimelyMemory(MergeMemory):
-    """State of TimelyFL on the server: the plan of the round, and what is known of each client.
+    """State of TimelyFL on the server: the length of the round's interval, and measurements of each client.
 
     Attributes:
         T_k: length of the round's interval in seconds; 0 before the first round.
         ratio: measured time of a client's latest task divided by its predicted time, by client.
-        fixed: work and submodel that a client gets in every round, by client, where the workload is not adapted.
-        slack: share of T_k by which clients may be late, once it follows measured times; None = as the parts have it.
-        late: seconds that recent tasks took over those expected from their clients' tasks before, minus 1.
+        fixed: work and submodel of a client for all rounds, by client, if the workload is not adapted to measured
+            times.
+        slack: share of T_k by which clients may be late, if it was adapted to measured times; None = the configured
+            share.
+        late: relative delay of recent tasks, compared with what their clients' earlier tasks let expect.
     """
 
     key = "timely_fl"
@@ -337,8 +339,8 @@ class Interval(Trigger):
 
     Attributes:
         slack: share of T_k by which the merge may be delayed while clients are still at work.
-        most_slack: largest slack, where that follows measured times: four fifths of the tasks that take longer or shorter than
-            the client's task before are then in time; give `Timely` the same. None = it never changes.
+        most_slack: largest slack if it is adapted to measured times, so that four fifths of the delayed tasks are in
+            time; give `Timely` the same value. None = the slack never changes.
     """
 
     slack: float = 0.0
@@ -355,7 +357,7 @@ class Interval(Trigger):
         return waiting.opened_s + memory.T_k * (SLACK + (self.slack if memory.slack is None else memory.slack))
 
     def on_update(self, assignment: Assignment, state: GlobalState) -> Adjusted | None:
-        """Set the slack to how late four fifths of the latest tasks were at most, once enough have arrived."""
+        """Adjust the slack to recent delays, so that four fifths of the tasks are in time, once enough tasks were measured."""
         memory = state.memory.of(TimelyMemory)
         if self.most_slack is None or len(memory.late) < self._num_tasks(state.num_clients):
             return None

@@ -32,9 +32,10 @@ class RateMemory(MergeMemory):
     """State of `RateSelect`: measured speeds of the clients that are present.
 
     Attributes:
-        ratio: measured divided by predicted seconds of a client's latest task, by client; absent = as predicted.
-        fleet: median of the ratios over the clients that are present, as of the last comparison.
-        num_changes: number of ratios that have changed since then.
+        ratio: measured duration of a client's latest task divided by the predicted one, by client; absent = as
+            predicted.
+        fleet: median of these ratios over the present clients, when it was computed last.
+        num_changes: number of ratios that have changed since the median was computed.
     """
 
     key = "rate_select"

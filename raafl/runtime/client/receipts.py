@@ -139,10 +139,10 @@ class Receipts:
             return None
 
     def draw_inputs(self, received: FlatTensors) -> FlatTensors | None:
-        """Return a copy of a task's inputs if they are to be stored, as for a random share of the tasks; else None.
+        """Return a copy of a task's inputs if they are to be stored, which is decided at random; else None.
 
         Args:
-            received: values from which the task started.
+            received: values from which the task starts.
         """
         if self._draw.random() >= self._share:
             return None
@@ -153,7 +153,7 @@ class Receipts:
 
         Args:
             receipt: the receipt, without inputs.
-            inputs: values from which the task started, to be stored (`draw_inputs`); None = they are not.
+            inputs: values from which the task started, from `draw_inputs`; None = they are not stored.
         """
         data = asdict(receipt)
         if inputs is not None:

@@ -9,9 +9,9 @@ from raafl.submodel import FlatTensors
 
 
 class Sender:
-    """Sender of one update at a time.
+    """Sender of a client's updates, one at a time, in the background.
 
-    One thread calls it, which trains; a further thread lives for as long as an update is sent.
+    The thread that trains calls it; another thread exists while an update is being sent.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -35,14 +35,14 @@ class Sender:
             self._thread.join(timeout=timeout_s)
 
     def copy(self, tensors: FlatTensors) -> FlatTensors:
-        """Copy an update to storage that stays unchanged while the next task is trained; the last one must have been sent."""
+        """Copy an update to storage that does not change while the next task is trained; call it only after `wait`."""
         if self._storage is None or self._storage.layout != tensors.layout:
             self._storage = None  # the old update goes before the new one comes
             self._storage = FlatTensors.empty(tensors.layout, tensors.device)
         return self._storage.copy_(tensors)
 
     def start(self, send: Callable[[], None]) -> None:
-        """Call ``send`` on a thread of its own; the last one must have ended."""
+        """Call ``send`` on a new thread, and return at once; call it only after `wait`."""
         self._thread = threading.Thread(target=self._send, args=(send,), name="sender", daemon=True)
         self._thread.start()
 

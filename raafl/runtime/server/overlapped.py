@@ -29,11 +29,11 @@ class _Sent:
 
 
 class OverlappedSession(Session):
-    """The server's session with one client that trains its next task while its update travels.
+    """The server's session with a client that trains its next task while the update of the last one is being sent.
 
-    The beginning of an update shows that its task is trained (`Sending`). While the session's thread receives the rest, another
-    thread sends the next task as soon as the coordinator assigns it. It ends before the next update is received, so that at most
-    one thread sends and one receives. Two updates may await the coordinator, so they are received in two places in turn.
+    When an update begins to arrive, its task is trained. While the session's thread receives it, another thread sends
+    the next task as soon as the coordinator assigns one. That thread ends before the next update is received. Two
+    updates may wait for the coordinator, so there is storage for two.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -56,11 +56,11 @@ class OverlappedSession(Session):
             sent = self._take_answer(pair, sent)
 
     def send(self, pair: Connection, task: Task) -> _Sent:
-        """Send a task; return what its answer needs.
+        """Send a task; return the data that are needed to receive its update.
 
         Args:
-            pair: the connection, on which nobody else sends.
-            task: task to send, with its values.
+            pair: connection to the client; no other thread may send on it.
+            task: task to send, with the submodel's values.
         """
         assignment = task.assignment
         if self._out is None:
@@ -104,7 +104,7 @@ class OverlappedSession(Session):
         return following
 
     def next_task(self) -> Task | None:
-        """Return the next task in the outbox, None if there is none soon; a stop stays there for the session's own thread."""
+        """Take the next task from the queue; None if there is none soon. A stop request stays in the queue."""
         try:
             command = self._outbox.get(timeout=_LOOK_S)
         except queue.Empty:
@@ -131,7 +131,7 @@ class _Ahead:
         self._error: Exception | None = None
 
     def start(self) -> None:
-        """Begin to wait for the next task."""
+        """Start the thread, which waits for the next task."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -145,14 +145,14 @@ class _Ahead:
                 return
 
     def end(self) -> _Sent | None:
-        """Return the task that was sent, once it is; None = none was assigned in time. Raise what sending it has raised."""
+        """Wait for the thread; return the task that it has sent, or None. An error of sending is raised here."""
         self.stop()
         if self._error is not None:
             raise self._error
         return self._sent
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Wait for the thread to end, without the next task if it has none yet."""
+        """Tell the thread to wait for no task any longer, and wait until it has ended."""
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=timeout_s)

@@ -48,7 +48,7 @@ _LOOK_S = 0.5  # how often an idle session looks whether its client is still the
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task for a client, its values, and the head of the journal that goes with it."""
+    """A task for a client: its assignment, the submodel's values, and the hash of the journal at that time."""
 
     assignment: Assignment
     snapshot: FlatTensors

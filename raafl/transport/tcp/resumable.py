@@ -168,7 +168,7 @@ class ResumableConnection(Connection):
         self._confirmed.set()
 
     def settle(self, stopped: Callable[[], bool]) -> None:
-        """Wait until the last task message has arrived at the peer, or the session has ended; see `Connection.settle`."""
+        """Wait until the last task message has arrived, or the session has ended; see `Connection.settle`."""
         while not self._confirmed.wait(_LOOK_S) and not stopped():
             pass
 

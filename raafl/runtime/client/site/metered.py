@@ -60,7 +60,7 @@ class MeteredConnection(Connection):
             self._moved(self._inner.received_bytes)
 
     def settle(self, stopped: Callable[[], bool]) -> None:
-        """Wait until the tensors of the last message may be changed; see `Connection.settle`."""
+        """Wait until the caller may change the tensors of the last message; see `Connection.settle`."""
         self._inner.settle(stopped)
 
     def check(self) -> None:

@@ -31,7 +31,7 @@ COPY, RESIDUAL = "compressed copy", "compressed residual"
 
 @dataclass
 class Lives(OneValue[dict[int, list[int]]]):
-    """For each simulated client, how often it joined before, and the bytes that were sent to it for its last task."""
+    """Connections of simulated clients: how often each has joined before, and the bytes sent to it for its last task."""
 
     key = "compressed lives"
     value: dict[int, list[int]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class DownlinkCodec(_End):
         return self._kept.find(COPY, self._client)
 
     def layout(self, assignment: Assignment) -> Layout:
-        """Return the layout on the wire for the client's next task."""
+        """Return the layout of the tensors that are sent for the client's next task."""
         spec = assignment.spec
         if self._resident is not None:
             plain = self._resident.layout(assignment)
@@ -89,9 +89,9 @@ class DownlinkCodec(_End):
         return self._plan.layout(spec, "sent")
 
     def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
-        """Encode the values of a task for the wire; the result is valid until the next call.
+        """Compress the values of a task for sending; the result is valid until the next call.
 
-        The server's record of what the client has changes only in `unpack`.
+        The server's record of the client's values changes only in `unpack`.
 
         Args:
             assignment: assignment of the task.
@@ -113,11 +113,11 @@ class DownlinkCodec(_End):
         return wire
 
     def unpack(self, assignment: Assignment, wire: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:
-        """Decode the tensors that a client has received, and update its copy; return the values.
+        """Decompress the tensors that a client has received, and update the record of its values; return the values.
 
         Args:
             assignment: assignment of the task.
-            wire: tensors as they arrived.
+            wire: tensors as received.
             out: storage for the result; None = storage that is valid until the next call.
 
         Raises:
@@ -185,7 +185,7 @@ class UplinkCodec(_End):
         self._kept.forget(RESIDUAL, self._client)
 
     def pack(self, assignment: Assignment, trained: FlatTensors, received: FlatTensors) -> FlatTensors:
-        """Encode the result of a task for the wire, and store the error of compression; the result is valid until the next call.
+        """Compress the result of a task for sending, and store the error of compression; the result is valid until the next call.
 
         Args:
             assignment: assignment of the task.
@@ -231,13 +231,13 @@ class UplinkCodec(_End):
         plan.scatter_(self._kept.of(RESIDUAL, self._client, plan.full_layout, change.device), change)
 
     def unpack(self, assignment: Assignment, wire: FlatTensors, received: FlatTensors | None) -> FlatTensors:
-        """Decode an update to the tensors that the merge wants; they are valid until the next call.
+        """Decompress an update to the tensors that the merge needs; they are valid until the next call.
 
-        Of a resident payload values that have not travelled are 0.
+        Values that a client keeps and does not send are 0.
 
         Args:
             assignment: assignment of the task.
-            wire: tensors as they arrived.
+            wire: tensors as received.
             received: values that the client was sent; needed only with `CompressionPlan.adds_back`.
 
         Raises:
@@ -261,7 +261,7 @@ class UplinkCodec(_End):
         return out
 
     def nothing(self, spec: Spec, device: torch.device) -> FlatTensors:
-        """Return an update of zeros, which takes the place of a refused one."""
+        """Return an update of zeros, to be used in place of a refused update."""
         return self._scratch("update", self._plan.payload.returned(spec), device).zero_()
 
 

@@ -68,7 +68,7 @@ class ServerLink(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Exchange(ABC):
-    """Training of one task by client and server together, each with a part of the model. One object serves many tasks.
+    """Protocol by which client and server train one task together, each with a part of the model. One object serves many tasks.
 
     Attributes:
         client: tensors that the client receives, trains and sends back.
@@ -80,11 +80,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def questions(self, assignment: Assignment, link: ServerLink) -> Any:
-        """Wait for a task's first question; return an object with which the server trains as if it were the client's data.
+        """Return an object that provides the client's questions as batches, on which the server trains its part of the model.
 
-        Each batch is one of the client's questions, and asking for the next batch first sends the reply to the last
-        one. The object has the attributes of `raafl.data.federated.ClientData` that a task uses: ``num_samples``,
-        ``test`` (None), ``num_batches()`` of an epoch, and ``batches()``, which yields the input of `Hook.loss`.
+        The call waits for the first question. Asking for the next batch sends the reply to the last question. The
+            object has the attributes of `raafl.data.federated.ClientData` that training needs: ``num_samples``,
+            ``test`` (None), ``num_batches()`` of an epoch, and ``batches()``, which yields the input of `Hook.loss`.
         """
 
 

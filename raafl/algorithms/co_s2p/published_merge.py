@@ -36,11 +36,10 @@ class PublishedMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class PublishedMerge(Merge):
-    """Merge as in Co-S2P's published code, which differs from its paper; one of the code's faults is optional.
+    """Merge as in Co-S2P's published code, which differs from its paper.
 
-    Two details are corrected. A client's rate is the share of the parameters that it trains, and the change of the
-    model since its start is measured on these alone; the published code takes the nominal rate and the whole model.
-    That code runs in rounds, in which the model does not change while clients work.
+    Two faults of that code are corrected: a client's rate is the share of parameters that it really trains, and the
+    change of the model since the client's start is measured on these parameters only.
 
     Attributes:
         absent_inputs: whether to repeat a fault of the published code. Where a client has only some columns of a weight
@@ -53,7 +52,7 @@ class PublishedMerge(Merge):
     by_client: ClassVar[bool] = True
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add an update to the sums, weighted for its client."""
+        """Add an update to the sums, with the weight of its client."""
         plan = state.submodels.plan(spec)
         memory = state.memory.of(PublishedMemory, lambda: PublishedMemory(zeros_like(state.values)))
         rate = plan.layout.num_bytes / state.submodels.layout(part="trained").num_bytes

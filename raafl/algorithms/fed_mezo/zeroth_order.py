@@ -45,7 +45,7 @@ class SumsMemory(MergeMemory):
 
 @dataclass
 class Answered(MergeMemory):
-    """The task whose update arrives next: its seed, and the names of the parameters that it trained (None = all)."""
+    """Seed and trained parameters (None = all) of the task whose update the merge will receive next."""
 
     key = "zeroth_order answered"
     seed: int
@@ -256,7 +256,10 @@ class ZerothOrder(Local):
 
 @dataclass(frozen=True)
 class ForwardOnly(WrappedSelect):
-    """Select part that wraps another one. It freezes all parameters, so that clients send no tensors, and records their seeds."""
+    """Select part that wraps another one for training without gradients.
+
+    It freezes all parameters, so that clients send no tensors, and records the seed of each task.
+    """
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the inner select's work with all parameters frozen, and record how many scalars the client may send."""
@@ -331,7 +334,7 @@ class Rebuilt(Merge):
         return None if all(map(math.isfinite, scalars)) else "non-finite"
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the update's scalars g_t; guards bound their size, since each of them scales a step."""
+        """Return the scalars g_t of an update, whose size the guard checks, since each scales a step."""
         return unpack(update.extra.get(SCALARS)) or []
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:

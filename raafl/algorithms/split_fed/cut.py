@@ -80,7 +80,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Outline:
-    """Outputs of the client's part for batches of given shapes, without values (on the meta device).
+    """Outputs of the client's part of the model for a batch of given shapes, as tensors without values (on the meta device).
 
     Attributes:
         path: path of the module at the cut.
@@ -103,7 +103,7 @@ class Outline:
 
 
 class Trace(Ledger):  # type: ignore[no-untyped-call]
-    """Tracer of a training step. It records module calls, and which storage is computed from which."""
+    """Tracer of a training step: it records calls of modules, and which tensors are computed from which."""
 
     def __init__(self, submodels: Submodels, batch: object) -> None:
         """Prepare to trace the step of ``batch``, whose tensors are on the meta device; `run` traces it."""

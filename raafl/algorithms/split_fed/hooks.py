@@ -41,12 +41,12 @@ def _no_skips() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A batch as the server's half gets it from the client.
+    """A batch as the server's half of the model receives it from the client.
 
     Attributes:
-        outline: outputs of the client's half, without values.
-        activation: activation that the client has sent; its gradient is sent back.
-        batch: batch with the received tensors, and zeros elsewhere.
+        outline: outputs of the client's half, as tensors without values.
+        activation: output of the client's half; its gradient is sent back.
+        batch: the batch: tensors that the client has sent, and zeros in place of all others.
     """
 
     is_transferred: ClassVar[bool] = True  # the client's hooks have moved the batch already

@@ -33,7 +33,7 @@ def typed(layout: Layout, dtype: torch.dtype) -> Layout:
 
 
 class Ring:
-    """Layouts and copy plans of the integers that replace a submodel's trained values; each has one flat int32 buffer.
+    """Layouts and copy plans for secure aggregation, in which integers (int32) take the place of a submodel's trained values.
 
     Attributes:
         submodels: submodels of the model; all trained parameters must be float32.
@@ -44,7 +44,7 @@ class Ring:
         self.submodels = submodels
 
     def layout(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> Layout:
-        """Return the layout of a submodel's integers, in the order of its trained tensors.
+        """Return the layout of the integers that take the place of a submodel's trained values.
 
         Args:
             spec: submodel whose values are replaced.
@@ -56,7 +56,7 @@ class Ring:
         )
 
     def plan(self, spec: Spec, dtype: torch.dtype = torch.int32) -> CopyPlan:
-        """Return the plan that copies integers between the whole model and a submodel.
+        """Return the plan that copies such integers between the whole model and a submodel.
 
         Args:
             spec: submodel whose values are replaced.
@@ -70,7 +70,7 @@ class Ring:
         return self.submodels.cached("ring plan", (spec, dtype), make)
 
     def zeros(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> FlatTensors:
-        """Return the integers of a submodel, all zero, on the CPU.
+        """Return integers for a submodel's trained values, all zero, on the CPU.
 
         Args:
             spec: submodel whose values are replaced.
@@ -80,15 +80,15 @@ class Ring:
 
 
 def buffer_of(flat: FlatTensors) -> torch.Tensor:
-    """Return the only buffer of ``flat``; an empty one if there are no trained values."""
+    """Return the buffer of flat tensors with a single dtype; an empty one if there are no tensors."""
     return next(iter(flat.buffers.values()), torch.zeros(0, dtype=torch.int32))
 
 
 class Coverage:
-    """Division of a model's elements into cells; the elements of a cell belong to the submodels of exactly the same members.
+    """Division of a model's elements into cells: two elements are in the same cell if the same members of the group train them.
 
     Attributes:
-        holders: keys of the members whose submodels contain the cell, for each cell.
+        holders: keys of the members that train the elements of each cell.
         specs: submodel of each member of the group, by key.
     """
 

@@ -148,7 +148,7 @@ class SecureSum(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and one on the precision of a sum."""
+        """Return the wrapped merge's notes for the start of the run, and a note on the precision of sums."""
         own = [] if isinstance(self.inner, Private) else joint_notes(self.inner)
         return [
             *super().notes(state, num_clients), *own,
@@ -161,7 +161,7 @@ class SecureSum(Wrapped):
         return Ring(state.submodels).layout(spec)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return a reason to refuse an update that belongs to no group."""
+        """Return a reason to refuse an update that belongs to no group of clients."""
         return None if update.group is not None and update.assignment in update.group.members else "no-group"
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:

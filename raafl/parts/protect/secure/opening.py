@@ -80,7 +80,7 @@ class Opening:
         self._dropped[key] = private
 
     def unmask_(self, key: int, numbers: FlatTensors) -> None:
-        """Remove all masks from a member's numbers, in place, in the cells that may be read.
+        """Remove all masks from a member's numbers, in place, for the cells whose sums the server may learn.
 
         Args:
             key: key of the member, which has not dropped out.

@@ -18,7 +18,7 @@ def mask_and_open_(
 ) -> None:  # fmt: skip
     """Run the whole protocol of one group in this process: mask every member's numbers, then unmask their sum.
 
-    Afterwards ``numbers`` holds what the server would have.
+    Afterwards ``numbers`` contains what the server would have in a real run.
 
     Args:
         numbers: encoded changes by the member's key; changed in place.

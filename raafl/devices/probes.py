@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from raafl.submodel.cost.ledger import Ledger
 
-_TINY_DEPTH, _TINY_CALLS = 10, 20
+_TINY_DEPTH, _TINY_CALLS = 5, 20
 
 
 class Probes:
@@ -60,14 +62,13 @@ class Probes:
         return lambda: torch.autograd.grad(F.layer_norm(F.gelu(x), (512,)) + x, x, gradient)
 
     def _tiny(self) -> Callable[[], object]:
-        x, gradient, weight = (torch.randn(rows, 64, device=self._device) for rows in (1, 1, 64))
-        x.requires_grad_()
+        blocks = [(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()) for _ in range(_TINY_DEPTH)]
+        model = nn.Sequential(*itertools.chain(*blocks)).to(self._device)
+        x = torch.randn(1, 64, device=self._device)
 
         def passes() -> None:
-            y = x
-            for _ in range(_TINY_DEPTH):
-                y = F.relu(y @ weight) + y
-            torch.autograd.grad(y, x, gradient)
+            model.zero_grad()
+            model(x).square().mean().backward()
 
         return passes
 

@@ -91,14 +91,14 @@ def test_an_unlimited_speed_cannot_be_scaled():
 
 # ---- a real run ----
 
-REAL = (4.0e8, 2.0e8)
-"""FLOP/s at whose pace the clients work."""
+REAL = (5.0e7, 2.5e7)
+"""FLOP/s at whose pace the clients work: so slow that they keep it beside busy neighbours."""
 
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
     """A finished run of two real clients, with the config's text; its devices are to be found out."""
-    argv = ["--config", "configs/quickstart.yaml", "--clients", "2", "--algorithm", "fed_buff", "--max_updates", "20"]
+    argv = ["--config", "configs/quickstart.yaml", "--clients", "2", "--algorithm", "fed_buff", "--max_updates", "12"]
     argv += ["--algorithm.buffer_size", "2", "--train.num_epochs", "1", "--progress", "quiet", "--devices"]
     devices = [{"name": f"d{i}", "flops_per_s": speed} for i, speed in enumerate(REAL)]
     folder = tmp_path_factory.mktemp("real") / "run"
@@ -118,7 +118,7 @@ def test_real_tasks_give_the_speed_that_they_were_slowed_to(real, tmp_path):
     assert all(abs(fit.sum_error) < 0.25 for fit in fits.values())
     assert run.num_paced == len(run.tasks)
     beside = check(run, fits)
-    assert beside.updates == 20 and abs(beside.error) < 0.25
+    assert beside.updates == 12 and abs(beside.error) < 0.25
     assert beside.predicted_s == pytest.approx(beside.real_s * (1 + beside.error))
 
 

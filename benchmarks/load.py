@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ name: load
 clients: {clients}
 model:
   class_path: model_zoo.MLP
-  init_args: {{in_features: 64, hidden: [200], num_classes: 10}}
+  init_args: {{in_features: 64, hidden: [{hidden}], num_classes: 10}}
 data:
   class_path: raafl.data.Digits
   init_args: {{batch_size: 32}}
@@ -256,12 +256,14 @@ def figures(num_updates: int, delays: list[float], took_s: float, cpu_s: float) 
 
 
 @contextmanager
-def stage(clients: int, at_work: int | None = None) -> Iterator[Stage]:
+def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: Sequence[str] = ()) -> Iterator[Stage]:
     """Start a server on the first core and the clients' process on the others.
 
     Args:
         clients: number of clients of the run.
         at_work: largest number of them that work at once; None = all.
+        hidden: units of the model, 300 bytes each.
+        options: of the server, beside those of the load.
     """
     cores = sorted(os.sched_getaffinity(0))
     from benchmarks.wire import certify  # it imports torch
@@ -269,13 +271,13 @@ def stage(clients: int, at_work: int | None = None) -> Iterator[Stage]:
     with tempfile.TemporaryDirectory() as name, socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         folder = Path(name)
         (folder / "load.yaml").write_text(
-            _CONFIG.format(clients=clients, at_work="null" if at_work is None else at_work)
+            _CONFIG.format(clients=clients, at_work="null" if at_work is None else at_work, hidden=hidden)
         )
         certify(folder / "certs")
         (folder / "certs" / "sites.yaml").write_text(f"site: {{clients: {list(range(1, clients + 1))}}}\n")
         listener.set_inheritable(True)
         serve = [sys.executable, "-m", "raafl", "serve", "--config", str(folder / "load.yaml"), "--min_clients", "1"]
-        serve += ["--certs", str(folder / "certs"), "--output", str(folder / "run"), "--progress", "quiet"]
+        serve += ["--certs", str(folder / "certs"), "--output", str(folder / "run"), "--progress", "quiet", *options]
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         server = subprocess.Popen(

@@ -24,6 +24,7 @@ from raafl.core.state import ClientState
 from raafl.core.types import OUT_OF_MEMORY, Assignment, Update, derive_seed
 from raafl.errors import InvalidPayload
 from raafl.submodel import FlatTensors, Layout, Spec
+from raafl.submodel.tensor_files import PayloadRoom
 
 COPY, RESIDUAL = "compressed copy", "compressed residual"
 """In `ClientState`."""
@@ -40,11 +41,13 @@ class Lives(OneValue[dict[int, list[int]]]):
 _MAX_KEPT = 2
 
 
-class _Scratch:
+class Scratch:
     """Reusable storage for intermediate tensors, by layout; only the last few layouts are cached."""
 
-    def __init__(self) -> None:
+    def __init__(self, storage: PayloadRoom | None = None) -> None:
+        """Start empty; ``storage`` makes room for the tensors; None = in memory."""
         self._kept: dict[str, dict[Layout, FlatTensors]] = {}
+        self._storage = storage or PayloadRoom()
 
     def __call__(self, purpose: str, layout: Layout, device: torch.device) -> FlatTensors:
         """Return uninitialised storage for ``layout``."""
@@ -53,7 +56,7 @@ class _Scratch:
         if found is None or found.device != device:
             while len(kept) >= _MAX_KEPT:
                 kept.pop(next(iter(kept)))
-            found = kept[layout] = FlatTensors.empty(layout, device)
+            found = kept[layout] = self._storage(layout, device)
         return found
 
 
@@ -61,10 +64,10 @@ class _End:
     """One end of one direction of a client's connection; ``scratch`` may be shared within a thread."""
 
     def __init__(
-        self, plan: CompressionPlan, scratch: _Scratch | None = None, kept: ClientState | None = None, client: int = 0
+        self, plan: CompressionPlan, scratch: Scratch | None = None, kept: ClientState | None = None, client: int = 0
     ) -> None:
         """Continue from the stored state of the client; None = start without any."""
-        self._plan, self._scratch = plan, scratch or _Scratch()
+        self._plan, self._scratch = plan, scratch or Scratch()
         self._kept, self._client = kept or ClientState(), client
         self._resident = ResidentPayload(plan.payload, self._kept, client) if plan.payload.is_resident else None
         self._next: tuple[Spec, FlatTensors | None] | None = None
@@ -276,7 +279,7 @@ class CompressedSnapshots(Snapshots):
         super().__init__(coordinator)
         self._plan = CompressionPlan.on(coordinator)
         self._part = self._plan.submodels if self._plan.submodels.whole is not None else None
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
         self._ends: dict[int, tuple[DownlinkCodec, UplinkCodec]] = {}
 
     @property

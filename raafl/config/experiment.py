@@ -166,6 +166,10 @@ class Experiment:
     monitor_stall_s: float | str = field(default=60.0, metadata=about(
         "seconds without a turn of the run's loop after which /healthz answers 503 (or 90s, 5m, 2h)",
         "SECONDS", group="shown", may_change=True, used_by_replay=False))
+    payload_memory_bytes: int | None = field(default=16 << 20, metadata=about(
+        "largest payload (the tensors of a task or an update) that `raafl serve` holds in memory, in bytes; longer ones lie in "
+        "files of the run folder, which the system takes from memory when it is short; null = all in memory",
+        "BYTES", group="computed", may_change=True, keyword=False, used_by_replay=False, least=0))
     waits: Timeouts = field(default_factory=Timeouts, metadata=about(
         "deadlines of a wall-clock run", sent_to_clients=True, may_change=True))
     strict: bool = field(default=False, metadata=about(

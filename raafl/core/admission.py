@@ -41,10 +41,13 @@ ERROR = "error"
 LATE = "late"
 """Reason for which an update is refused that comes after its round was closed."""
 
+NO_SPACE = "no-space"
+"""Reason for which a client is lost whose task or update finds no room on the server's disk."""
+
 LOSSES = frozenset(
     {
-        "disconnected", ERROR, "failed", "gpu", "kept-out", "other", "replaced", RESTART, "stopped", "timeout", "unavailable",
-        "unfit",
+        "disconnected", ERROR, "failed", "gpu", "kept-out", NO_SPACE, "other", "replaced", RESTART, "stopped", "timeout",
+        "unavailable", "unfit",
     }
 )  # fmt: skip
 """Every REASON of lost:REASON. Whatever else a client or its session says goes to the journal and the log alone."""

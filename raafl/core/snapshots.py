@@ -5,6 +5,7 @@ from __future__ import annotations
 from raafl.core.coordinator import Coordinator
 from raafl.core.types import Assignment
 from raafl.submodel import FlatTensors, Layout, Spec
+from raafl.submodel.tensor_files import PayloadRoom
 
 
 class Snapshots:
@@ -14,7 +15,9 @@ class Snapshots:
     since allocating costs more than copying.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, storage: PayloadRoom | None = None) -> None:
+        """Prepare; ``storage`` makes room for the copies; None = in memory."""
+        self._storage = storage or PayloadRoom()
         self._state, self._payload, self._merge = coordinator.state, coordinator.payload, coordinator.algorithm.merge
         self._version = -1
         self._current: dict[Spec, FlatTensors] = {}
@@ -22,7 +25,11 @@ class Snapshots:
         self._free: dict[Layout, list[FlatTensors]] = {}
 
     def cut(self, assignment: Assignment) -> FlatTensors:
-        """Return a copy of the values to send for ``assignment``; it stays unchanged until `give_back`."""
+        """Return a copy of the values to send for ``assignment``; it stays unchanged until `give_back`.
+
+        Raises:
+            NoRoom: there is no room for it.
+        """
         if self._merge.personalizes:
             return self._own(assignment)
         if assignment.version != self._version:
@@ -50,7 +57,7 @@ class Snapshots:
     def _room(self, layout: Layout) -> FlatTensors:
         """Return storage for a snapshot, used before where there is some."""
         free = self._free.get(layout)
-        return free.pop() if free else FlatTensors.empty(layout, self._state.values.device)
+        return free.pop() if free else self._storage(layout, self._state.values.device)
 
     def _gather(self, spec: Spec, out: FlatTensors) -> None:
         """Copy a submodel's values; a plan's state has none, and where they would lie need not be worked out."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from raafl.core.memory import Memory
 from raafl.submodel import FlatTensors, Layout, Submodels
 from raafl.submodel.flat import is_finite, is_merged
-from raafl.submodel.tensor_files import is_in_files, release, zeros_in
+from raafl.submodel.tensor_files import PayloadRoom, is_in_files, release, zeros_in
 
 RUINED = 1e6
 """Magnitude of a parameter of a global model on which clients may fail through no fault of their own."""
@@ -33,7 +33,9 @@ class ClientState:
         values: tensors by name, then by client.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, storage: PayloadRoom | None = None) -> None:
+        """Start empty; ``storage`` makes room for what needs no folder of its own; None = in memory."""
+        self._storage = storage or PayloadRoom()
         self.values: dict[str, dict[int, FlatTensors]] = {}
         self._changed: dict[tuple[str, int], FlatTensors | None] | None = None
 
@@ -73,7 +75,7 @@ class ClientState:
         kept = self.everyone(name, folder)
         self._record(name, client)
         if client not in kept:
-            kept[client] = FlatTensors.zeros(layout, device) if folder is None else zeros_in(folder, layout)
+            kept[client] = self._storage.zeros(layout, device) if folder is None else zeros_in(folder, layout)
             for buffer in kept[client].buffers.values() if fill != 0 else ():
                 if is_merged(buffer.dtype):
                     buffer.fill_(fill)

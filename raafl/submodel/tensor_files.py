@@ -1,4 +1,4 @@
-"""Store tensors in files, for per-client state that does not fit the server's memory.
+"""Store tensors in files, for payloads and per-client state that do not fit the server's memory.
 
 The files have no names: nothing is left of them when the run has ended, however it ended.
 """
@@ -11,6 +11,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +23,48 @@ from raafl.submodel import FlatTensors, Layout
 
 _libc: Final = ctypes.CDLL(None)
 _IN_RAM: Final = ("tmpfs", "ramfs")
+
+
+class NoRoom(OSError):
+    """Raised if a disk has no room for a payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadRoom:
+    """Storage for payloads: in memory, or, for larger ones, in files, which the system may write out and take from memory.
+
+    Attributes:
+        folder: folder of the files; None = all payloads lie in memory.
+        most_bytes: size of the largest payload that lies in memory.
+    """
+
+    folder: str | None = None
+    most_bytes: int = 0
+
+    def __call__(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
+        """Return storage for ``layout``, whose content is undefined.
+
+        Raises:
+            NoRoom: the disk is full.
+        """
+        return self._in_files(layout) if self._is_large(layout, device) else FlatTensors.empty(layout, device)
+
+    def zeros(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
+        """Return storage for ``layout``, all zero; raises as a call does."""
+        return self._in_files(layout) if self._is_large(layout, device) else FlatTensors.zeros(layout, device)
+
+    def _is_large(self, layout: Layout, device: torch.device | str) -> bool:
+        return self.folder is not None and layout.num_bytes > self.most_bytes and torch.device(device).type == "cpu"
+
+    def _in_files(self, layout: Layout) -> FlatTensors:
+        assert self.folder is not None
+        try:
+            return _in_files(self.folder, layout)
+        except OSError as error:
+            raise NoRoom(
+                f"'{self.folder}' has no room for a payload of {layout.num_bytes:,} bytes ({error.strerror}): free some, or "
+                "keep payloads in memory with payload_memory_bytes null"
+            ) from error
 
 
 class InFile(Tensor):
@@ -48,17 +91,20 @@ def zeros_in(folder: str, layout: Layout) -> FlatTensors:
     Raises:
         RunFailed: the disk is full.
     """
+    try:
+        return _in_files(folder, layout)
+    except OSError as error:
+        raise RunFailed(
+            f"memory_folder is '{folder}', where there is no room for the latest update of one more client "
+            f"({layout.num_bytes:,} bytes): {error.strerror}; make room, and go on with --resume"
+        ) from error
+
+
+def _in_files(folder: str, layout: Layout) -> FlatTensors:
     buffers: dict[torch.dtype, Tensor] = {}
     for dtype, numel in layout.numel.items():
-        try:
-            buffer = _mapped(folder, numel, dtype).as_subclass(InFile)
-        except OSError as error:
-            raise RunFailed(
-                f"memory_folder is '{folder}', where there is no room for the latest update of one more client "
-                f"({layout.num_bytes:,} bytes): {error.strerror}; make room, and go on with --resume"
-            ) from error
+        buffers[dtype] = buffer = _mapped(folder, numel, dtype).as_subclass(InFile)
         buffer.folder = folder
-        buffers[dtype] = buffer
     return FlatTensors(layout, buffers)
 
 

@@ -238,10 +238,10 @@ def test_what_the_fields_say_of_themselves():
     assert set(marked("may_change")) == {
         "max_updates", "max_time", "target", "output", "resume", "progress", "logger", "workers", "name", "waits", "transport",
         "checkpoint_every", "checkpoint_s", "keep_checkpoints", "keep_best", "strict", "batch_clients",
-        "monitor", "monitor_clients", "monitor_stall_s", "safetensors", "push_to_hub",
+        "monitor", "monitor_clients", "monitor_stall_s", "safetensors", "push_to_hub", "payload_memory_bytes",
     }  # fmt: skip
     assert set(ABOUT) - set(marked("used_by_replay")) == {
-        "output", "resume", "logger", "monitor", "monitor_clients", "monitor_stall_s", "push_to_hub",
+        "output", "resume", "logger", "monitor", "monitor_clients", "monitor_stall_s", "push_to_hub", "payload_memory_bytes",
     }  # fmt: skip
     assert list(SECTIONS) == [
         "train", "submodels", "fabric", "guard", "rounds", "privacy", "secure_aggregation", "compress", "waits",

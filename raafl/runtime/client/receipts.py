@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -155,11 +155,10 @@ class Receipts:
             receipt: the receipt, without inputs.
             inputs: values from which the task started, from `draw_inputs`; None = they are not stored.
         """
-        data = asdict(receipt)
         if inputs is not None:
-            data["inputs"] = inputs.fingerprint()
+            receipt = replace(receipt, inputs=inputs.fingerprint())
             self._writer.submit(self._keep, receipt.assignment["id"], inputs)
-        text = to_json(data)
+        text = to_json(receipt)
         signature = self._signer.sign(_CONTEXT + text)
         self._file.add(to_json({"receipt": text, "signature": signature}).encode() + b"\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from raafl.runtime.server.site_rules import ANYTHING, SiteRules
 from raafl.runtime.server.terms import Terms
 from raafl.runtime.server.wall_clock import Server
 from raafl.runtime.setup import build
+from raafl.submodel.tensor_files import PayloadRoom
 from raafl.transport import (
     Admit,
     Connection,
@@ -75,6 +77,7 @@ def host(
             parts.coordinator, inbox, run.record, run.evaluator, waits=experiment.waits,
             hooks=HookList(run.hooks, service), progress=run.progress, announce=transport.announce,
             max_failures=max_failures, patience_s=experiment.waits.alone_s if transport.comes_and_goes else None,
+            storage=_storage(experiment, run.folder) if transport.comes_and_goes else None,
         )  # fmt: skip
         logs = ClientLogs(run.folder, run.progress.warn)
         if terms is not None:
@@ -97,6 +100,14 @@ def host(
             run.close()
 
 
+def _storage(experiment: Experiment, folder: Path) -> PayloadRoom:
+    """Return the room for payloads, which lie in files of the run folder where they are long."""
+    most_bytes = experiment.payload_memory_bytes
+    if most_bytes is None or not hasattr(os, "posix_fallocate"):  # macOS: a full disk would kill the server
+        return PayloadRoom()
+    return PayloadRoom(str(folder), most_bytes)
+
+
 def _restore(server: Server, saved: resume.SavedRun | None) -> None:
     if saved is not None:
         with resume.restoring(saved):
@@ -108,7 +119,7 @@ def _admit(run: Run, server: Server, terms: Terms | None, rules: Callable[[int],
     parts, plan = run.parts, CompressionPlan.on(run.parts.coordinator)
     experiment, waits = parts.experiment, parts.experiment.waits
     waits = waits if terms is None else replace(waits, join_s=_GREET_S)
-    terms = replace(terms or Terms(), masked=experiment.secure_aggregation.is_on)
+    terms = replace(terms or Terms(), masked=experiment.secure_aggregation.is_on, storage=server.storage)
 
     def admit(client: int, peer: str, connect: Callable[[], Connection]) -> None:
         if not 1 <= client <= experiment.clients:

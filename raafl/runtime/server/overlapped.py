@@ -7,13 +7,14 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from raafl.compression.streams import UplinkCodec
+from raafl.compression.streams import Scratch, UplinkCodec
 from raafl.core.types import Assignment, Sending
 from raafl.runtime.exchange import Conversation
 from raafl.runtime.fields import SignedHead
 from raafl.runtime.protocol import Assign
-from raafl.runtime.server.session import Session, Task
-from raafl.submodel import FlatTensors, Layout
+from raafl.runtime.server.session import Session
+from raafl.runtime.server.terms import Task
+from raafl.submodel import FlatTensors
 from raafl.transport import Connection, Kind, Message, Refused
 
 _LOOK_S = 0.1  # how often a thread that waits for the next task looks whether it is still wanted
@@ -39,8 +40,8 @@ class OverlappedSession(Session):
     def __init__(self, *args: Any, **more: Any) -> None:
         """Prepare; see `Session`."""
         super().__init__(*args, **more)
-        self._other_storage: dict[Layout, FlatTensors] = {}
-        self._other_up = UplinkCodec(self._plan)
+        self._other_scratch = Scratch(self._terms.storage)
+        self._other_up = UplinkCodec(self._plan, self._other_scratch)
         self._ahead: _Ahead | None = None
 
     def run(self) -> None:
@@ -95,7 +96,7 @@ class OverlappedSession(Session):
         except Refused as refused:
             update = self._refused(assignment, refused)
         self._arrived(pair, update, sent.talk)
-        self._storage, self._other_storage = self._other_storage, self._storage
+        self._scratch, self._other_scratch = self._other_scratch, self._scratch
         self._up, self._other_up = self._other_up, self._up
         following = ahead.end()
         if following is not None:
@@ -104,12 +105,12 @@ class OverlappedSession(Session):
         return following
 
     def next_task(self) -> Task | None:
-        """Take the next task from the queue; None if there is none soon. A stop request stays in the queue."""
+        """Take the next task from the queue; None if there is none soon. A stop request or an error stays in the queue."""
         try:
             command = self._outbox.get(timeout=_LOOK_S)
         except queue.Empty:
             return None
-        if isinstance(command, str):
+        if not isinstance(command, Task):
             self._outbox.put(command)
             return None
         return command

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 from raafl.core.types import Assignment, SumGroup, Update
@@ -38,6 +37,7 @@ from raafl.runtime.secure_protocol import (
     to_tensors,
 )
 from raafl.submodel import FlatTensors, Layout
+from raafl.submodel.tensor_files import PayloadRoom
 from raafl.transport import Kind, Refused
 
 Phase = Literal["ready", "shares", "masked", "opened"]
@@ -110,7 +110,7 @@ class SecureSession:
 
     def __init__(
         self, put: Callable[[SecureStep], None], checked: Callable[[Meta], Answer], talk: Conversation,
-        keep_alive: Callable[[], None], every_s: float,
+        keep_alive: Callable[[], None], every_s: float, storage: PayloadRoom | None = None,
     ) -> None:  # fmt: skip
         """Prepare.
 
@@ -120,8 +120,9 @@ class SecureSession:
             talk: connection to the client during the task.
             keep_alive: sends a heartbeat; raises when the client is gone.
             every_s: seconds between heartbeats while other clients are waited for.
+            storage: room for what the client sends, on the CPU, where masks are added; None = in memory.
         """
-        self._put, self._checked, self._talk = put, checked, talk
+        self._put, self._checked, self._talk, self._storage = put, checked, talk, storage or PayloadRoom()
         self._keep_alive, self._every_s, self._since = keep_alive, every_s, time.monotonic()
 
     def run(self, assignment: Assignment) -> None:
@@ -137,7 +138,7 @@ class SecureSession:
         replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
         phase: Phase = "ready"
         talk = self._talk
-        first = talk.recv(Kind.QUESTION, partial(_room, layout_of(keys=2 * KEY_BYTES)))
+        first = talk.recv(Kind.QUESTION, self._room(layout_of(keys=2 * KEY_BYTES)))
         answer, proof, message = self._checked(first.meta), KeyProof.from_meta(first.meta), first
         while True:
             assert message.tensors is not None
@@ -149,7 +150,10 @@ class SecureSession:
             talk.send(Kind.REPLY, reply.meta, reply.tensors)
             phase = NEXT[phase]
             kind = Kind.UPDATE if phase == "opened" else Kind.QUESTION
-            message = talk.recv(kind, partial(_room, reply.expect))
+            message = talk.recv(kind, self._room(reply.expect))
+
+    def _room(self, layout: Layout) -> Callable[[Meta], FlatTensors]:
+        return lambda meta: self._storage(layout)
 
     def _replied(self, replies: queue.SimpleQueue[Reply | None]) -> Reply:
         while True:
@@ -170,11 +174,6 @@ class SecureSession:
         if time.monotonic() - self._since > self._every_s:
             self._keep_alive()
             self._since = time.monotonic()
-
-
-def _room(layout: Layout, meta: Meta) -> FlatTensors:
-    """Return storage for a message, on the CPU, where masks are added."""
-    return FlatTensors.empty(layout)
 
 
 @dataclass

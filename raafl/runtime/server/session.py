@@ -6,19 +6,20 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from raafl.compression.plan import CompressionPlan
-from raafl.compression.streams import DownlinkCodec, UplinkCodec
+from raafl.compression.streams import DownlinkCodec, Scratch, UplinkCodec
 from raafl.config.options import Timeouts
+from raafl.core.admission import NO_SPACE
 from raafl.core.exchange import Exchange
 from raafl.core.local import Local
 from raafl.core.payload import Payload
 from raafl.core.quarantine import DAMAGED
+from raafl.core.state import ClientState
 from raafl.core.types import POLICY, Arrived, Assignment, ClientInfo, Joined, Lost, Update
 from raafl.errors import GpuLost, InvalidPayload, TaskFailed
 from raafl.local.failure import unanswered
@@ -32,9 +33,10 @@ from raafl.runtime.secure_groups import NOT_OPENED
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.link import HandedOver, SessionLink
 from raafl.runtime.server.secure import SecureSession
-from raafl.runtime.server.terms import Terms
+from raafl.runtime.server.terms import Task, Terms
 from raafl.sanitize import sanitize_text
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
+from raafl.submodel.tensor_files import NoRoom
 from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerTimeout, Refused
 
 MAX_DAMAGED = 3
@@ -46,19 +48,10 @@ NOT_JOINING: Mapping[str, str] = {POLICY: "its site does not allow this run", DR
 _LOOK_S = 0.5  # how often an idle session looks whether its client is still there
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A task for a client: its assignment, the submodel's values, and the hash of the journal at that time."""
-
-    assignment: Assignment
-    snapshot: FlatTensors
-    head: str | None = None
-
-
 class Session(threading.Thread):
     """The server's session with one client: it sends a task and receives the update, in turn, until the session ends.
 
-    Each event is put into the inbox. Received tensors are stored in memory of this session, which the next update
+    Each event is put into the inbox. Received tensors are stored in this session's own storage, which the next update
     overwrites; that is safe, since the coordinator processes an update before it sends the client a new task.
     """
 
@@ -77,23 +70,22 @@ class Session(threading.Thread):
         super().__init__(name=f"client-{client}", daemon=True)
         self.client, self.incarnation = client, incarnation
         self._connect, self._submodels, self._inbox, self._waits, self._moved = connect, submodels, inbox, waits, moved
-        self._outbox: queue.SimpleQueue[Task | str] = queue.SimpleQueue()
-        self._storage: dict[Layout, FlatTensors] = {}
+        self._outbox: queue.SimpleQueue[Task | NoRoom | str] = queue.SimpleQueue()
         self._out: Assignment | None = None
-        self._device = device
+        self._device, self._terms = device, terms or Terms()
         self._pair: Connection | None = None
-        self._terms = terms or Terms()
         self._plan = plan or CompressionPlan(Payload(submodels))
-        self._down, self._up = DownlinkCodec(self._plan), UplinkCodec(self._plan)
+        storage = self._terms.storage
+        self._scratch = Scratch(storage)
+        self._down = DownlinkCodec(self._plan, Scratch(storage), ClientState(storage))
+        self._up = UplinkCodec(self._plan, self._scratch)
         self._received: FlatTensors | None = None  # what the client has been sent, as it has it
         # While it greets and while a task is out two may send, this thread and `stop`, in the loop's: a pair takes one at a time.
-        # `_stopping` is set before the lock is tried, and looked at after it is given back, so that one of the two tells the
-        # client, once.
+        # `_stopping` is set before the lock is tried and looked at after it is given back: one of the two tells the client, once.
         self._sending = threading.Lock()
         self._stopping: str | None = None
-        self._told, self._welcomed = False, False
+        self._told, self._welcomed, self._num_samples, self._num_damaged = False, False, 0, 0
         self._known = known or ClientInfo(client, 0)
-        self._num_samples, self._num_damaged = 0, 0
         self.link = SessionLink(
             client, incarnation, inbox.put, self._waits.resume_s, lambda: None if self._out is None else self._out.id,
             lambda: self._stopping is not None,
@@ -110,6 +102,10 @@ class Session(threading.Thread):
             head: hash of the journal after the task was recorded; None = there is none.
         """
         self._outbox.put(Task(assignment, snapshot, head))
+
+    def fail(self, error: NoRoom) -> None:
+        """End the session, since there is no room for what its client is to be sent; return at once."""
+        self._outbox.put(error)
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:
         """Tell the client to stop, even in the middle of a task.
@@ -156,6 +152,8 @@ class Session(threading.Thread):
             self._part(failed, reason)
         except PeerTimeout as error:
             reason, counts = f"timeout: {error}", self._out is not None
+        except NoRoom as error:
+            reason, counts = f"{NO_SPACE}: {error}", True
         except (PeerLost, Refused, OSError, RuntimeError) as error:
             reason = f"disconnected: {error}"
         except Exception as error:  # whatever it is, the run must hear that nothing more will come
@@ -245,6 +243,8 @@ class Session(threading.Thread):
                 with self._sending:
                     self._say_stop(command)
                 return
+            if isinstance(command, NoRoom):
+                raise command
             self._task(pair, command)
             self._out, idle_s = None, 0.0
 
@@ -273,7 +273,7 @@ class Session(threading.Thread):
         )  # fmt: skip
         values = task.snapshot
         if exchange is not None:
-            values = FlatTensors.empty(exchange.client.layout(spec, "sent"), values.device).take_(values)
+            values = self._terms.storage(exchange.client.layout(spec, "sent"), values.device).take_(values)
         self._out = assignment
         packed = self._down.pack(assignment, values)
         head = None if task.head is None else SignedHead.sign(task.head, assignment.id, self._terms.signer)
@@ -284,8 +284,8 @@ class Session(threading.Thread):
         try:
             if secure:
                 checked, alive = partial(self._checked_answer, spec), partial(self._keep_alive, pair)
-                masked = SecureSession(self._inbox.put, checked, talk, alive, self._waits.idle_s / 3)
-                masked.run(assignment)
+                every_s, storage = self._waits.idle_s / 3, self._terms.storage
+                SecureSession(self._inbox.put, checked, talk, alive, every_s, storage).run(assignment)
                 self._moved(0, talk.up_bytes)
                 self.link.confirm(assignment.id)
                 return  # the aggregator reports the result
@@ -391,9 +391,4 @@ class Session(threading.Thread):
 
     def _buffer(self, layout: Layout) -> FlatTensors:
         """Return storage for ``layout``, the same each time; only the last few layouts are kept."""
-        buffer = self._storage.get(layout)
-        if buffer is None:
-            while len(self._storage) >= 2:
-                self._storage.pop(next(iter(self._storage)))
-            buffer = self._storage[layout] = FlatTensors.empty(layout, self._device)
-        return buffer
+        return self._scratch("answer", layout, torch.device(self._device))

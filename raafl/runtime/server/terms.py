@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from raafl.core.types import Assignment
 from raafl.runfolder.signing import Signer
 from raafl.runtime.fields import LogLine
 from raafl.runtime.server.site_rules import ANYTHING, SiteRules
+from raafl.submodel import FlatTensors
+from raafl.submodel.tensor_files import PayloadRoom
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A task for a client: its assignment, the submodel's values, and the hash of the journal at that time."""
+
+    assignment: Assignment
+    snapshot: FlatTensors
+    head: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +33,7 @@ class Terms:
         site: limits on what the client may claim.
         masked: whether the client masks its updates (secure aggregation).
         signer: holder of the server's key, which signs the journal's hash sent with each task; None = unsigned.
+        storage: storage for the session's tasks and updates, in memory or in files.
         take_logs: function called on any thread with a client's id and the log lines that it has sent.
     """
 
@@ -30,4 +43,5 @@ class Terms:
     site: SiteRules = ANYTHING
     masked: bool = False
     signer: Signer | None = None
+    storage: PayloadRoom = field(default_factory=PayloadRoom)
     take_logs: Callable[[int, Sequence[LogLine]], None] = lambda client, lines: None

@@ -18,16 +18,7 @@ from raafl.core.admission import ERROR
 from raafl.core.coordinator import TIME_UP, Coordinator
 from raafl.core.hooks import RunHooks
 from raafl.core.snapshots import Snapshots
-from raafl.core.types import (
-    RESTART,
-    Arrived,
-    Assignment,
-    Event,
-    Joined,
-    Lost,
-    Stop,
-    Timer,
-)
+from raafl.core.types import RESTART, Arrived, Assignment, Event, Joined, Lost, Stop, Timer
 from raafl.errors import CodeFailed, TaskFailed, format_error
 from raafl.local.evaluation.evaluate import Evaluator
 from raafl.local.failure import leave_traceback, of_server
@@ -42,6 +33,7 @@ from raafl.runtime.server.link_tracker import LinkTracker
 from raafl.runtime.server.secure import SecureAggregator, SecureStep
 from raafl.runtime.server.session import Session
 from raafl.submodel import FlatTensors
+from raafl.submodel.tensor_files import NoRoom, PayloadRoom
 from raafl.transport import Refused
 from raafl.units import duration
 from raafl.watch.progress import Progress
@@ -69,8 +61,11 @@ class Server(Driver):
         announce: Callable[[int | None, str], None] = lambda client, reason: None,
         patience_s: float | None = None,
         max_failures: int | None = None,
+        storage: PayloadRoom | None = None,
     ) -> None:
         """Prepare; `run` starts the clock. ``announce`` is told why a client (None = all) is let go.
+
+        ``storage`` makes room for what clients are sent; None = in memory.
 
         With ``patience_s`` clients may come and go (`enter`), and the run fails when there has been none for so long;
         without, all enter before `run`, which starts their sessions, and it fails when none is left. A client in which the
@@ -83,7 +78,8 @@ class Server(Driver):
         self.inbox, self.waits = inbox, waits or Timeouts()
         self.sessions: dict[int, Session] = {}
         self._evaluator = SnapshotEvaluator(evaluator, self.hooks.on_values) if evaluator is not None else None
-        self._snapshots = Snapshots(coordinator)
+        self.storage = storage or PayloadRoom()
+        self._snapshots = Snapshots(coordinator, self.storage)
         # The assignment and values that each was last sent. A session's thread may read them until the answer is there or the
         # session has ended; only then are they given back, to be overwritten.
         self._sent: dict[_Life, dict[int, FlatTensors]] = {}
@@ -291,7 +287,11 @@ class Server(Driver):
         self.record.assigned(assignment)  # before it is sent: its id is never used again, whatever happens
         session = self.sessions.get(assignment.client)
         if session is not None:
-            snapshot = self._snapshots.cut(assignment)
+            try:
+                snapshot = self._snapshots.cut(assignment)
+            except NoRoom as error:
+                session.fail(error)
+                return
             self._sent.setdefault((assignment.client, assignment.incarnation), {})[assignment.id] = snapshot
             session.assign(assignment, snapshot, None if self.record.folder is None else self.record.folder.head)
 

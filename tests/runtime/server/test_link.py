@@ -16,7 +16,9 @@ from raafl.runtime.identity import PROTOCOL
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.link_tracker import LinkTracker
 from raafl.runtime.server.session import Session
+from raafl.runtime.server.terms import Terms
 from raafl.submodel import FlatTensors
+from raafl.submodel.tensor_files import PayloadRoom, is_in_files
 from raafl.transport import Kind, Message, PeerLost, codec, frames
 from raafl.transport.tcp.connection import TcpConnection
 from tests.helpers.coordinators import filled, line_state
@@ -33,7 +35,8 @@ def small(monkeypatch):
 class Door:
     """Sessions of client 4, a loop that the test turns, and the other ends of the connections, which the test plays."""
 
-    def __init__(self, **waits):
+    def __init__(self, storage=None, **waits):
+        self.terms = Terms(storage=storage or PayloadRoom())
         self.state, self.inbox, self.roster = line_state(value=2.0), Inbox(), Roster()
         self.times = Timeouts(**{"join_s": WAIT_S, "task_s": WAIT_S, "stop_s": 2.0, "resume_s": WAIT_S, **waits})
         self.sessions, self.rows, self.notes, self.moved = [], [], [], []
@@ -49,7 +52,7 @@ class Door:
         pair.resumes = True  # as over TLS
         session = Session(
             4, len(self.sessions), lambda: pair, self.state.submodels, self.inbox, self.times,
-            lambda down, up: self.moved.append((down, up)),
+            lambda down, up: self.moved.append((down, up)), terms=self.terms,
         )  # fmt: skip
         self.sessions.append(session)
         session.start()
@@ -143,6 +146,20 @@ def test_a_client_comes_back_to_its_session_and_its_update_is_settled_once(door)
     assert sum(up for _, up in door.moved) > update(door).tensors.num_bytes  # what came twice is counted
 
 
+def test_an_update_that_is_cut_goes_on_in_its_file(tmp_path):
+    door = Door(PayloadRoom(str(tmp_path), most_bytes=47))  # the model has 48 bytes: 12 float32
+    cut_in(door, door.begin(), 2)
+    door.turn()
+    pair = door.resume()
+    door.turn()
+    assert hear(pair).meta == {"received": 0, "chunks": 2}
+    pair.send(update(door), first_chunk=2)
+    tensors = door.event().update.tensors
+    assert is_in_files(tensors) and tensors.fingerprint() == filled(door.state, 3.0).fingerprint()
+    assert list(tmp_path.iterdir()) == []  # it has no name
+    door.close()
+
+
 def test_a_client_may_know_first_that_its_connection_is_dead(door):
     """The server still waits on the old one, which a middlebox has forgotten."""
     old = door.begin()
@@ -219,7 +236,7 @@ def test_who_comes_again_and_again_while_nothing_arrives_has_resume_s_in_all(doo
         elif len(door.rows) > before:
             pairs[-1].close()
     assert isinstance(event, Lost) and [row["event"] for row in door.rows].count("away") in range(3, 10)
-    assert len(door.sessions[0]._storage) == 1
+    assert [len(by_layout) for by_layout in door.sessions[0]._scratch._kept.values()] == [1]
 
 
 def test_a_run_that_ends_waits_for_nobody_who_is_away(door):

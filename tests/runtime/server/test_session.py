@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,9 @@ from raafl.config.options import Timeouts
 from raafl.core.types import Arrived, Joined, Lost
 from raafl.runtime.server.inbox import Inbox
 from raafl.runtime.server.session import Session
+from raafl.runtime.server.terms import Terms
 from raafl.submodel import FlatTensors
+from raafl.submodel.tensor_files import NoRoom, PayloadRoom, is_in_files
 from raafl.transport import Kind, PeerLost, codec
 from raafl.transport.gloo import GlooConnection
 from tests.helpers.coordinators import filled, line_state
@@ -125,6 +129,39 @@ def test_a_client_that_never_answers_is_lost_at_the_deadline():
     with pytest.raises(PeerLost):
         table.hear()
     table.close()
+
+
+def test_long_updates_lie_in_files_and_a_full_disk_ends_one_session_alone(tmp_path, monkeypatch):
+    terms = Terms(storage=PayloadRoom(str(tmp_path), most_bytes=16))
+    tables = [Table(terms) for _ in range(3)]
+    for table in tables:
+        table.greet()
+    for number, table in enumerate(tables):
+        table.assign()
+        with monkeypatch.context() as patch:
+            if number == 1:
+                patch.setattr(os, "posix_fallocate", no_room)
+            table.update()
+            event = table.event()
+        if number == 1:
+            reason = f"no-space: '{tmp_path}' has no room for a payload of 52 bytes (No space left on device): free some, or "
+            assert event == Lost(4, reason + "keep payloads in memory with payload_memory_bytes null", 0, counts=True)
+            with pytest.raises(PeerLost):
+                table.hear()
+        else:
+            assert event.update.refusal is None and is_in_files(event.update.tensors)
+        table.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def no_room(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_task_for_which_there_is_no_room_ends_the_session(table):
+    table.greet()
+    table.session.fail(NoRoom("no room"))
+    assert table.event() == Lost(4, "no-space: no room", 0, counts=True)
 
 
 def test_a_client_that_never_says_hello_is_lost_at_the_deadline():

@@ -10,6 +10,7 @@ import pytest
 
 from raafl.core.types import Lost
 from raafl.runtime.server.wall_clock import Server
+from raafl.submodel.tensor_files import NoRoom
 from raafl.transport import Refused
 
 
@@ -32,6 +33,19 @@ def server() -> Server:
     coordinator: Any = SimpleNamespace(roster=SimpleNamespace(joins=Counter()), **parts)
     unused: Any = SimpleNamespace()
     return Server(coordinator, unused, unused, None, patience_s=60.0)  # clients may come and go
+
+
+def test_a_task_for_which_there_is_no_room_goes_to_its_session_as_an_error():
+    house, heard = server(), []
+    house.record = SimpleNamespace(assigned=lambda assignment: heard.append("recorded"))
+
+    def cut(assignment):
+        raise NoRoom("no room")
+
+    house._snapshots = SimpleNamespace(cut=cut)
+    house.sessions[1] = SimpleNamespace(fail=lambda error: heard.append(str(error)))
+    house._deliver(SimpleNamespace(id=1, client=1, incarnation=0))
+    assert heard == ["recorded", "no room"] and house._sent == {}
 
 
 def test_the_log_says_who_joined_and_left_and_how_many_the_run_waits_for():

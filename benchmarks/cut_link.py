@@ -38,10 +38,14 @@ class Relay:
     Attributes:
         port: on which it listens.
         up_bytes: that have come from the callers.
+        down_bytes: that have come from the port.
         num_cuts: connections broken while something was under way.
     """
 
-    def __init__(self, target: int, bytes_per_s: float, every_s: float | None, until_bytes: float = math.inf) -> None:
+    def __init__(
+        self, target: int, bytes_per_s: float, every_s: float | None, until_bytes: float = math.inf,
+        down_bytes_per_s: float | None = None,
+    ) -> None:  # fmt: skip
         """Listen; entering the context begins.
 
         Args:
@@ -49,14 +53,15 @@ class Relay:
             bytes_per_s: rate from caller to server.
             every_s: seconds between cuts; None = no cuts.
             until_bytes: upwards, after which nothing is cut any more.
+            down_bytes_per_s: rate from server to caller; None = as fast as it comes.
         """
         self._until_bytes = until_bytes
-        self._target, self._rate, self._every_s = target, bytes_per_s, every_s
+        self._target, self._rate, self._down_rate, self._every_s = target, bytes_per_s, down_bytes_per_s, every_s
         self._listener = socket.create_server((_HOST, 0))
         # The system doubles it. A router's queue is like that, and what lies there at a cut is lost.
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)
         self.port: int = self._listener.getsockname()[1]
-        self.up_bytes = self.num_cuts = 0
+        self.up_bytes = self.down_bytes = self.num_cuts = 0
         self._links: dict[int, tuple[socket.socket, socket.socket]] = {}
         self._stop = threading.Event()
 
@@ -108,17 +113,22 @@ class Relay:
                 continue
             number += 1
             self._links[number] = near, far
-            up = threading.Thread(target=self._pump, args=(number, near, far, self._rate), daemon=True)
-            down = threading.Thread(target=self._pump, args=(number, far, near, None), daemon=True)
+            up = threading.Thread(target=self._pump, args=(number, near, far, self._rate, True), daemon=True)
+            down = threading.Thread(target=self._pump, args=(number, far, near, self._down_rate), daemon=True)
             self._threads += [up, down]
             up.start(), down.start()
 
-    def _pump(self, number: int, source: socket.socket, sink: socket.socket, rate: float | None) -> None:
+    def _pump(
+        self, number: int, source: socket.socket, sink: socket.socket, rate: float | None, up: bool = False
+    ) -> None:
         due = time.monotonic()
         with contextlib.suppress(OSError):
             while data := source.recv(8192 if rate is not None else 65536):
-                if rate is not None:
+                if up:
                     self.up_bytes += len(data)
+                else:
+                    self.down_bytes += len(data)
+                if rate is not None:
                     due = max(due, time.monotonic() - 0.1) + len(data) / rate
                     time.sleep(max(due - time.monotonic(), 0.0))
                 sink.sendall(data)

@@ -12,15 +12,18 @@ from benchmarks.cut_link import Relay
 from raafl.commands.replay import replay
 from raafl.transport import frames
 from raafl.transport.tcp import stream
-from tests.distributed.test_come_and_go import parsed, settled, wait_for
+from tests.distributed.test_come_and_go import WAITS, parsed, settled, wait_for
+from tests.distributed.test_secure_sites import OPTIONS, at
 from tests.helpers.joining_clients import remote
+from tests.helpers.small_runs import finish
 
 pytestmark = pytest.mark.timeout(120)
 NUM_BYTES = 300 * 20_000 + 40  # of the model below: 75 float32 to a hidden unit, and 10 biases
 MODEL = (
     "--model.hidden=[20000]", "--clients=1", "--devices=null", "--algorithm=fed_avg", "--eval_every=100",
-    "--checkpoint_every=1",
+    "--checkpoint_every=1", "--payload_memory_bytes=1000000",  # so that the update lies in a file
 )  # fmt: skip
+PATIENT = replace(WAITS, resume_s=20.0)
 RATE = 6_000_000.0  # an update takes a second
 
 
@@ -32,7 +35,7 @@ def small(monkeypatch):
 
 
 def fleet_over(relay, tmp_path, port, clients=1, servers=(), options=()):
-    experiment, config = parsed(tmp_path, *MODEL, *options)
+    experiment, config = parsed(tmp_path, *MODEL, *options, waits=PATIENT)
     joiners = [(1, {"address": f"127.0.0.1:{relay.port}"}) for _ in range(clients)]
     servers = [change(experiment) for change in servers]
     return remote(experiment, config, tmp_path, joiners, held_back=range(1, clients), servers=servers, port=port)
@@ -59,6 +62,56 @@ def test_an_update_gets_over_a_link_that_is_cut_while_it_is_sent(tmp_path, free_
     assert (row["outcome"], row["incarnation"], run.summary["connections_refused"]) == ("merged", "0", {})
     assert NUM_BYTES < int(row["bytes_up"]) < NUM_BYTES * 1.05
     assert relay.up_bytes < NUM_BYTES * 1.05
+    assert replay(run.folder)["equal"] is True
+
+
+def cut_at(relay, *reached):
+    """Cut the link as soon as each of these is true, in turn; return the thread, begun."""
+
+    def cut():
+        for is_reached in reached:
+            wait_for(is_reached, 100.0)
+            relay.cut()
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    return thread
+
+
+def test_a_question_and_its_reply_go_on_where_they_were_cut(tmp_path, free_port):
+    """SplitFed: the activations of a batch go up, their gradient comes down; both are 256 kB, the client's half is 520 kB."""
+    batch, half = 32 * 2000 * 4, 65 * 2000 * 4
+    relay = Relay(free_port, 5e5, None, down_bytes_per_s=5e5)  # half a second each
+    options = ["--model.hidden=[2000]", "--algorithm=split_fed", "--algorithm.client_layers=1", "--train.num_steps=3"]
+    with fleet_over(relay, tmp_path, free_port, options=[*options, "--max_updates=1"]) as fleet, relay:
+        in_question = lambda: relay.up_bytes > batch // 2  # noqa: E731
+        in_reply = lambda: relay.down_bytes > half + batch + batch // 2  # noqa: E731
+        cutting = cut_at(relay, in_question, in_reply)
+        run = fleet.serve(listener=f"127.0.0.1:{free_port}")
+        cutting.join()
+        assert fleet.joiners[0].exit_code() == 0, fleet.joiners[0].words()
+    chunks = [row["chunks"] for row in run.events("back")]
+    assert len(chunks) == 2 and 0 < chunks[0] < batch // 8192 and not run.events("lost")
+    assert [row["outcome"] for row in run.rows()] == ["merged"]
+    assert relay.up_bytes < (3 * batch + half) * 1.2 and relay.down_bytes < (3 * batch + half) * 1.2
+    assert replay(run.folder)["equal"] is True
+
+
+def test_a_masked_update_goes_on_where_it_was_cut(tmp_path, free_port):
+    """The sum of three sites, one behind the link, is that of a simulation."""
+    relay = Relay(free_port, 1e6, None)
+    options = (*OPTIONS, "--model.hidden=[4000]", "--max_updates=3", "--payload_memory_bytes=100000")
+    experiment, config = parsed(tmp_path, *options, second_s=0.02, waits=PATIENT)
+    clients = [(1, at("north", address=f"127.0.0.1:{relay.port}")), (2, at("south")), (3, at("east"))]
+    with remote(experiment, config, tmp_path, clients, port=free_port) as fleet, relay:
+        cutting = cut_at(relay, *(lambda part=part: relay.up_bytes > part for part in (400_000, 800_000)))
+        run = fleet.serve(listener=f"127.0.0.1:{free_port}")
+        cutting.join()
+        assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0], fleet.joiners[0].words()
+    chunks = [row["chunks"] for row in run.events("back")]
+    assert len(chunks) == 2 and 0 < chunks[0] < chunks[1] and not run.events("lost")
+    assert {len(row["group"]) for row in run.events("arrived")} == {3}
+    assert run.digest == finish(replace(experiment, output=str(tmp_path / "simulated"))).digest
     assert replay(run.folder)["equal"] is True
 
 

@@ -15,6 +15,7 @@ from raafl.runtime.protocol import Assign
 from raafl.runtime.server.session import Session
 from raafl.runtime.server.terms import Task
 from raafl.submodel import FlatTensors
+from raafl.submodel.tensor_files import NoRoom
 from raafl.transport import Connection, Kind, Message, Refused
 
 _LOOK_S = 0.1  # how often a thread that waits for the next task looks whether it is still wanted
@@ -105,12 +106,18 @@ class OverlappedSession(Session):
         return following
 
     def next_task(self) -> Task | None:
-        """Take the next task from the queue; None if there is none soon. A stop request or an error stays in the queue."""
+        """Take the next task from the queue; None if there is none soon. A stop request stays in the queue.
+
+        Raises:
+            NoRoom: there is no room for the next task.
+        """
         try:
             command = self._outbox.get(timeout=_LOOK_S)
         except queue.Empty:
             return None
-        if not isinstance(command, Task):
+        if isinstance(command, NoRoom):
+            raise command
+        if isinstance(command, str):
             self._outbox.put(command)
             return None
         return command
@@ -137,13 +144,13 @@ class _Ahead:
 
     def _run(self) -> None:
         while not self._over.is_set() and not self._session.is_stopping:
-            task = self._session.next_task()
-            if task is not None:
-                try:
-                    self._sent = self._session.send(self._pair, task)
-                except Exception as error:
-                    self._error = error
-                return
+            try:
+                if (task := self._session.next_task()) is None:
+                    continue
+                self._sent = self._session.send(self._pair, task)
+            except Exception as error:
+                self._error = error
+            return
 
     def end(self) -> _Sent | None:
         """Wait for the thread; return the task that it has sent, or None. An error of sending is raised here."""

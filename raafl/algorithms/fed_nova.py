@@ -99,7 +99,7 @@ class _Steps(Hook):
         self._num = 0
 
     def update(self) -> None:
-        """Make the model's step, and the same step on a scalar that measures the amount of work."""
+        """Make the optimizer's step on the model, and on an additional number whose movement measures the amount of work."""
         # The first group stands for all: the scalar has one learning rate and one momentum. Options are read at each step, since
         # schedules change them.
         options = self.task.optimizer.param_groups[0]

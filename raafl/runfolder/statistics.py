@@ -92,10 +92,10 @@ class RunStatistics:
         return assignment in self._since
 
     def trained(self, assignment: int, now: float) -> float:
-        """Count the end of a task whose update begins to travel; return its seconds.
+        """Count the end of a task's training, when the update is about to be sent; return the seconds that the task took.
 
         Args:
-            assignment: id of its assignment.
+            assignment: id of the task.
             now: time in seconds on the run's clock.
         """
         return now - self._since.pop(assignment, now)

@@ -39,7 +39,10 @@ def zeros_like(values: FlatTensors) -> FlatTensors:
 
 
 def chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield matching pieces of equally large tensors, as flat views, to save memory; on an accelerator, one piece."""
+    """Split equally large tensors into matching pieces, to save memory, and yield these as flat views.
+
+    On an accelerator there is one piece.
+    """
     flat = [tensor.view(-1) for tensor in tensors]
     size = CHUNK if flat[0].device.type == "cpu" else max(flat[0].numel(), 1)
     return zip(*(torch.split(tensor, size) for tensor in flat), strict=True)
@@ -73,9 +76,8 @@ class Accumulator:
     def add(self, tensors: FlatTensors, spec: Spec, weight: float, factor: float = 1.0) -> None:
         """Add the values of an update to the sum, times ``weight * factor``.
 
-        The values contain no integers, and complex numbers as pairs of real ones (`raafl.parts.merge.wide`). If the
-        first update covers the whole model, it overwrites the storage, which saves a pass; otherwise updates are added
-        to zeros.
+        Complex values must be given as pairs of real ones (`raafl.parts.merge.wide`). If the first update covers the
+        whole model, it overwrites the storage instead of being added to zeros, which saves time.
 
         Args:
             tensors: values of the update.

@@ -266,7 +266,7 @@ class RollingWindows(Select):
         Args:
             submodels: submodels of the model.
             num_blocks: number of blocks in a window.
-            depth: share r_d of the blocks, from which the windows follow.
+            depth: share r_d of the blocks that a window has.
         """
         stack = stack_of(submodels)
         if stack is None:

@@ -270,14 +270,14 @@ class _Run:
         return self._updated(work.task_flops, work.moved_bytes, peak_bytes, work.padding_flops, work.kernels.total())
 
     def forward(self) -> Step:
-        """Run a forward pass and the optimiser's step, and count the forward pass three times."""
+        """Estimate the cost of a training step from a forward pass, counted three times, and the optimiser's step."""
         peak_bytes = self._peak_of(lambda: call(self.module, self.batch)) + self.gradient_bytes
         work = self.ledger
         times = 3 * work.kernels.total()
         return self._updated(3.0 * work.task_flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, times)
 
     def update(self) -> Step:
-        """Run the optimiser's step; forward and backward pass are assumed to read each value three times."""
+        """Estimate the cost of a training step from the optimiser's step alone, with three reads of each value for the rest."""
         values = sum(p.numel() * p.itemsize for p in self.module.parameters())
         return self._updated(None, 3 * values, self.gradient_bytes)
 

@@ -209,7 +209,7 @@ TAKERS: dict[str, Sized] = {}
 
 
 def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
-    """Register the decorated function, which finds the sizes among the arguments of these torch functions."""
+    """Register the decorated function for some torch functions: it finds which of their arguments are sizes."""
 
     def add(function: Sized) -> Sized:
         TAKERS.update(dict.fromkeys(names, function))
@@ -220,7 +220,7 @@ def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The part of a tensor dimension whose length a number is: all of it, its first indices, or one of its factors.
+    """Part of a tensor dimension that has the length of a number in the code: all of it, its first indices, or a factor.
 
     Attributes:
         tensor: tensor to which the dimension belongs.

@@ -61,7 +61,7 @@ class LocalTrainer(TaskSteps):
             pools: whether `raafl.parts.merge.pooled` merges running statistics, which are then sent in its form.
         """
         from lightning.fabric import Fabric
-        from lightning.fabric.plugins.environments import LightningEnvironment
+        from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
         self.submodels, self.local, self.sends, self.training = submodels, local, sends, training
         self.pools = pools

@@ -280,7 +280,8 @@ class Client:
         write_receipt: Callable[[], None] | None = None
         if self.receipts is not None:
             whole = self._side.exchange(assignment) is None  # the server trains nothing of it
-            plain = whole and self._secure is None and (self._plan is None or self._plan.up is None)
+            as_it_is = self._plan is None or (self._plan.up is None and not self._plan.payload.is_resident)
+            plain = whole and self._secure is None and as_it_is
             sent = leaves if plain else None  # else the server's fingerprint is of other values
             receipt = receipt_of(assignment, head, trained=trained, sent=sent, num_samples=update.num_samples)
             alone = whole and self._context.process_group is None and trained == leaves  # no noise of the site's own

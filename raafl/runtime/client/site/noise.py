@@ -51,6 +51,8 @@ def problem(trainer: LocalTrainer) -> str | None:
         return "its method sends activations in the middle of a task"
     if local.up_as is not None:
         return f"its method sends {local.up_as} in the place of values"
+    if trainer.payload.is_resident:
+        return "its method goes on from what the last task has left on the client, which noise would spoil"
     if local.masked:
         return "its method tells which classes the client has"
     entries = submodels.layout(part="trained").entries

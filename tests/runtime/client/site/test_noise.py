@@ -105,7 +105,8 @@ def test_what_releases_spend_is_what_an_accountant_says_of_twice_the_sensitivity
 @pytest.mark.parametrize(("algorithm", "module", "said"), [
     (ALGORITHMS["fed_pm"](), Slope(), "sends bits"), (ALGORITHMS["fed_mezo"](), Slope(), "sends scalars"),
     (fed_avg(), Normed(), "sends running statistics (norm.running_mean)"),
-], ids=["bits", "scalars", "statistics"])  # fmt: skip
+    (ALGORITHMS["streaming_diloco"](), Slope(), "what the last task has left on the client"),
+], ids=["bits", "scalars", "statistics", "resident"])  # fmt: skip
 def test_what_noise_on_tensors_does_not_cover_is_refused(algorithm, module, said):
     assert said in problem(trainer_of(algorithm, module))
 

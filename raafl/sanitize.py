@@ -60,7 +60,7 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         raise ValueError(f"it is no YAML of plain values ({type(error).__name__})") from None
     if not isinstance(tree, dict):
-        raise ValueError("it is no table of fields")
+        raise ValueError("it is not a mapping of fields")
     num, level = 0, [tree]
     for _ in range(_MAX_DEPTH):
         below = []

@@ -185,7 +185,7 @@ class ModuleSpec:
         batch = loader.collate_fn([loader.dataset[0]])
         if not (isinstance(batch, Mapping) or (isinstance(batch, Sequence) and len(batch) > 1)):
             raise BadInput(
-                f"a batch is {type(batch).__name__}: give (input, ..., target), or a mapping; or hand over a LightningModule, "
+                f"a batch is {type(batch).__name__}: give (input, ..., target), or a mapping; or give a LightningModule, "
                 "which reads its batches itself"
             )
         return Plain(net, self.loss, self.optimizer, self.metrics)  # type: ignore[arg-type]

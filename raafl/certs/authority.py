@@ -73,7 +73,7 @@ class Authority:
     def __init__(self, folder: Path) -> None:
         """Open the authority in a folder; raises `BadInput` where there is none."""
         if not (folder / "ca.key").is_file():
-            raise BadInput(f"folder is '{folder}', where no authority is: make one with `raafl certs init`")
+            raise BadInput(f"folder is '{folder}', which has no authority: make one with `raafl certs init`")
         self.folder = folder
         self.certificate = files.read_certificate(folder / "ca.crt")
         self._key = files.read_key(folder / "ca.key")
@@ -101,7 +101,7 @@ class Authority:
         """Create a key and certificate for the server; ``hosts`` are the host names and IP addresses by which clients reach it."""
         names = [_host(host) for host in hosts]
         if not names:
-            raise BadInput("HOST is missing: give the host names and IP addresses by which clients call the server")
+            raise BadInput("HOST is missing: give the host names and IP addresses by which clients reach the server")
         self._check_days(days)
         key = files.new_key(self.folder / "server.key")
         return self._issue(Holder(self.federation), key.public_key(), names, days)

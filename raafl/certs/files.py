@@ -45,7 +45,7 @@ def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(data, None)
     except (ValueError, TypeError):
-        raise BadInput(f"'{path}' has no private key in PEM without a passphrase: name the file that has") from None
+        raise BadInput(f"'{path}' has no private key in PEM without a passphrase: give the file that has one") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise BadInput(f"'{path}' has a key of another kind: `raafl certs` uses ECDSA keys")
     return key
@@ -56,7 +56,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(read(path))
     except ValueError:
-        raise BadInput(f"'{path}' has no certificate in PEM: name the file that has") from None
+        raise BadInput(f"'{path}' has no certificate in PEM: give the file that has one") from None
 
 
 def read(path: Path) -> bytes:

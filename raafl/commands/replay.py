@@ -99,7 +99,7 @@ def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
     least, counts = (start.get("min_clients"), start.get("count_lost")) if isinstance(start, dict) else (None, None)
     if not isinstance(least, int) or not isinstance(counts, bool):
         raise BadInput(
-            f"the journal of '{folder}' says of the start {start!r:.80}: the journal was changed, and cannot be replayed"
+            f"the journal of '{folder}' has {start!r:.80} as the run's start: the journal was changed, and cannot be replayed"
         )
     return {"min_clients": least, "count_lost": counts}
 

@@ -72,7 +72,7 @@ def located(argv: Sequence[str]) -> list[str]:
     outputs = values(rest, "--output")
     if not outputs or not values(rest, "--config"):
         raise BadInput(
-            "resume is auto: give --config and --output too, the run and its folder, in which it may have to start"
+            "resume is auto: give --config and --output too, since the run starts there if it has no checkpoint"
         )
     folder = _brought(outputs[-1], "output") if is_url(outputs[-1]) else _present(Path(outputs[-1]))
     return rest if folder is None else [*rest, _RESUMES, str(folder)]

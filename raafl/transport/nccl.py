@@ -196,7 +196,7 @@ def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> 
                 work.wait()
             _synchronize(device, timeout_s)
             if int(words[1]) != 1 - rank:
-                raise RuntimeError("NCCL does not bring what was sent")
+                raise RuntimeError("NCCL delivers other values than were sent")
 
     return checked_group(store, rank, 2, timeout_s, check)
 

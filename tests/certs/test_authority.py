@@ -110,7 +110,7 @@ def test_requests_that_are_not_signed(authority):
 
 
 def test_bad_input(authority, tmp_path):
-    with pytest.raises(BadInput, match="where no authority is: make one with `raafl certs init`"):
+    with pytest.raises(BadInput, match="which has no authority: make one with `raafl certs init`"):
         Authority(tmp_path)
     with pytest.raises(BadInput, match=r"ca\.key' exists: a key is never overwritten"):
         Authority.create(authority.folder, "fed")

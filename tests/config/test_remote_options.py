@@ -94,7 +94,7 @@ def test_without_certificates_nothing_starts_and_the_remedy_is_named(tmp_path, m
 def test_a_token_is_good_on_this_machine_alone(monkeypatch, capsys):
     monkeypatch.setenv("RAAFL_LOCAL_TOKEN", TOKEN.token.hex())
     assert main(["serve", "--address", "0.0.0.0:0", "--config", str(QUICKSTART)]) == 2
-    assert "which others can reach: a token is good on this machine alone" in capsys.readouterr().err
+    assert "which other machines can reach: a token is only for this machine" in capsys.readouterr().err
     monkeypatch.setenv("RAAFL_LOCAL_TOKEN", "short")
     assert main(["serve", "--config", str(QUICKSTART)]) == 2
     assert "RAAFL_LOCAL_TOKEN is set, but not by `raafl fit --local`: unset it" in capsys.readouterr().err

@@ -138,8 +138,8 @@ class TlsFiles:
         except (ssl.SSLError, OSError) as error:
             why = getattr(error, "reason", None) or error.strerror or error
             raise BadInput(
-                f"tls_cert is '{self.cert}' and tls_key '{self.key}', which are no certificate and its key without a "
-                f"passphrase ({why}): {_REMEDY}"
+                f"tls_cert is '{self.cert}' and tls_key is '{self.key}', which are not a certificate and its key without "
+                f"a passphrase ({why}): {_REMEDY}"
             ) from None
         return context
 

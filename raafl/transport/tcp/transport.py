@@ -35,7 +35,7 @@ class TcpTransport(Transport):
         self._credentials, self._meeting, self.client = meeting.credentials, meeting, meeting.client
         if isinstance(meeting.credentials, LocalToken) and not is_loopback(meeting.address):
             raise BadInput(
-                f"address is '{meeting.address}', which others can reach: a token is good on this machine alone: "
+                f"address is '{meeting.address}', which other machines can reach: a token is only for this machine: "
                 "use certificates (`raafl certs`)"
             )
         self._lock = threading.Lock()

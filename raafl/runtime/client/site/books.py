@@ -72,7 +72,7 @@ class SiteBooks:
                 pass
         except OSError as error:
             raise BadInput(
-                f"policy.state is '{folder}', in which nothing can be kept ({error.strerror}): name another"
+                f"policy.state is '{folder}', in which nothing can be stored ({error.strerror}): name another"
             ) from None
 
     def used(self) -> Used:
@@ -86,8 +86,8 @@ class SiteBooks:
             return used
         except (OSError, ValueError, TypeError) as error:
             raise BadInput(
-                f"policy.state is '{self._folder}', whose {FILE} cannot be read ({error}): restore it from a copy; without it what "
-                "was used is forgotten"
+                f"policy.state is '{self._folder}', whose {FILE} cannot be read ({error}): restore it from a copy, "
+                "since only this file has the bytes and the budget used so far"
             ) from None
 
     def add_bytes(self, num: int, day: date) -> None:

@@ -243,7 +243,7 @@ class SiteGate(Gate):
         now = self._now()
         opens = opens_at(self._hours, now)
         if opens is not None:
-            return opens, "it is none of the hours in policy.hours"
+            return opens, "the time is outside policy.hours"
         if self._day_is_over is not None and now < self._day_is_over:
             return self._day_is_over, "the day's bytes (policy.bytes_per_day) are used up"
         most = self.policy.max_bytes
@@ -325,7 +325,7 @@ class SiteGate(Gate):
 
     def _check_hours(self) -> None:
         if (closed := opens_at(self._hours, self._now())) is not None:
-            raise PolicyRefusal(f"a task: it is none of the hours in policy.hours until {closed:%a %H:%M}", "wait")
+            raise PolicyRefusal(f"a task: the time is outside policy.hours until {closed:%a %H:%M}", "wait")
 
     def _check_bytes(self, assignment: Assignment) -> None:
         most = self.policy.max_bytes

@@ -87,11 +87,11 @@ def test_nothing_is_trained_and_nothing_leaves_outside_the_hours():
     clock, told = Clock(), []
     gate = site_gate(fed_avg(), clock, say=told.append, hours=["thu 20:00-22:00"])
     assert refusal(gate, lambda gate: gate.before(task())) == (
-        "wait", "a task: it is none of the hours in policy.hours until Thu 20:00"
+        "wait", "a task: the time is outside policy.hours until Thu 20:00"
     )  # fmt: skip
     assert gate.wait() is True
     assert (clock.at, clock.slept) == (datetime(2026, 11, 26, 20), 8 * 3600)
-    assert told == ["it is none of the hours in policy.hours: waiting until Thu 26 Nov 20:00"]
+    assert told == ["the time is outside policy.hours: waiting until Thu 26 Nov 20:00"]
     assert gate.wait() is False
     gate.before(task())
     clock.at = datetime(2026, 11, 26, 22)

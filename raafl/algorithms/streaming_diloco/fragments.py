@@ -116,9 +116,10 @@ class TurnMemory(OneValue[dict[int, int]]):
 
 @dataclass(frozen=True)
 class InTurn(WrappedSelect):
-    """Select wrapper that names the fragments of a task: it receives the one that the client's last task sent, as it is now merged.
+    """Select wrapper that chooses the two fragments of a task: the one to send, and the one to receive.
 
-    In rounds all clients send the same, fragment t mod P of round t. Else each goes through them by itself, beginning at its id.
+    A task receives the fragment that the client's last task sent, with its merged values. In rounds all clients send the same
+    fragment, t mod P in round t. Otherwise each client sends its fragments in turn, beginning at its id.
 
     Attributes:
         fragments: division of the model.
@@ -158,7 +159,9 @@ class InTurn(WrappedSelect):
 
 @dataclass(frozen=True)
 class ByFragment(Wrapped):
-    """Merge wrapper that passes on the fragment that an update's task was to send; the inner merge sees a submodel of it.
+    """Merge wrapper that passes one fragment of each update to the inner merge, which sees an update of a submodel.
+
+    The task says which fragment, not the client.
 
     Attributes:
         fragments: division of the model.
@@ -218,7 +221,9 @@ class ByFragment(Wrapped):
 
 @dataclass(frozen=True)
 class DelayedByFragment(DelayedNesterov):
-    """Delayed Nesterov whose N is, unless given, the clients times the fragments: in so many updates each client sends each.
+    """Delayed Nesterov in which N is the number of clients times the number of fragments, unless a number is given.
+
+    In N updates each client sends each fragment once.
 
     Attributes:
         fragments: division of the model.

@@ -22,10 +22,10 @@ REPLICA = "replica"
 
 @dataclass(frozen=True)
 class Replica(Local):
-    """Local training that goes on from the client's own parameters; one fragment is sent and one received with each task.
+    """Local training that continues from the client's own parameters; each task receives one fragment and sends one.
 
-    Between tasks these stay on the client: the replica, the number of its steps, and the values that it received last of each
-    fragment, from which it sends differences.
+    Between tasks the client stores its replica, the number of steps made, and the values that it received last of each fragment.
+    It sends the difference from these values.
 
     Attributes:
         fragments: division of the model.
@@ -75,7 +75,7 @@ class ReplicaWithMoments(Replica):
 
 
 class _Streaming(Hook):
-    """Hook of one task: the replica before the first step, the received fragment tau steps later."""
+    """Hook that loads the replica before the first step, and mixes the received fragment in tau steps later."""
 
     def __init__(self, task: Task, local: Replica) -> None:
         """Load the replica; without one, or where it is not finite, train from the values received."""

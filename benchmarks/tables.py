@@ -71,7 +71,7 @@ def task_of(result: dict[str, Any], task: str) -> str:
     for label in result["methods"]:
         found = [rows.get((fleet, label)) for fleet in cells]
         table.append([label, *("not run" if row is None else time_cell(row["time_to"][target]) for row in found)])
-    shown = "\n".join(f"- {fleet}: {_shown_of(cell)}" for fleet, cell in cells.items())
+    shown = "\n".join(f"- On `{fleet}`: {_shown_of(cell)}" for fleet, cell in cells.items())
     missing = sum(len(seeds) for cell in cells.values() for seeds in cell["not_run"].values())
     verdicts = [row["accepted"] for row in rows.values()]
     grid = f"benchmarks/unequal/{result['name'].removeprefix('unequal-')}.yaml"
@@ -93,7 +93,7 @@ def _shown_of(cell: dict[str, Any]) -> str:
     level = [label for label, one in behind.items() if label != first and not one["shown"] and one["reached"]]
     parts = [f"{first} has the best median."]
     parts += [f"Shown to be slower: {'; '.join(slower)}."] if slower else []
-    parts += [f"No difference is shown from: {'; '.join(level)}."] if level else []
+    parts += [f"No difference from it is shown for: {'; '.join(level)}."] if level else []
     parts += [f"Never reached the target: {'; '.join(never)}."] if never else []
     return "\n  ".join(parts)
 

@@ -211,7 +211,7 @@ def refuse_unused(reason: str, **given: tuple[object, object]) -> None:
     """
     unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
     if unused:
-        raise BadInput(f"{', '.join(unused)}, but {reason}: leave out the one or the other")
+        raise BadInput(f"{', '.join(unused)}, but {reason}: leave out one of the two")
 
 
 def fraction(field: str, value: float, *, zero: bool = False) -> None:

@@ -144,6 +144,7 @@ def _inside(name: str, url: str) -> PurePosixPath:
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
         raise BadInput(
-            f"'{sanitize_text(url, 200)}' has a file named '{sanitize_text(name, 100)}', which no run writes: remove it"
+            f"'{sanitize_text(url, 200)}' has a file '{sanitize_text(name, 100)}', which is not part of a run "
+            "folder: remove it"
         )
     return path

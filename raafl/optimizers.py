@@ -67,13 +67,14 @@ def configure(module: nn.Module) -> tuple[Optimizer, list[Schedule]]:
     if len(several) != 1 or not isinstance(several[0], Optimizer):
         found = f"{len(several)} optimizers" if len(several) > 1 else briefly(several[0] if several else None)
         raise BadInput(
-            f"{owner} gives {found}, but a federated task runs training_step, backward and the step of one optimizer: return "
-            "one, with a parameter group for each part that has options of its own"
+            f"{owner} gives {found}, but a federated task runs training_step, backward and the step of one "
+            "optimizer: return one, with one parameter group for each set of options"
         )
     if _needs_closure(several[0]):
         raise BadInput(
-            f"{owner} gives {type(several[0]).__name__}, whose step needs a closure that computes the loss again, but a federated "
-            "task computes each batch once: return an optimizer that steps without one, such as torch.optim.Adam"
+            f"{owner} gives {type(several[0]).__name__}, whose step needs a closure that computes the loss again, "
+            "but a federated task computes each batch once: return an optimizer without a closure, such as "
+            "torch.optim.Adam"
         )
     return several[0], [_schedule(owner, scheduler, monitor) for scheduler in schedulers]
 
@@ -90,7 +91,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 def _schedule(owner: str, given: Any, monitor: str | None) -> Schedule:
     settings = given if isinstance(given, Mapping) else {"scheduler": given, "monitor": monitor}
     if "scheduler" not in settings:
-        raise BadInput(f"{owner} gives a lr_scheduler without 'scheduler': put the scheduler there")
+        raise BadInput(f"{owner} gives a lr_scheduler dict without the key 'scheduler': put the scheduler there")
     scheduler, interval = settings["scheduler"], settings.get("interval", "epoch")
     one_of(f"{owner}: interval", interval, ("step", "epoch"))
     frequency = settings.get("frequency", 1)

@@ -58,7 +58,7 @@ def load_untrusted_yaml(text: str) -> dict[str, Any]:
     try:
         tree = yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"it is no YAML of plain values ({type(error).__name__})") from None
+        raise ValueError(f"it is not YAML with plain values ({type(error).__name__})") from None
     if not isinstance(tree, dict):
         raise ValueError("it is not a mapping of fields")
     num, level = 0, [tree]

@@ -364,7 +364,7 @@ def test_a_loader_may_stand_in_a_list_and_groups_may_be_none(tmp_path):
 
 @pytest.mark.parametrize(("train", "test", "which"), [([], rows(), "train"), (rows(), [], "test")])
 def test_data_sets_without_samples_are_named(train, test, which):
-    with pytest.raises(BadInput, match=f"{which} is list without any samples: give one that has some"):
+    with pytest.raises(BadInput, match=f"{which} is list without any samples: check how it is read"):
         federation(None).simulate(two_layers, (train, test), loss=F.cross_entropy)
 
 

@@ -197,7 +197,7 @@ def test_an_evaluation_that_hangs_at_the_end_is_given_up(tmp_path, ranks):
         assert server.end() == 0, server.err
     summary = json.loads(server.out)
     assert summary["finished"] == "max_updates" and summary["updates_merged"] == 20
-    assert summary["warnings"] == ["the last evaluation was not done within waits.eval_s = 0.5 s"]
+    assert summary["warnings"] == ["the last evaluation did not end within waits.eval_s = 0.5 s"]
     assert server.err.splitlines() == [f"raafl: warning: {summary['warnings'][0]}"]
 
 

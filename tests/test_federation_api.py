@@ -141,7 +141,9 @@ def test_without_a_test_set_the_model_is_measured_on_training_samples_and_that_i
     assert (
         "Datasets has no test or validation set: the global model is measured on 1,438 samples of the training" in said
     )
-    assert "batches of 2000 are more than 1 of 1 clients have, who train on all of their 1438 samples at once" in said
+    assert (
+        "batches of 2000 are more than 1 of 1 clients have, so each of these trains on all of its 1438 samples" in said
+    )
     batch = next(iter(DataLoader(data.train, batch_size=len(data.train))))
     assert result.final["loss"] == pytest.approx(F.cross_entropy(result.module(batch[0]), batch[1]).item(), rel=1e-4)
 
@@ -282,7 +284,7 @@ def test_on_the_command_line_such_a_run_gets_one_clear_line(tmp_path, capsys):
     for command in (["replay", str(folder)], again):
         assert main(command) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "this run was started in Python, which gave its data, raafl.data.sources.Digits" in line
+        assert "this run's data was a Python object, raafl.data.sources.Digits" in line
         assert "raafl.Federation(...).replay(RUN, module, data)" in line
 
 
@@ -291,7 +293,7 @@ def test_a_replay_wants_the_weights_that_the_run_began_with(tmp_path):
     result = fed.simulate(seeded_net(), digits(), loss=F.cross_entropy)
     found = fed.replay(result.folder, seeded_net(), digits(), loss=F.cross_entropy)
     assert (found["equal"], found["recorded_digest"]) == (True, result.summary["model_digest"])
-    with pytest.raises(BadInput, match=r"torch\.manual_seed before it is made"):
+    with pytest.raises(BadInput, match=r"torch\.manual_seed before the module is made"):
         fed.replay(result.folder, seeded_net(1), digits(), loss=F.cross_entropy)
 
 
@@ -360,19 +362,19 @@ def test_a_run_leaves_the_generators_of_an_emulated_gpu_as_they_were(tmp_path, e
         ({"devices": [{"name": "x", "flops": 1}]}, "unknown field devices.flops"),
         ({"devices": 3}, "devices is 3: it says what the clients can do"),
         ({"devices": 0.5}, "give a list of devices"),
-        ({"devices": ["iphone-99"]}, "device 'iphone-99' is no shipped profile, and nothing says what it can do"),
+        ({"devices": ["iphone-99"]}, "device 'iphone-99' is not in raafl's catalogue, and flops_per_s is missing"),
         ({"max_epochs": 3}, "Federation has no 'max_epochs': a run ends by max_updates"),
         (
             {"callbacks": object()},
-            "callbacks has an object of object: give objects of raafl.Callback; callbacks of a Trainer do not work here",
+            "callbacks has an object of object: give objects of raafl.Callback; callbacks of Lightning's Trainer do not work here",
         ),
         (
             {"callbacks": [raafl.EarlyStopping]},
-            r"callbacks has the class EarlyStopping: give an object of it, EarlyStopping\(\)",
+            r"callbacks has the class EarlyStopping: give an object, EarlyStopping\(\)",
         ),
         (
             {"callbacks": EarlyStopping("loss")},
-            "give objects of raafl.Callback, such as raafl.EarlyStopping; callbacks of a Trainer",
+            "give objects of raafl.Callback, such as raafl.EarlyStopping; callbacks of Lightning's Trainer",
         ),
         ({"algorithm": raafl.fed_avg}, r"algorithm is fed_avg: give what it makes, raafl.fed_avg\(\), or its name"),
         ({"guard": 3}, "guard is 3: give its fields as a dict"),

@@ -40,7 +40,7 @@ def test_what_is_put_is_listed_and_fetched_whole(url, tmp_path):
 def test_a_name_that_leads_out_of_the_folder_is_refused(name, tmp_path, monkeypatch):
     store = ObjectStore(f"memory://{uuid.uuid4()}/run")
     monkeypatch.setattr(ObjectStore, "names", lambda self: [name])
-    with pytest.raises(BadInput, match="which no run writes: remove it"):
+    with pytest.raises(BadInput, match="which is not part of a run folder: remove it"):
         store.fetch(tmp_path / "here")
     assert not (tmp_path / "here").exists()
 

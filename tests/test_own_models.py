@@ -186,9 +186,11 @@ class Unlucky(Picky):
 
 
 def test_a_model_that_cannot_be_made_is_one_line(tmp_path):
-    with pytest.raises(BadInput, match=r"the model cannot be made: RuntimeError: no such library \(.*.py:\d+\)$"):
+    with pytest.raises(
+        BadInput, match=r"the model cannot be constructed: RuntimeError: no such library \(.*.py:\d+\)$"
+    ):
         finish(experiment(tmp_path / "run", model=Unlucky))
-    with pytest.raises(BadInput, match=r"the model cannot be made: width 15 is not a multiple of 2$"):
+    with pytest.raises(BadInput, match=r"the model cannot be constructed: width 15 is not a multiple of 2$"):
         finish(experiment(tmp_path / "run", model=Picky))
 
 

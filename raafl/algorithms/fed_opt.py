@@ -38,7 +38,7 @@ def fed_opt(
             every client.
     """
     if optimizer == "adagrad" and beta2 != 0.99:
-        raise BadInput(f"beta2 is {beta2}, but adagrad has no second decay: leave it out, or use adam or yogi")
+        raise BadInput(f"beta2 is {beta2}, but adagrad has no beta2: leave beta2 out, or use adam or yogi")
     return Algorithm(
         name="fed_opt",
         paper="Reddi et al. 2021",

@@ -102,7 +102,7 @@ class Personal(Wrapped):
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
         """Return the wrapped merge's notes, and a warning if no layer is shared."""
         trained = state.submodels.parameter_names & state.submodels.layout(part="trained").by_name.keys()
-        alone = [] if trained - self.own(state.submodels) else [Warn("nothing is shared: each client trains alone")]
+        alone = [] if trained - self.own(state.submodels) else [Warn("no layer is shared: each client trains alone")]
         return super().notes(state, num_clients) + alone
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:

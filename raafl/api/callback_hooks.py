@@ -129,7 +129,7 @@ class CallbackHooks(RunHooks):
     # ---- how callbacks are told ----
 
     def _seen(self) -> RunView:
-        assert self._view is not None, "the run has not begun"
+        assert self._view is not None, "the run has not started"
         return self._view
 
     def _announce(self, version: int, now: float) -> None:
@@ -180,7 +180,9 @@ class CallbackHooks(RunHooks):
                 continue
             try:
                 if name in METRIC_COLUMNS or not isinstance(name, str):
-                    raise BadInput(f"gives a metric '{name}', a name that is taken: choose another")
+                    raise BadInput(
+                        f"returns a metric '{name}', but a metric of this name exists already: choose another name"
+                    )
                 found[name] = float(value)
             except BadInput as error:
                 self._fail(callback, "on_evaluate", error)

@@ -79,11 +79,12 @@ def callbacks_of(given: Any) -> list[Callback]:
         if isinstance(one, Callback):
             continue
         if isinstance(one, type) and issubclass(one, Callback):
-            raise BadInput(f"callbacks has {briefly(one)}: give an object of it, {one.__name__}()")
+            raise BadInput(f"callbacks has {briefly(one)}: give an object, {one.__name__}()")
         name = type(one).__name__
         own = f", such as raafl.{name}" if name in _SHIPPED else ""
         raise BadInput(
-            f"callbacks has {briefly(one)}: give objects of raafl.Callback{own}; callbacks of a Trainer do not work here"
+            f"callbacks has {briefly(one)}: give objects of raafl.Callback{own}; callbacks of Lightning's Trainer "
+            "do not work here"
         )
     return several
 

@@ -105,19 +105,19 @@ def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
         _only(given, "DataLoaders: set it there")
         if data[1] is not None and not isinstance(data[1], DataLoader):
             raise BadInput(
-                f"test is {type(data[1]).__name__}, and train is a DataLoader: give a DataLoader of it, or None"
+                f"test is {type(data[1]).__name__}, but train is a DataLoader: give a DataLoader for test too, or None"
             )
         return Loaders(*data)
     if isinstance(data, (tuple, list)) and len(data) == 2:
         return Datasets(*data, **_only(given, "plain data sets", "batch_size", "collate_fn"))
     if isinstance(data, type):
-        raise BadInput(f"data is {briefly(data)}: give an object of it, {data.__name__}(...)")
+        raise BadInput(f"data is {briefly(data)}: give an object, {data.__name__}(...)")
     if isinstance(data, LightningDataModule) or hasattr(data, "train_dataloader"):
         _only(given, f"{type(data).__name__}, which has loaders of its own: set it there")
         return data  # type: ignore[no-any-return]
     raise BadInput(
-        f"data is {briefly(data)}: give a LightningDataModule, a pair (train, test) of data sets or DataLoaders, (train, None) "
-        "where there is nothing to test on, or the name of a Hugging Face data set"
+        f"data is {briefly(data)}: give a LightningDataModule, a pair (train, test) of data sets or DataLoaders, "
+        "(train, None) without test data, or the name of a Hugging Face data set"
     )
 
 
@@ -151,14 +151,14 @@ def named(path: str, model_name: str | None, **given: object) -> LightningDataMo
     text = next((name for name in _TEXTS if name in columns), None)
     if text is None or "label" not in columns:
         raise BadInput(
-            f"the data set '{path}' has splits {', '.join(splits)}, columns {', '.join(columns)}, no text and label among them: "
-            "give a raafl.data.HuggingFaceText, or raafl.data.HuggingFace for images, that names them"
+            f"the data set '{path}' has splits {', '.join(splits)}, columns {', '.join(columns)}, but raafl needs "
+            "text and label: name the columns with raafl.data.HuggingFaceText, or raafl.data.HuggingFace for images"
         )
     test = next((name for name in _TESTS if name in splits and min(splits[name]["label"]) >= 0), None)
     if test is None:
         raise BadInput(
-            f"the data set '{path}' has splits {', '.join(splits)}, none to test on: give a raafl.data.HuggingFaceText that "
-            "names one"
+            f"the data set '{path}' has splits {', '.join(splits)}, none of them for tests: name one with "
+            "raafl.data.HuggingFaceText"
         )
     return HuggingFaceText(path, tokenizer, text_column=text, test_split=test, **options)
 

@@ -75,8 +75,8 @@ def _script(num_clients: int) -> list[str]:
         raise BadInput(f"local is {num_clients}: give the number of clients to start, 1 or more")
     if _started:
         raise BadInput(
-            f"local is {num_clients}, but this script has started clients before, and others would go through its first fit "
-            "again: use one fit with local in a script, torchrun, or simulate"
+            f"local is {num_clients}, but this script has already called fit with local, and new clients would "
+            "repeat that call: use fit(local=) once in a script, or torchrun, or simulate"
         )
     if "RANK" in os.environ:
         raise BadInput("local starts its own ranks, but torchrun has started this one: use one of them")

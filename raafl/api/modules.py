@@ -72,7 +72,8 @@ class Plain(LightningModule):
             name = _label(batch)
             if name is None:
                 raise BadInput(
-                    f"a batch has {', '.join(map(str, batch))}, and no {', '.join(_LABELS)}: name its target so"
+                    f"a batch has {', '.join(map(str, batch))}, but none of {', '.join(_LABELS)}: give the target "
+                    "one of these names"
                 )
             return self(**{key: value for key, value in batch.items() if key != name}), batch[name]
         *inputs, target = batch
@@ -146,12 +147,15 @@ class ModuleSpec:
         _check_function("loss", self.loss, "of (output, target), such as torch.nn.functional.cross_entropy")
         _check_function("optimizer", self.optimizer, "that makes one of a list of parameters, such as torch.optim.Adam")
         if isinstance(self.loss, type) and issubclass(self.loss, nn.Module):
-            raise BadInput(f"loss is {briefly(self.loss)}: give an object of it, {self.loss.__name__}()")
+            raise BadInput(f"loss is {briefly(self.loss)}: give an object, {self.loss.__name__}()")
         if self.is_made:
             check_tensors(self.given)
         is_whole = _is_lightning(self.given) or is_name
         if is_whole and (self.loss is not None or self.metrics is not None):
-            raise BadInput("loss and metrics are for a plain nn.Module: this one has steps of its own")
+            raise BadInput(
+                "loss and metrics are only for a plain nn.Module, but this module has its own training_step: leave "
+                "them out"
+            )
 
     @property
     def is_made(self) -> bool:
@@ -185,8 +189,8 @@ class ModuleSpec:
         batch = loader.collate_fn([loader.dataset[0]])
         if not (isinstance(batch, Mapping) or (isinstance(batch, Sequence) and len(batch) > 1)):
             raise BadInput(
-                f"a batch is {type(batch).__name__}: give (input, ..., target), or a mapping; or give a LightningModule, "
-                "which reads its batches itself"
+                f"a batch is {type(batch).__name__}: give (input, ..., target), or a mapping; or use a "
+                "LightningModule, which can read any batch"
             )
         return Plain(net, self.loss, self.optimizer, self.metrics)  # type: ignore[arg-type]
 

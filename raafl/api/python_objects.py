@@ -44,7 +44,7 @@ def _take(what: str, given: str) -> Any:
 
 def _missing(what: str, given: str) -> NoReturn:
     raise BadInput(
-        f"this run was started in Python, which gave its {what}, {given}: go on with it there, by "
+        f"this run's {what} was a Python object, {given}: continue the run in Python, with "
         "raafl.Federation(...).replay(RUN, module, data), or .simulate(module, data, resume=RUN)"
     )
 
@@ -63,8 +63,9 @@ class Module(LightningModule):
         module = _take("module", given)()
         if weights is not None and (found := digest(_here["unwrap"](module))) != weights:
             raise BadInput(
-                f"the module's initial weights have digest {found}, those of the run had {weights}: give the same, by "
-                "torch.manual_seed before it is made, or give a function that makes it, which the run's seed decides"
+                f"the module's initial weights have digest {found}, but those of the run had {weights}: call "
+                "torch.manual_seed before the module is made, or give a function that makes it, which the run's "
+                "seed controls"
             )
         return module
 

@@ -188,7 +188,7 @@ def same_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     if other:
         seeded = " (of the model the values that it began with, too: torch.manual_seed before it is made)"
         raise BadInput(
-            f"resume: {', '.join(other)} not as in the run's config.yaml: give the same as then"
+            f"resume: {', '.join(other)} not as in the run's config.yaml: give the same as in that run"
             + (seeded if "model" in other else "")
         )
 

@@ -73,7 +73,9 @@ class Authority:
     def __init__(self, folder: Path) -> None:
         """Open the authority in a folder; raises `BadInput` where there is none."""
         if not (folder / "ca.key").is_file():
-            raise BadInput(f"folder is '{folder}', which has no authority: make one with `raafl certs init`")
+            raise BadInput(
+                f"folder is '{folder}', which has no certificate authority: make one with `raafl certs init`"
+            )
         self.folder = folder
         self.certificate = files.read_certificate(folder / "ca.crt")
         self._key = files.read_key(folder / "ca.key")
@@ -101,7 +103,7 @@ class Authority:
         """Create a key and certificate for the server; ``hosts`` are the host names and IP addresses by which clients reach it."""
         names = [_host(host) for host in hosts]
         if not names:
-            raise BadInput("HOST is missing: give the host names and IP addresses by which clients reach the server")
+            raise BadInput("HOST is missing: give the host names and IP addresses that clients use for the server")
         self._check_days(days)
         key = files.new_key(self.folder / "server.key")
         return self._issue(Holder(self.federation), key.public_key(), names, days)
@@ -117,8 +119,8 @@ class Authority:
         for issued in self.issued():
             if issued.holder.site == site and issued.valid and _spki(issued.certificate.public_key()) != _spki(key):
                 raise BadInput(
-                    f"site is '{site}', which has a valid certificate for another key: `raafl certs revoke {site}` first, "
-                    "or have the site choose another name"
+                    f"site is '{site}', which has a valid certificate for another key: run `raafl certs revoke "
+                    f"{site}` first, or use another site name"
                 )
         holder = Holder(self.federation, site)
         return Issued(self._issue(holder, key, [], days), holder, revoked=False)
@@ -132,7 +134,7 @@ class Authority:
         self._check_days(days)
         mine = [issued for issued in self._certificates_of(name) if not issued.revoked]
         if not mine:
-            raise BadInput(f"'{name}' was revoked: it needs a new key: `raafl certs request {name}` at the site")
+            raise BadInput(f"'{name}' was revoked: make a new key with `raafl certs request {name}` at the site")
         last = max(mine, key=lambda issued: issued.certificate.not_valid_before_utc)
         hosts = last.certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         names = [found for found in hosts if not isinstance(found, x509.UniformResourceIdentifier)]
@@ -227,9 +229,12 @@ def request_site(request: x509.CertificateSigningRequest) -> str:
     names = request.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     key = request.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1):
-        raise BadInput("the request's key is of another kind: make it with `raafl certs request`, or as ECDSA P-256")
+        raise BadInput("the request's key is not an ECDSA P-256 key: make the request with `raafl certs request`")
     if len(names) != 1 or not request.is_signature_valid:
-        raise BadInput("the request is not signed by its own key, or names no site: have it made and sent again")
+        raise BadInput(
+            "the request is not signed by its own key, or names no site: ask the site to make it again with `raafl "
+            "certs request`"
+        )
     return check_name("site", str(names[0].value))
 
 
@@ -250,11 +255,13 @@ def read_revoked(path: Path, authority: x509.Certificate) -> frozenset[int]:
         if not revoked.is_signature_valid(authority.public_key()):  # type: ignore[arg-type]
             raise InvalidSignature
     except (ValueError, TypeError, InvalidSignature):
-        raise BadInput(f"'{path}' is no revocation list that the authority signed: make it anew") from None
+        raise BadInput(
+            f"'{path}' is not a revocation list signed by the authority: get a new copy from the authority"
+        ) from None
     if revoked.next_update_utc is not None and revoked.next_update_utc < _now():
         raise BadInput(
-            f"'{path}' should have been renewed by {revoked.next_update_utc:%Y-%m-%d}, and may lack revocations: get the "
-            "authority's newest one"
+            f"'{path}' is out of date since {revoked.next_update_utc:%Y-%m-%d} and may lack revocations: get the "
+            "newest list from the authority"
         )
     return frozenset(entry.serial_number for entry in revoked)
 

@@ -30,7 +30,9 @@ def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_private(path, text)
     except FileExistsError:
-        raise BadInput(f"'{path}' exists: a key is never overwritten: remove it, or name another --folder") from None
+        raise BadInput(
+            f"'{path}' exists, and a key is never overwritten: remove it, or name another --folder"
+        ) from None
     except OSError as error:
         raise BadInput(f"'{path}' cannot be written: {error.strerror}") from None
     return key
@@ -41,13 +43,13 @@ def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     data = read(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise BadInput(f"'{path}' is a private key that others may use (mode {mode:03o}): chmod 600 '{path}'")
+        raise BadInput(f"'{path}' is a private key that other users can access (mode {mode:03o}): chmod 600 '{path}'")
     try:
         key = serialization.load_pem_private_key(data, None)
     except (ValueError, TypeError):
-        raise BadInput(f"'{path}' has no private key in PEM without a passphrase: give the file that has one") from None
+        raise BadInput(f"'{path}' has no PEM private key without a passphrase: name a file with one") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise BadInput(f"'{path}' has a key of another kind: `raafl certs` uses ECDSA keys")
+        raise BadInput(f"'{path}' has a key that is not ECDSA: make one with `raafl certs`")
     return key
 
 
@@ -56,7 +58,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(read(path))
     except ValueError:
-        raise BadInput(f"'{path}' has no certificate in PEM: give the file that has one") from None
+        raise BadInput(f"'{path}' has no PEM certificate: name a file with one") from None
 
 
 def read(path: Path) -> bytes:
@@ -67,7 +69,7 @@ def read(path: Path) -> bytes:
     except OSError as error:
         raise BadInput(f"'{path}' cannot be read: {error.strerror}") from None
     if len(data) > _LARGEST_BYTES:
-        raise BadInput(f"'{path}' has more than 1 MiB: it is no certificate")
+        raise BadInput(f"'{path}' has more than 1 MiB, so it cannot be a certificate: name another file")
     return data
 
 

@@ -161,7 +161,7 @@ def _replay(folder: Path, options: Any, result: dict[str, Any]) -> None:
         return
     result["replay"] = played
     if played["differences"]:
-        result["notes"] += [f"{line}: a replay need not give the same bits" for line in played["differences"]]
+        result["notes"] += [f"{line}: a replay may give other bits" for line in played["differences"]]
     if parted := played["parted_at"]:
         result["findings"].append(
             f"replay: event {parted['event']}, {parted['what']}: recorded {parted['recorded']}, now {parted['replayed']}"

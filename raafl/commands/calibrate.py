@@ -144,13 +144,14 @@ def _warnings(run: RealRun, fits: dict[int, Fit]) -> list[str]:
     found = []
     if run.num_paced:
         found.append(
-            f"{run.num_paced} of {len(run.tasks)} tasks took as long as an emulated device: the profiles are that device's; "
-            "run with emulate: false to calibrate this machine"
+            f"{run.num_paced} of {len(run.tasks)} tasks took as long as an emulated device, so the profiles "
+            "describe that device; run with emulate: false to calibrate this machine"
         )
     short = [str(client) for client, fit in sorted(fits.items()) if not fit.num_held_out]
     if short:
         found.append(
-            f"no error is known for client {', '.join(short[:20])}: too few tasks; let it finish three or more"
+            f"the error is unknown for client {', '.join(short[:20])}: it has too few tasks; let it finish three or "
+            "more"
         )
     missing = [str(client) for client in sorted(run.clients) if client not in fits]
     if missing:

@@ -61,7 +61,9 @@ def script(shell: str, commands: Mapping[str, str]) -> str:
         BadInput: the shell is another one.
     """
     if shell not in SHELLS:
-        raise BadInput(f"print_completion is '{shell}': give {', '.join(SHELLS[:-1])} or {SHELLS[-1]}")
+        raise BadInput(
+            f"print_completion is '{shell}', not a supported shell: give {', '.join(SHELLS[:-1])} or {SHELLS[-1]}"
+        )
     import shtab
 
     text: str = shtab.complete(_parser(commands, shtab), shell=shell)

@@ -170,7 +170,10 @@ def read(argv: Sequence[str]) -> LocalOptions:
         raise BadInput("--local starts its own ranks, but torchrun has started this one: use one of them")
     for name in _TAKEN:
         if values(argv, f"--{name}"):
-            raise BadInput(f"--{name} is not for fit --local, which chooses it: use `raafl serve` and `raafl join`")
+            raise BadInput(
+                f"--{name} cannot be set with fit --local, which chooses it: leave it out, or use `raafl serve` and "
+                "`raafl join`"
+            )
     num_clients = _count(argv, "--local", least=1)
     if num_clients is None:
         raise BadInput("--local needs a number of clients, for example --local 4")

@@ -67,7 +67,7 @@ def command(argv: list[str]) -> int:
 
     def work(make: Callable[[str | None], ClientSetup]) -> int:
         known = credentials(own, server=False)
-        service.ready(f"client {own.client}: looks for the server at {own.address}")
+        service.ready(f"client {own.client}: connecting to the server at {own.address}")
         try:
             with sigterm_interrupts(), ExitStack() as stack, nullcontext() if gate is None else gate.logs_kept():
                 reason = join(

@@ -103,7 +103,7 @@ def _split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     own, rest = own_options(parser(), argv)
     at_least("updates", own.updates, 1, optional=True)
     if own.address is not None and own.measure is None:
-        raise BadInput("address is for --measure: give both, or neither")
+        raise BadInput("--address needs --measure: give both, or neither")
     if own.measure is not None and Path(own.measure).suffix not in (".yaml", ".yml"):
         raise BadInput(f"measure is '{own.measure}': give a file that ends in .yaml")
     return own, rest

@@ -113,8 +113,8 @@ def _own_data(
     wanted = {row["client"] for row in rows if row.get("event") == "joined" and row.get("own_data")}
     for client in sorted(wanted - set(files)):
         raise BadInput(
-            f"client {client} trained on data of its own: give --client_data {client}=FILE, "
-            "a YAML file with the data section that it had"
+            f"client {client} trained on its own data: give --client_data {client}=FILE, a YAML file with the data "
+            "section that it had"
         )
     loaded = {
         client: load_run(folder, f"--config={files[client]}", trusted=trusted, for_replay=True) for client in wanted
@@ -148,7 +148,7 @@ def client_file(text: str) -> tuple[int, str]:
     number, sign, file = text.partition("=")
     if not sign or not number.isdecimal() or not Path(file).is_file():
         raise BadInput(
-            f"client_data is '{text}': give ID=FILE, a client's number and a YAML file with its data section"
+            f"client_data is '{text}': give ID=FILE, with a client's number and a YAML file that has its data section"
         )
     return int(number), file
 
@@ -158,14 +158,15 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"replayed {result['events']} events to version {result['versions']}, model digest {result['model_digest']}"
     ]
-    lines += [f"warning: {line}; the same bits are not promised" for line in result["differences"]]
+    lines += [f"warning: {line}; the replay may give other bits" for line in result["differences"]]
     if result["equal"]:
         lines.append("equal to the recorded run, to the last bit")
     elif result["equal"] is False:
         lines.append(f"NOT equal: the run recorded {result['recorded_digest']}")
     if parted := result["parted_at"]:
         lines.append(
-            f"they part at event {parted['event']}, {parted['what']}: recorded {parted['recorded']}, now {parted['replayed']}"
+            f"run and replay differ from event {parted['event']} on, {parted['what']}: recorded "
+            f"{parted['recorded']}, now {parted['replayed']}"
         )
     if distance := result.get("distance"):
         lines.append(

@@ -64,7 +64,7 @@ def allow_list(own: Namespace, credentials: TlsFiles | LocalToken) -> Sites | No
     folder = Path(own.certs)
     revoked = Path(own.tls_crl) if own.tls_crl is not None else folder / "revoked.crl"
     if own.tls_crl is not None and not revoked.is_file():
-        raise BadInput(f"tls_crl is '{revoked}', which does not exist: name a revocation list, or leave --tls_crl away")
+        raise BadInput(f"tls_crl is '{revoked}', which does not exist: name a revocation list, or leave --tls_crl out")
 
     def serials() -> frozenset[int]:
         return read_revoked(revoked, read_certificate(credentials.ca)) if revoked.is_file() else frozenset()

@@ -41,7 +41,7 @@ def _copied(url: str, *, tables_only: bool) -> Path:
     folder = scratch / _name(url)
     with ObjectStore.answering(url, "run") as store:
         if not store.fetch(folder, lambda name: not (tables_only and name.startswith(large))):
-            raise BadInput(f"run is '{url}', where there is none: give the URL of a run's folder")
+            raise BadInput(f"run is '{url}', but there is no run: give the URL of a run's folder")
     return folder
 
 
@@ -65,15 +65,13 @@ def located(argv: Sequence[str]) -> list[str]:
         folder = _brought(named[-1], _RESUMES.removeprefix("--"))
         if folder is None:
             raise BadInput(
-                f"resume is '{named[-1]}', where there is no run with a checkpoint: name the URL of a run's folder"
+                f"resume is '{named[-1]}', but there is no run with a checkpoint: give the URL of a run's folder"
             )
         output = [] if values(rest, "--output") else ["--output", named[-1]]
         return [*rest, _RESUMES, str(folder), *output]
     outputs = values(rest, "--output")
     if not outputs or not values(rest, "--config"):
-        raise BadInput(
-            "resume is auto: give --config and --output too, since the run starts there if it has no checkpoint"
-        )
+        raise BadInput("resume is auto, which may have to start a new run: give --config and --output too")
     folder = _brought(outputs[-1], "output") if is_url(outputs[-1]) else _present(Path(outputs[-1]))
     return rest if folder is None else [*rest, _RESUMES, str(folder)]
 

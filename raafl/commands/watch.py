@@ -43,12 +43,12 @@ def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[floa
     if options.run is None:
         raise BadInput("RUN is missing: give the folder of a run")
     if is_url(options.run) and not options.once:
-        raise BadInput(f"run is '{options.run}', which is read once: add --once")
+        raise BadInput(f"run is '{options.run}', a URL, which can only be read once: add --once")
     path = run_tables(options.run)
     if path.exists() and not path.is_dir():
         raise BadInput(f"'{path}' is a file: give the folder of a run")
     if options.json and not options.once:
-        raise BadInput("--json goes with --once: give both, or leave --json out")
+        raise BadInput("--json needs --once: give both, or leave --json out")
     if options.once:
         _once(path, file or sys.stdout, as_json=options.json, mode=options.progress)
     else:
@@ -75,7 +75,7 @@ def _once(path: Path, file: TextIO, *, as_json: bool, mode: Any) -> None:
     watched = follow(path)
     watched.look()
     if not watched.begun:
-        raise BadInput(f"run is '{path}', a folder with no run in it yet: leave out --once to wait for one")
+        raise BadInput(f"run is '{path}', a folder without a run: leave out --once to wait for one")
     if as_json:
         silent_s = watched.silent_s
         found = {"run": str(path), **plain(watched.state.snapshot(None)), "silent_s": silent_s}
@@ -125,8 +125,8 @@ def _note_books(path: Path, progress: Progress) -> None:
 
 def _silence(watched: RunTail[RunState]) -> str | None:
     if not watched.begun:
-        return "waiting: there is no run in it yet"
+        return "waiting: there is no run in the folder yet"
     silent_s = watched.silent_s
     if watched.state.summary is not None or silent_s <= SILENT_S:
         return None
-    return f"nothing has been written for {duration(silent_s)}: the run may be dead, or busy with long tasks"
+    return f"no row was written for {duration(silent_s)}: the run may be dead, or busy with long tasks"

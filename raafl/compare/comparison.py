@@ -87,7 +87,7 @@ class Search:
             raise BadInput(f"search.seeds is {list(self.seeds)}: give each seed once")
         if shared := sorted(set(self.seeds) & set(seeds)):
             raise BadInput(
-                f"search.seeds has {shared[0]}, which is a seed of the comparison too: search on other seeds"
+                f"search.seeds has {shared[0]}, which is also a seed of the comparison: search on other seeds"
             )
         if not 0 < self.validation_share < 1:
             raise BadInput(
@@ -104,14 +104,20 @@ class Search:
             at_least("search.trials", self.trials, 1)
             for label, size in sizes.items():
                 if size < self.trials:
-                    raise BadInput(f"search.trials is {self.trials}, but row '{label}' has {size} settings: lower it")
+                    raise BadInput(
+                        f"search.trials is {self.trials}, but row '{label}' has only {size} combinations of "
+                        "settings: lower it"
+                    )
 
 
 def _size(label: str, grid: Mapping[str, Sequence[Any]]) -> int:
     size = 1
     for option, values in grid.items():
         if not str(option).startswith("--") or not isinstance(values, list) or not values:
-            raise BadInput(f"search of row '{label}' has {option!s:.60}: {values!s:.60}: give --OPTION: [VALUE, ...]")
+            raise BadInput(
+                f"search of row '{label}' has {option!s:.60}: {values!s:.60}: give each option a list of values, "
+                "--OPTION: [VALUE, ...]"
+            )
         size *= len(values)
     return size
 
@@ -251,7 +257,7 @@ def words(name: str, text: object) -> Options:
     if isinstance(text, list) and all(isinstance(word, str | int | float) for word in text):
         return tuple(map(str, text))
     if not isinstance(text, str):
-        raise BadInput(f"{name} is {text!s:.80}: give options as one text, such as '--model.lr 0.1'")
+        raise BadInput(f"{name} is {text!s:.80}: give the options in one string, such as '--model.lr 0.1'")
     try:
         return tuple(shlex.split(text))
     except ValueError as error:

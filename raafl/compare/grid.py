@@ -189,8 +189,8 @@ class Grid:
         options = (*method.options, *method.tasks.get(task.name, ()))
         if any(TASK_S in word for word in options) and task.name not in fleet.task_s:
             raise BadInput(
-                f"method '{method.name}' needs task_s.{task.name} of fleet '{fleet.name}': give the seconds that a task should "
-                "take, such as those of the whole model on a median client"
+                f"method '{method.name}' needs task_s.{task.name} in fleet '{fleet.name}': give the seconds that a "
+                "task should take, such as those of the whole model on a median client"
             )
         return tuple(word.replace(TASK_S, str(fleet.task_s.get(task.name))) for word in options)
 

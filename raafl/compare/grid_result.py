@@ -162,7 +162,7 @@ def load_grid(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         schema = found["schema"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"'{path}' is no result of a grid ({error}): run raafl compare GRID.yaml first") from None
+        raise BadInput(f"'{path}' is not the result of a grid ({error}): run raafl compare GRID.yaml first") from None
     if schema != SCHEMA:
         raise BadInput(f"'{path}' has schema {schema}, and this version reads {SCHEMA}: run the grid with this version")
     return found

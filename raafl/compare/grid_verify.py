@@ -71,9 +71,7 @@ def _drawn(grid: Grid, found: Mapping[str, Any], share: float, seed: int) -> dic
         if "error" not in run
     ]
     if not listed:
-        raise BadInput(
-            f"the result of '{str(found['name'])[:80]}' has no run of this grid: give the grid that it is of"
-        )
+        raise BadInput(f"the result of '{str(found['name'])[:80]}' has no run of this grid: give the grid that made it")
     asked: dict[Run, tuple[str, Mapping[str, Any]]] = {}
     for cell, row, run in random.Random(seed).sample(listed, math.ceil(share * len(listed))):
         settings = _settings(grid, cell, row)
@@ -91,7 +89,7 @@ def _settings(grid: Grid, cell: Mapping[str, Any], row: Mapping[str, Any]) -> Op
     settings = tuple(map(str, row["searched"]["settings"]))
     if search is None or settings not in search.settings(row["row"]):
         raise BadInput(
-            f"row '{row['row']}' has settings that this grid's search does not try: give the grid that the result is of"
+            f"row '{row['row']}' has settings that this grid's search does not try: give the grid that made the result"
         )
     return settings
 

@@ -113,7 +113,7 @@ def _lock(file: int, log: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise BadInput(
-            f"output is '{log.parent}', where another process is at work on {log.stem}: wait for its end"
+            f"output is '{log.parent}', where another process is running {log.stem}: wait until it ends"
         ) from None
 
 

@@ -150,5 +150,5 @@ def load(folder: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadInput(f"'{path}' is no result of raafl compare ({error}): run the comparison first") from None
+        raise BadInput(f"'{path}' is not a result of raafl compare ({error}): run the comparison first") from None
     return found

@@ -55,8 +55,8 @@ def trials_of(comparison: Comparison, search: Search) -> dict[str, list[Trial]]:
             same = first.setdefault(trial.runs[0].digest, trial.settings)
             if same is not trial.settings:
                 raise BadInput(
-                    f"search of row '{label}' tries the same twice, {' '.join(same)} and {' '.join(trial.settings)}: give each "
-                    "value once"
+                    f"search of row '{label}' tries the same settings twice, {' '.join(same)} and "
+                    f"{' '.join(trial.settings)}: give each value once"
                 )
     return trials
 
@@ -83,8 +83,8 @@ def run_trials(
         for outcome in outcomes.values():
             if outcome.summary is None and not outcome.by_itself:
                 raise RunFailed(
-                    f"a trial of {outcome.run.label}, seed {outcome.run.seed}, was cut off ({outcome.error}): give the same "
-                    "command again"
+                    f"a trial of {outcome.run.label}, seed {outcome.run.seed}, was interrupted ({outcome.error}): "
+                    "run the same command again"
                 )
         for some in going.values():
             for trial in some:

@@ -250,7 +250,7 @@ class Bits(Compressor):
             flat, wire = _reals_of(values, entry).reshape(-1), out[entry.name]
             ones = flat == 1
             if not bool((ones | (flat == 0)).all()):
-                raise BadInput(f"tensor '{entry.name}' has other elements than 0 and 1: send it as it is, not as bits")
+                raise BadInput(f"tensor '{entry.name}' has elements other than 0 and 1: it cannot be sent as bits")
             bits = torch.zeros(8 * len(wire), dtype=torch.uint8, device=wire.device)
             bits[: entry.numel] = ones
             torch.sum(bits.view(-1, 8) << _places(wire), dim=1, dtype=torch.uint8, out=wire)

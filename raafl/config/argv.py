@@ -96,7 +96,7 @@ def expand_algorithm(argv: Sequence[str]) -> list[str]:
         option, sign, name = item.partition("=")
         if option == "--algorithm.help":
             raise BadInput(
-                "--algorithm.help is no option: run `raafl algorithms NAME` for the arguments of an algorithm"
+                "--algorithm.help does not exist: run `raafl algorithms NAME` for the arguments of an algorithm"
             )
         if option == "--algorithm":
             name = name if sign else next(items, "")

@@ -52,4 +52,6 @@ def _path(value: str) -> str:
         return str(known[named[1]])
     if named[2] or "/" in value:
         return value
-    raise BadInput(f"config is '{value}', which is neither a file nor comes with raafl: {nearest(value, known)}")
+    raise BadInput(
+        f"config is '{value}', which is neither a file nor a config that comes with raafl: {nearest(value, known)}"
+    )

@@ -96,7 +96,7 @@ def _spec(entry: object) -> LoggerSpec:
         raise BadInput(f"unknown field logger.{unknown[0]}: {nearest(unknown[0], ('class_path', 'init_args'))}")
     init_args = entry.get("init_args") or {}
     if not isinstance(init_args, dict):
-        raise BadInput(f"logger.init_args is {init_args!r:.80}: give a table of the logger's arguments")
+        raise BadInput(f"logger.init_args is {init_args!r:.80}: give a mapping of the logger's arguments")
     path: str = entry["class_path"]
     if "." not in path and path not in SHORT_NAMES:
         if f"lightning.pytorch.loggers.{path}" not in SHORT_NAMES.values():
@@ -142,7 +142,7 @@ def _find(spec: LoggerSpec) -> type[Any]:
     twin = sys.modules.get("lightning_fabric.loggers.logger")
     bases = (Logger,) if twin is None else (Logger, twin.Logger)
     if not (isinstance(cls, type) and issubclass(cls, bases)):
-        raise BadInput(f"logger is {spec.class_path}, which is no Lightning logger: give a subclass of Logger")
+        raise BadInput(f"logger is {spec.class_path}, which is not a Lightning logger: give a subclass of Logger")
     return cls
 
 

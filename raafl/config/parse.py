@@ -224,7 +224,7 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
     try:
         namespace = parser.parse_args(argv)
         if not all(hasattr(namespace[name], "as_dict") for name in SECTIONS):  # as in `train: 5`
-            raise ValueError("a single value stands where fields belong")
+            raise ValueError("a single value was given where fields are expected")
         # nulls included; it has just been checked
         text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
@@ -373,7 +373,7 @@ def _check_config(file: str) -> None:
         raise BadInput(f"config {file} cannot be read as text: {error}") from None
     if not isinstance(content, dict):
         held = "nothing" if content is None else f"{content!r:.40}"
-        raise BadInput(f"config {file} holds {held}: write a table of fields, with lines such as `clients: 4`")
+        raise BadInput(f"config {file} holds {held}: write fields, with lines such as `clients: 4`")
 
 
 def _other_configs(path: Path) -> str:

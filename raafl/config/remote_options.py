@@ -104,7 +104,7 @@ def split(command: str, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
         if own.address is None:
             raise BadInput("join needs --address HOST:PORT, where the server listens")
         if own.dry_run and names_section(rest, "--config"):
-            raise BadInput("--dry-run shows what the server's config asks for: leave --config out")
+            raise BadInput("--dry-run shows the server's config, but --config names another: leave --config out")
         if own.client is None:
             raise BadInput("join needs --client ID: a number from 1 to the run's number of clients")
         own.client = whole_number("client", own.client)

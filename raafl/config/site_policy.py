@@ -55,8 +55,8 @@ class SitePrivacy:
             raise BadInput(f"policy.privacy.delta is {self.delta}: give a number between 0 and 1, such as 1e-5")
         if self.max_epsilon is not None and self.noise_multiplier == 0:
             raise BadInput(
-                f"policy.privacy.max_epsilon is {self.max_epsilon:g}, and policy.privacy.noise_multiplier is 0: give a "
-                "noise_multiplier above 0, without which nothing bounds epsilon"
+                f"policy.privacy.max_epsilon is {self.max_epsilon:g}, and policy.privacy.noise_multiplier is 0: "
+                "give a noise_multiplier above 0, since epsilon is infinite without noise"
             )
 
 
@@ -81,8 +81,8 @@ class Consent:
         positive("policy.consent.wait_s", self.wait_s)
         if (self.folder is None) == (self.how == "spool"):
             raise BadInput(
-                f"policy.consent.how is '{self.how}', and policy.consent.folder is {self.folder}: name a folder for spool, "
-                "and none for ask"
+                f"policy.consent.how is '{self.how}', and policy.consent.folder is {self.folder}: spool needs a "
+                "folder, ask has none"
             )
 
 
@@ -154,16 +154,16 @@ class SitePolicy:
         needs = "bytes_per_day" if self.max_bytes is not None else None if self.privacy is None else "privacy"
         if needs is not None and self.state is None:
             raise BadInput(
-                f"policy.state is null, and policy.{needs} is given: name a folder of this site, such as site-state, in which what "
-                "was used outlives a restart"
+                f"policy.state is null, and policy.{needs} is given: name a folder of this site, such as "
+                "site-state, which keeps the used budget over restarts"
             )
         if self.privacy is not None and self.metrics is None:
             raise BadInput(
-                "policy.metrics is null, and policy.privacy is given, which covers no metrics: name those that may leave without "
-                "noise, or give [] for none"
+                "policy.metrics is null, but policy.privacy adds no noise to metrics: name the metrics that may be "
+                "sent without noise, or give [] for none"
             )
         if self.privacy is not None and self.privacy.noise_multiplier > 0 and find_spec("dp_accounting") is None:
-            raise BadInput(f"policy.privacy needs an accountant, dp-accounting: {installing('privacy')}")
+            raise BadInput(f"policy.privacy needs the package dp-accounting: {installing('privacy')}")
 
     def windows(self) -> list[Hours]:
         """Return the site's hours, parsed; an empty list = it always works."""
@@ -191,7 +191,8 @@ def _check_names(field: str, entries: Sequence[str] | None) -> None:
             )
         if "." not in name and name not in own_names(field):
             raise BadInput(
-                f"policy.{field} has '{name}': {nearest(name, own_names(field))}; of a class of yours give the path"
+                f"policy.{field} has '{name}': {nearest(name, own_names(field))}; for your own class give its "
+                "import path"
             )
 
 
@@ -239,7 +240,7 @@ def load_policy(file: str) -> SitePolicy:
     except OSError as error:
         raise BadInput(f"policy is '{file}', which cannot be read ({error.strerror}): name a YAML file") from None
     if not isinstance(tree, dict):
-        raise BadInput(f"policy {file} holds {tree!r:.40}: write a table of fields, with lines such as `models: [MLP]`")
+        raise BadInput(f"policy {file} holds {tree!r:.40}: write fields, with lines such as `models: [MLP]`")
     policy = make_record(tree, SitePolicy, "policy", file)
     policy.check()
     return policy

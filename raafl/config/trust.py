@@ -121,8 +121,8 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
             _check_names(tree)
     except UntrustedValue as problem:
         raise BadInput(
-            f"the config of '{folder}' is refused: {problem}: its author would choose what code runs here; if you trust "
-            "who made that folder, add --trust_config (in Python trust_config=True)"
+            f"the config of '{folder}' is refused: {problem}: its author could choose which code runs here; if you "
+            "trust the author of that folder, add --trust_config (in Python trust_config=True)"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{file} cannot be read: {error}") from None

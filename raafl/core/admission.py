@@ -109,7 +109,7 @@ class Admission:
         """
         until = self.backoff.condemn(client.id, now)
         self._drop(client.id, ERROR)
-        reason = f"what it says cannot be worked with ({type(error).__name__})"
+        reason = f"its message caused an error ({type(error).__name__})"
         self._actions += [SetTimer(-client.id, until), Dismiss(client.id, client.incarnation, reason, error)]
         self._fail_if_hopeless(f"every client was turned away, client {client.id} for {format_error(error)}")
 

@@ -153,7 +153,8 @@ class Local(Part):
         super().__init_subclass__(**more)
         if cls.exchange is not Local.exchange and (cls.down or cls.up):
             raise TypeError(
-                f"{cls.__name__} has an exchange and bundles ({', '.join((*cls.down, *cls.up))}): have one of them"
+                f"{cls.__name__} has both an exchange and bundles ({', '.join((*cls.down, *cls.up))}): use only one "
+                "of them"
             )
 
     @property
@@ -267,7 +268,7 @@ class Local(Part):
         from raafl.core.masked_loss import why_unmasked
 
         why = why_unmasked(submodels)
-        return [] if why is None else [Warn(f"masked loss: nothing is masked, clients train on the plain loss: {why}")]
+        return [] if why is None else [Warn(f"masked loss: no class is masked, since {why}")]
 
     def __str__(self) -> str:
         words = "SGD on the loss"

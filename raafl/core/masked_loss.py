@@ -45,7 +45,7 @@ def why_unmasked(submodels: Submodels) -> str | None:
     if batch is None:
         return None
     if classes_in([batch]) is None:
-        return "a batch does not end in one class for each sample"
+        return "the last entry of a batch is not one class for each sample"
     found = _on_meta(submodels, _why_unused)
     return None if found is None else found[0]
 
@@ -94,9 +94,9 @@ def _why_unused(module: nn.Module, batch: object) -> str | None:
     if not found:
         return f"{name}.training_step does not call the module itself"
     if not logits:
-        return f"{name}.forward gives no logits of shape (batch, classes)"
+        return f"{name}.forward returns no logits of shape (batch, classes)"
     used = loss.requires_grad and any(g is not None for g in torch.autograd.grad(loss, logits, allow_unused=True))
-    return None if used else f"the loss of {name} does not come from the logits that its forward gives"
+    return None if used else f"the loss of {name} is not computed from the logits that its forward returns"
 
 
 def _layer_of(module: nn.Module, batch: object) -> str | None:

@@ -26,6 +26,6 @@ class Part:
                 continue
             if close := difflib.get_close_matches(name, known, n=1, cutoff=_CLOSE):
                 raise BadInput(
-                    f"{cls.__name__} has a method '{name}', which nothing calls: {bases[0].__name__} has no '{name}', did you "
-                    f"mean '{close[0]}'? A method of your own needs another name, such as '_{name}'"
+                    f"{cls.__name__} has a method '{name}', which nothing calls: {bases[0].__name__} has no "
+                    f"'{name}', did you mean '{close[0]}'? A helper method needs another name, such as '_{name}'"
                 )

@@ -47,7 +47,8 @@ class GaussianClusters(Classes):
         for name, number in (("num_train", num_train), ("num_test", num_test)):
             if number % num:
                 raise BadInput(
-                    f"GaussianClusters: {name} is {number}: give a multiple of {num}, so that clusters are equally large"
+                    f"GaussianClusters: {name} is {number}: give a multiple of {num}, so that all clusters have the "
+                    "same size"
                 )
         self.num_classes, self.num_features, self.clusters = num_classes, num_features, clusters  # type: ignore[misc]
         self.noise, self.seed = noise, seed

@@ -103,8 +103,9 @@ def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
             written = tokenizer.apply_chat_template(list(upto), add_generation_prompt=not counts, return_dict=False)
             if written[: len(ids)] != ids:
                 raise BadInput(
-                    "data: the chat template writes what came before anew as a chat goes on, so that nothing tells what the "
-                    "assistant says: put {% generation %} and {% endgeneration %} around it in a file, named as chat_template"
+                    "data: the chat template changes earlier messages, so the assistant's words cannot be found: "
+                    "mark them with {% generation %} and {% endgeneration %} in a template file, and name it "
+                    "as chat_template"
                 )
             labels += written[len(ids) :] if counts else [IGNORED] * (len(written) - len(ids))
             ids = list(written)

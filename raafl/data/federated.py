@@ -183,7 +183,7 @@ class ClientData:
     def _size(self, batch_size: int | None) -> int:
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
-            raise BadInput("batch_size is not given, and the training loader has none of its own: give a number")
+            raise BadInput("batch_size is missing, and the training loader has none: give a number")
         at_least("batch_size", size, 1)
         return size
 
@@ -373,8 +373,8 @@ class FederatedData:
             read = read_loader(loader, name)
             if read.weights is not None:
                 raise BadInput(
-                    f"the sampler of {name}() is a WeightedRandomSampler, but the model is measured on each sample once: leave "
-                    "it out"
+                    f"the sampler of {name}() is a WeightedRandomSampler, but each sample is measured exactly once: "
+                    "leave the sampler out"
                 )
             return read.dataset, read.collate, read.batch_size
         return None

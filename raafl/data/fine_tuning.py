@@ -187,7 +187,8 @@ class FineTuning(Classes):
             raise BadInput(f"FineTuning: test_share is {test_share}: give a share between 0 and 1, such as 0.1")
         if packing and task != "causal":
             raise BadInput(
-                f"FineTuning: packing is on and task is {task}: only rows of causal models hold several examples"
+                f"FineTuning: packing is on, but task is {task}: only causal models can have several examples in a "
+                "row; turn packing off"
             )
         self.path, self.test_path, self.test_share, self.name = path, test_path, test_share, name
         self.task, self.columns, self.max_length = task, dict(columns or {}), max_length
@@ -284,8 +285,8 @@ class FineTuning(Classes):
         if found is None:
             wanted = ", or ".join(" and ".join(form) for form in forms)
             raise BadInput(
-                f"data: '{path}' has columns {', '.join(names)}: for task {self.task} it needs {wanted}; columns: {{NAME: COLUMN}} "
-                "says which stands for which"
+                f"data: '{path}' has columns {', '.join(names)}: for task {self.task} it needs {wanted}; columns: "
+                "{NAME: COLUMN} says which column is used for which name"
             )
         return found
 
@@ -296,12 +297,14 @@ class FineTuning(Classes):
         kept = [i for i, (ids, labels) in enumerate(encoded) if ids and any(label != IGNORED for label in labels)]
         if len(kept) < len(encoded):
             _log.warning(
-                "FineTuning: %d of %d examples are left out: nothing of them counts within max_length %d",
+                "FineTuning: %d of %d examples are left out: none of their tokens within max_length %d counts in "
+                "the loss",
                 len(encoded) - len(kept), len(encoded), self.max_length,
             )  # fmt: skip
         if not kept:
             raise BadInput(
-                f"data: no example of '{self.path}' has anything to learn within max_length {self.max_length}: raise it"
+                f"data: no example of '{self.path}' has a token that counts in the loss within max_length "
+                f"{self.max_length}: raise it"
             )
         whose = (
             np.zeros(len(encoded), np.int64) if group is None else np.unique(list(rows[group]), return_inverse=True)[1]

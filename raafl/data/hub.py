@@ -34,7 +34,7 @@ def load_splits(path: str, name: str | None) -> Any:
         if Path(path).is_file():
             kind = _KINDS.get(Path(path).suffix)
             if kind is None:
-                raise BadInput(f"cannot load the data set '{path}': a file is to end in {', '.join(_KINDS)}")
+                raise BadInput(f"cannot load the data set '{path}': give a file that ends in {', '.join(_KINDS)}")
             return datasets.load_dataset(kind, data_files=path)
         return datasets.load_dataset(path, name)
     except BadInput:
@@ -54,7 +54,7 @@ def _check_there(path: str) -> None:
     if not Path(path).exists() and (is_file or path.startswith(("/", ".", "~"))):
         what = "file" if is_file else "folder"
         where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
-        raise BadInput(f"there is no {what} '{path}'{where}: put it there, or give the path that it has")
+        raise BadInput(f"there is no {what} '{path}'{where}: put it there, or give its path")
 
 
 def _json_fault(path: Path) -> str | None:
@@ -66,7 +66,7 @@ def _json_fault(path: Path) -> str | None:
         for number, line in enumerate(file, start=1):
             if fault := _line_fault(line):
                 return f"line {number} {fault}"
-    return None if number else "it is empty: give one sample a line"
+    return None if number else "it is empty: give one sample on each line"
 
 
 def _line_fault(line: str) -> str | None:
@@ -75,8 +75,8 @@ def _line_fault(line: str) -> str | None:
         if not line.strip() or isinstance(json.loads(line), dict):
             return None
     except (ValueError, RecursionError) as error:
-        return f"is no JSON: {error}: correct it, or leave the line out"
-    return 'is no JSON object: give one sample a line, such as {"text": ..., "label": 0}'
+        return f"is not JSON: {error}: correct it, or leave the line out"
+    return 'is not a JSON object: give one sample on each line, such as {"text": ..., "label": 0}'
 
 
 def rows_of(splits: Any, path: str, split: str, *columns: str) -> Any:

@@ -40,7 +40,7 @@ def reading(what: str) -> Iterator[None]:
         )
         if isinstance(error, OSError):
             path = f" '{error.filename}'" if error.filename else ""
-            reason = f"{error.strerror or error}{path}: put the file there, or give the path that it has"
+            reason = f"{error.strerror or error}{path}: put the file there, or give its path"
         wrong = BadInput(f"{what} cannot read its data: {reason}")
         wrong.field = "data"
         raise wrong from error
@@ -105,7 +105,7 @@ def _picked(dataset: Any, sampler: SubsetRandomSampler, name: str) -> Subset[Any
     if not rows or min(rows) < 0 or max(rows) >= len(dataset):
         numbers = f"{min(rows)} to {max(rows)}" if rows else "none"
         raise BadInput(
-            f"the SubsetRandomSampler of {name}() has indices {numbers}: give some from 0 to {len(dataset) - 1}, the data set's"
+            f"the SubsetRandomSampler of {name}() has indices {numbers}: give indices from 0 to {len(dataset) - 1}"
         )
     return Subset(dataset, rows)
 
@@ -127,8 +127,9 @@ def _check_sampler(sampler: Any, length: int, name: str) -> None:
     kind = type(sampler).__name__
     if type(sampler) not in (SequentialSampler, RandomSampler):
         raise BadInput(
-            f"the sampler of {name}() is {kind}, which cannot be used where samples are divided among clients: use a "
-            "SubsetRandomSampler or a Subset for a part of them, a WeightedRandomSampler for weights, or none"
+            f"the sampler of {name}() is {kind}, which cannot be used where samples are divided among clients: use "
+            "a SubsetRandomSampler or a Subset to select samples, a WeightedRandomSampler for weights, or no "
+            "sampler"
         )
     if len(sampler) != length or getattr(sampler, "replacement", False):
         raise BadInput(
@@ -148,21 +149,21 @@ def check_dataset(what: str, dataset: object) -> None:
     kind = briefly(dataset) if isinstance(dataset, type) else type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise BadInput(
-            f"{what} is a DataLoader: give its data set (a Subset, where it has a sampler), and batch_size= and collate_fn= "
-            "beside it"
+            f"{what} is a DataLoader: give its data set instead (a Subset if it has a sampler), with batch_size= "
+            "and collate_fn="
         )
     is_iterable = isinstance(dataset, IterableDataset) or (
         hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
     )
     if is_iterable:
         raise BadInput(
-            f"{what} is {kind}, which is iterated over, but samples are divided among clients by index: load it whole "
-            "(of Hugging Face without streaming), as a data set with __len__ and __getitem__"
+            f"{what} is {kind}, which can only be iterated, but samples are divided among clients by index: use a "
+            "data set with __len__ and __getitem__ (from Hugging Face: without streaming)"
         )
     if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise BadInput(f"{what} is {kind}: give a data set with __len__ and __getitem__")
     if len(dataset) == 0:
-        raise BadInput(f"{what} is {kind} without any samples: give one that has some, or look at how it is read")
+        raise BadInput(f"{what} is {kind} without any samples: check how it is read")
 
 
 def check_transfer(module: LightningDataModule) -> None:

@@ -233,8 +233,8 @@ class ClassesPerClient(Partition):
         if num_clients * self.num_classes < num_values:
             raise BadInput(
                 f"ClassesPerClient: {num_clients} clients with {self.num_classes} classes each leave some of the "
-                f"{num_values} classes to nobody: set num_classes to {math.ceil(num_values / num_clients)} or more, "
-                "or use more clients"
+                f"{num_values} classes without a client: set num_classes to {math.ceil(num_values / num_clients)} "
+                "or more, or use more clients"
             )
         owners: list[list[int]] = [[] for _ in range(num_values)]
         for client in range(num_clients):
@@ -323,13 +323,13 @@ def _checked(name: str, parts: Sequence[npt.ArrayLike], num_samples: int, num_cl
         rows = np.asarray(part)
         if rows.ndim != 1 or rows.dtype.kind not in "iu" or len(rows) == 0:
             raise BadInput(
-                f"{name}.assign returned {len(rows) if rows.ndim else 'no'} samples of type {rows.dtype} for client {client}: "
-                "return the numbers of one sample or more"
+                f"{name}.assign returned {len(rows) if rows.ndim else 'no'} samples of type {rows.dtype} for client "
+                f"{client}: return the indices of one or more samples"
             )
         if rows.min() < 0 or rows.max() >= num_samples:
             raise BadInput(
-                f"{name}.assign returned samples {rows.min()} to {rows.max()} for client {client}: return numbers from 0 to "
-                f"{num_samples - 1}"
+                f"{name}.assign returned samples {rows.min()} to {rows.max()} for client {client}: return indices "
+                f"from 0 to {num_samples - 1}"
             )
         checked.append(rows.astype(np.int64, copy=False))
     return checked
@@ -390,4 +390,6 @@ def _check_alpha(name: str, alpha: float) -> None:
 
 def _check_min_samples(name: str, min_samples: int) -> None:
     if min_samples < 1:
-        raise BadInput(f"{name}: min_samples is {min_samples}: give at least 1, a client without samples cannot train")
+        raise BadInput(
+            f"{name}: min_samples is {min_samples}: give at least 1, since a client without samples cannot train"
+        )

@@ -62,7 +62,7 @@ def read_idx(path: Path) -> torch.Tensor:
     ]
     start = 4 + 4 * len(shape)
     if header[:3] != b"\0\0\x08" or len(content) != start + math.prod(shape):
-        raise BadInput(f"{path} is not a whole idx file of bytes: delete it and fetch it again")
+        raise BadInput(f"{path} is not a complete idx file: delete it and download it again")
     if isinstance(content, bytes):
         content = np.frombuffer(bytearray(content), np.uint8)
     return torch.from_numpy(content[start:].reshape(shape))

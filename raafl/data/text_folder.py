@@ -96,7 +96,10 @@ class TextFolder(Classes):
         files = sorted(path for path in folder.glob(self.glob) if path.is_file()) if folder.is_dir() else []
         if not files:
             reason = f"has no file {self.glob}" if folder.is_dir() else "is no folder"
-            raise BadInput(f"TextFolder: path is '{self.path}', which {reason}: name a folder of texts, and their glob")
+            raise BadInput(
+                f"TextFolder: path is '{self.path}', which {reason}: name a folder of texts, and a glob pattern for "
+                "its files"
+            )
         return files
 
     def _read(self, files: list[Path]) -> readers.Arrays:

@@ -47,7 +47,7 @@ def _cells(text: str, path: Path) -> list[Any]:
     names = list(rows.fieldnames or ())
     for sign, word in ((";", "semicolons"), ("\t", "tabs")):
         if len(names) == 1 and sign in names[0]:
-            raise ValueError(f"{path} has {word} between its columns: save it with commas")
+            raise ValueError(f"{path} has {word} between its columns: save it with commas between its columns")
     return [{key: cell for key, cell in row.items() if cell} for row in rows]
 
 
@@ -55,8 +55,9 @@ def no_file(text: str) -> str:
     """Return an error message for a text that is not the path of a file, with a suggestion."""
     if text == "auto" or text.isdecimal():
         return (
-            f"devices is {text}: it says what the clients can do, by names, fields or a file, as in [{{name: a100}}]; leave it "
-            "out where all are alike; their number is `clients`, the hardware that is used `fabric.accelerator`"
+            f"devices is {text}: it says what the clients can do, by names, fields or a file, as in [{{name: "
+            "a100}]; leave it out if all are equal; their number is `clients`, the hardware that is used "
+            "`fabric.accelerator`"
         )
     if text in names():
         return f"no device file at {text}; to have devices of that name, give a list: [{{name: {text}}}]"

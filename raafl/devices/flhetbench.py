@@ -83,7 +83,7 @@ def rows(folder: Path, devices: str, states: str) -> list[dict[str, Any]]:
     phones, users, timers = map(_load, paths)
     speed = catalog.figures("flash-phones")["flops_per_s"]
     if not isinstance(phones, list) or not isinstance(users, list) or not isinstance(timers, dict) or not phones:
-        raise ValueError(f"{paths[0].parent.parent} has no lists of phones and users, as FLHetBench has")
+        raise ValueError(f"{paths[0].parent.parent} has no lists of phones and users: give a copy of FLHetBench")
     return [
         {"name": f"flhetbench-{number}", "flops_per_s": speed, **_link(phone, f"{paths[0]}: entry {number}"),
          **_hours(timers.get(str(user)), f"{paths[2]}: user {str(user)[:20]}")}
@@ -95,7 +95,7 @@ def _link(phone: Any, where: str) -> dict[str, float]:
     """Return the rate of a phone's link in both directions, and its jitter."""
     measured = phone.get("tcp_speed_results") if isinstance(phone, dict) else None
     if not isinstance(measured, list) or not measured or not all(map(_above_0, measured)):
-        raise ValueError(f"{where} has no tcp_speed_results above 0: give FLHetBench's files as they are")
+        raise ValueError(f"{where} has no tcp_speed_results above 0: use FLHetBench's files unchanged")
     rate = statistics.fmean(measured) * _BYTES_PER_KBIT
     spread = statistics.stdev(map(math.log, measured)) if len(measured) > 1 else 0.0
     return {"down_bytes_per_s": rate, "up_bytes_per_s": rate, "link_jitter": min(spread, MOST_SPREAD)}
@@ -108,7 +108,7 @@ def _hours(timer: Any, where: str) -> dict[str, Any]:
         pairs = [(float(start) - begin, float(stop) - begin) for start, stop in timer["ready_time"]]
     except (TypeError, KeyError, ValueError):
         raise ValueError(
-            f"{where} has no trace_start, trace_end and ready_time: give FLHetBench's files as they are"
+            f"{where} has no trace_start, trace_end and ready_time: use FLHetBench's files unchanged"
         ) from None
     windows = [(start, stop) for start, stop in pairs if start != stop]
     if not windows:
@@ -127,7 +127,7 @@ def _load(path: Path) -> Any:
     except OSError:
         raise ValueError(f"{path} is missing: give a copy of github.com/Carkham/FLHetBench") from None
     if size > _MOST_BYTES:
-        raise ValueError(f"{path} has {size} bytes; at most {_MOST_BYTES} are read: give FLHetBench's file as it is")
+        raise ValueError(f"{path} has {size} bytes; at most {_MOST_BYTES} are read: use FLHetBench's file unchanged")
     return _parsed(path, stamp)
 
 
@@ -136,4 +136,4 @@ def _parsed(path: Path, _changed_ns: int) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise ValueError(f"{path} is no JSON: give FLHetBench's file as it is") from None
+        raise ValueError(f"{path} is not JSON: use FLHetBench's file unchanged") from None

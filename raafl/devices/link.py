@@ -39,7 +39,9 @@ class Answerer:
         try:
             self._listener = socket.create_server((host, port))
         except OSError as error:
-            raise BadInput(f"address is '{address}', where nothing can listen: {error.strerror or error}") from error
+            raise BadInput(
+                f"address is '{address}', on which this machine cannot listen: {error.strerror or error}"
+            ) from error
         self.port: int = self._listener.getsockname()[1]
 
     def serve(self, num_peers: int | None = None) -> None:
@@ -101,7 +103,7 @@ def measure_link(address: str, duration_s: float = 2.0, deadline_s: float = DEAD
             return Link(_rate(peer, b"d", duration_s, round_s), _rate(peer, b"u", duration_s, round_s), round_s / 2)
     except OSError as error:
         raise BadInput(
-            f"address is '{address}', where nobody measures links ({error.strerror or error}): run "
+            f"address is '{address}', where no `raafl plan --answer` answers ({error.strerror or error}): run "
             f"`raafl plan --answer {address}` there"
         ) from error
 
@@ -123,7 +125,7 @@ def _ask(peer: socket.socket, kind: bytes, size: int) -> float:
         _send(peer, size)
     wanted = size if kind == b"d" else 1
     if _drop(peer, wanted) < wanted:
-        raise ConnectionError("it says something else")
+        raise ConnectionError("the peer answered with another protocol")
     return time.perf_counter() - begin_s
 
 

@@ -204,8 +204,8 @@ class Device(Profile):
         known, unsaid = catalog.figures(self.name), _not_said(self)
         if not known and len(unsaid) == len(catalog.FIGURES) and self._says_nothing():
             raise ValueError(
-                f"device {self.name!r} is no shipped profile, and nothing says what it can do: give flops_per_s, such as "
-                f"1.0e9, or a shipped name; {nearest(self.name, catalog.names())}"
+                f"device {self.name!r} is not in raafl's catalogue, and flops_per_s is missing: give flops_per_s, "
+                f"such as 1.0e9, or a name in the catalogue; {nearest(self.name, catalog.names())}"
             )
         object.__setattr__(self, "given", tuple(name for name in catalog.FIGURES if name not in unsaid))
         for name in unsaid:

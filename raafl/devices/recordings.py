@@ -49,7 +49,8 @@ class Recording:
         """
         if repeat_s is not None and self.last_s >= repeat_s:
             raise ValueError(
-                f"has a row at {self.last_s:g} s but repeat_s is {repeat_s:g}; give more, or a shorter file"
+                f"has a row at {self.last_s:g} s but repeat_s is {repeat_s:g}; give a larger repeat_s, or a shorter "
+                "file"
             )
         found: dict[str, Any] = {name: tuple(pairs) for name, pairs in self.series.items()}
         if not self.series:
@@ -90,7 +91,7 @@ def problems(device: Any) -> list[str]:
     ]
     if "availability" in given and device.presence != "always":
         twice.append("presence")
-    return [f"{shown}, but {', '.join(twice)} is given as well; leave out the one or the other"] if twice else []
+    return [f"{shown}, but {', '.join(twice)} is given as well; leave out one of the two"] if twice else []
 
 
 def load(path: str) -> tuple[Recording, ...]:
@@ -101,7 +102,7 @@ def load(path: str) -> tuple[Recording, ...]:
     """
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"is no file; give the path of a CSV file with columns {_NEEDED}")
+        raise ValueError(f"is not a file; give the path of a CSV file with columns {_NEEDED}")
     stat = file.stat()
     if stat.st_size > MOST_BYTES:
         raise ValueError(f"has {stat.st_size} bytes; at most {MOST_BYTES} are read: give fewer devices or rows")

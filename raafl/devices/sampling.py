@@ -115,7 +115,7 @@ def presence_problems(kind: str, on_s: float | None, off_s: float | None, has_wi
         given = [f"{name} is {value!r}" for name, value in (("on_s", on_s), ("off_s", off_s)) if value is not None]
         return [f"{', '.join(given)} but presence is 'always'; say diurnal, markov or leaves"] if given else []
     if has_windows:
-        return [f"presence is {kind!r} but availability is given as well; leave out the one or the other"]
+        return [f"presence is {kind!r} but availability is given as well; leave out one of the two"]
     problems = []
     for name, value, needed in (("on_s", on_s, True), ("off_s", off_s, kind == "markov")):
         if value is None and needed:

@@ -87,7 +87,9 @@ def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
         if isinstance(named := profile.get(name), Mapping):
             key = named.get("digest")
             if not isinstance(key, str) or key not in known:
-                raise ValueError(f"{name} is a series of digest {str(key)[:32]}, which is not known here")
+                raise ValueError(
+                    f"{name} is a time series with the digest {str(key)[:32]}, which the server's config does not have"
+                )
             whole[name] = known[key]
     return whole
 

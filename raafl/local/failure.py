@@ -77,7 +77,7 @@ def _failed(device: torch.device, assignment: Assignment, context: TaskContext, 
     where = f"task {assignment.task}, {_in_words(assignment.spec)}, {context.progress.place}"
     if _is_lost(device):
         return GpuLost(
-            assignment.client, where, f"{format_error(error)}; its GPU takes no more work from it", in_full(error)
+            assignment.client, where, f"{format_error(error)}; its process can no longer use the GPU", in_full(error)
         )
     return TaskFailed(assignment.client, where, format_error(error), in_full(error))
 

@@ -150,8 +150,8 @@ class TaskHooks:
         self._module.optimizer_step(epoch, batch_idx, self._lightning(optimizer, stepped), computed)
         if not was_called:
             raise BadInput(
-                f"{type(self._module).__name__}.optimizer_step does not call its closure, which computes the loss: call "
-                "optimizer.step(closure=optimizer_closure), or optimizer_closure() where no step is to be made"
+                f"{type(self._module).__name__}.optimizer_step does not call its closure, which computes the loss: "
+                "call optimizer.step(closure=optimizer_closure), or optimizer_closure() to skip a step"
             )
 
     def before_step(self, optimizer: Optimizer, clip_val: float | None) -> None:

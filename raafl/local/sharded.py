@@ -66,8 +66,9 @@ def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> floa
     room = num_processes * (least_bytes - 2 * whole_bytes)
     if room <= 0:
         raise BadInput(
-            f"memory is {size(least_bytes)}: with fabric.shard the leader needs more than {size(2 * whole_bytes)}, for values "
-            "that it receives and sends"
+            f"memory is {size(least_bytes)}: with fabric.shard the first process needs more than "
+            f"{size(2 * whole_bytes)} for the values that it receives and sends: raise memory, or leave "
+            "fabric.shard out"
         )
     return room
 

@@ -45,8 +45,8 @@ def check_optimizer(optimizer: Optimizer, local: Local, clip: float | None, num_
     reader = dense_by(local, clip) or ("a client of several processes" if num_processes > 1 else None)
     if isinstance(optimizer, SparseAdam) and reader is not None:
         raise BadInput(
-            f"configure_optimizers gives {type(optimizer).__name__}, which takes sparse gradients alone, but dense ones are "
-            f"needed for {reader}: use torch.optim.Adam"
+            f"configure_optimizers gives {type(optimizer).__name__}, which accepts only sparse gradients, but "
+            f"{reader} needs dense ones: use torch.optim.Adam"
         )
 
 

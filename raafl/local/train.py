@@ -185,8 +185,8 @@ class LocalTrainer(TaskSteps):
             name = base.changed(self.fabric.device)
         if name is not None:
             raise BadInput(
-                f"parameter '{name}' has requires_grad=False, but training writes to it: make it a buffer, which clients "
-                "are sent and send back, or let it train"
+                f"parameter '{name}' has requires_grad=False, but training writes to it: make it a buffer, which is "
+                "sent with the model, or set requires_grad=True"
             )
 
     def _statistics_sent(self, trained: FlatTensors) -> AbstractContextManager[None]:

@@ -141,7 +141,7 @@ class _Worker(threading.Thread):
         try:
             self._queue.put_nowait((call, counted))
         except queue.Full:
-            self._fail(f"{self._queue.maxsize} calls wait for it, and what comes is dropped")
+            self._fail(f"{self._queue.maxsize} calls are waiting for it, and further calls are dropped")
 
     def end(self, call: Callable[[Any], None]) -> None:
         """Add the last call to the logger's queue."""

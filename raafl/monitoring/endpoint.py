@@ -58,7 +58,9 @@ def bound(field: str, address: str) -> socket.socket:
             raise
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise BadInput(f"{field} is '{address}', which cannot be listened at ({why}): name another HOST:PORT") from None
+        raise BadInput(
+            f"{field} is '{address}', on which this machine cannot listen ({why}): name another HOST:PORT"
+        ) from None
     return listener
 
 

@@ -63,8 +63,8 @@ def with_lora(
     if lora in MERGES:
         if not isinstance(merge, Mean | Deltas):
             raise BadInput(
-                f"lora is '{lora}', which merges products B A by weighted means, but the server's optimizer takes steps for A and "
-                "B apart: leave server_optimizer out, or use ffa or rolora"
+                f"lora is '{lora}', which merges products B A by weighted means, but the server's optimizer steps A "
+                "and B separately: leave server_optimizer out, or use ffa or rolora"
             )
         merge = MERGES[lora](merge)
         if isinstance(merge, HetLoRA):
@@ -115,8 +115,8 @@ class Adapted(Local):
         adapters, others = pairs_of(module)
         if others:
             raise BadInput(
-                f"lora is '{self.lora}', which merges plain adapters of linear layers, but '{others[0]}' is adapted otherwise: "
-                "leave it out of target_modules, or leave lora out of the algorithm"
+                f"lora is '{self.lora}', which merges plain adapters of linear layers, but '{others[0]}' has "
+                "another kind of adapter: leave it out of target_modules, or leave lora out of the algorithm"
             )
         if not adapters:
             raise BadInput(
@@ -134,8 +134,8 @@ class Adapted(Local):
         elif self.lora in MERGES and MERGES[self.lora].moves_base:
             if bases := getattr(module, "submodel_bases", ()):
                 raise BadInput(
-                    f"lora is '{self.lora}', which adds to the base, but clients hold that as {', '.join(bases)}: use flexlora or "
-                    "raflora, or give the model one base"
+                    f"lora is '{self.lora}', which adds to the base, but clients have the base in several "
+                    f"precisions, {', '.join(bases)}: use flexlora or raflora, or give the model one base"
                 )
             for pair in adapters:
                 _check_base(module, pair, self.lora)
@@ -174,8 +174,8 @@ def _check_base(module: nn.Module, pair: LoraPair, lora: str) -> None:
         )
     if sum(base is other for _, other in module.named_parameters(remove_duplicate=False)) > 1:
         raise BadInput(
-            f"lora is '{lora}', which adds to '{pair.base}', but that is another layer's, too: use flexlora or raflora, or leave "
-            "it out of target_modules"
+            f"lora is '{lora}', which adds to '{pair.base}', but another layer shares it: use flexlora or raflora, "
+            "or leave it out of target_modules"
         )
 
 

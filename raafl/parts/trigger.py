@@ -236,5 +236,7 @@ def all_or_each(name: str, staleness: str = "constant") -> Trigger:
     triggers: dict[str, type[Trigger]] = {"all": AllReported, "each": EachArrival}
     one_of("trigger", name, triggers)
     if name == "all" and staleness != "constant":
-        raise BadInput(f"staleness is '{staleness}', but in a round nothing is late: leave it out, or use trigger each")
+        raise BadInput(
+            f"staleness is '{staleness}', but in a round no update is late: leave it out, or use trigger each"
+        )
     return triggers[name]()

@@ -25,7 +25,8 @@ class Unchosen(Full):
     def check(self, fleet: SelectContext) -> list[str]:
         """Return an error that no method has been chosen, so that no run starts with the placeholder."""
         return [
-            "algorithm is auto, which stands for no method yet: start the run by a command of raafl, or name a method"
+            "algorithm is auto, but no method has been chosen yet: start the run by a command of raafl, or name a "
+            "method"
         ]
 
     def __str__(self) -> str:

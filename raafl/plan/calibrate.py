@@ -179,9 +179,7 @@ def read_real(folder: Path, experiment: Experiment, base: Profile | None = None)
     for row in journal:
         match row.get("event"):
             case "run" if row.get("runtime") == "simulated":
-                raise BadInput(
-                    f"'{folder}' is a simulated run: give one on the wall clock, of raafl fit or raafl serve"
-                )
+                raise BadInput(f"'{folder}' is a simulated run: give a real run, by raafl fit or raafl serve")
             case "joined":
                 info = client_from_json(row)
                 clients[info.id] = info if base is None else replace(info, profile=base)
@@ -192,7 +190,7 @@ def read_real(folder: Path, experiment: Experiment, base: Profile | None = None)
                 task = out.pop(row["assignment"])
                 tasks.append(_timed(task, row["time_s"], clients[task.client], fleet))
     if not tasks:
-        raise BadInput(f"'{folder}' has no finished task: let each client finish a few")
+        raise BadInput(f"'{folder}' has no finished task: give a run in which each client has finished a few")
     merged = len(tasks) if summary is None else summary.get("updates_merged", len(tasks))
     return RealRun(folder, experiment, world, clients, tasks, merged)
 
@@ -259,7 +257,8 @@ def fit_tasks(client: int, tasks: Sequence[TimedTask]) -> Fit:
     real = np.array([max(task.seconds - task.link_s, _ROUNDING_S) for task in tasks])
     if not (compute > 0).all():
         raise BadInput(
-            f"client {client} has no limit of flops_per_s: give `--base FILE`, of `raafl plan --measure FILE`"
+            f"the profile of client {client} has no flops_per_s: give --base FILE, a file that `raafl plan "
+            "--measure FILE` wrote"
         )
     slowdown, overhead_s = _line(compute, real)
     sound = real <= _OUTLIER * (slowdown * compute + overhead_s)

@@ -158,7 +158,9 @@ class Table:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise BadInput("algorithm is auto, but this version has no table of choices: name a method") from None
+            raise BadInput(
+                "algorithm is auto, but this version has no measurements to choose by: name a method"
+            ) from None
         cells = [Cell(**{**one, "features": Features(**one["features"])}) for one in data["cells"]]
         return cls([Candidate(**one) for one in data["candidates"]], cells, data["held_out"], data.get("rates", {}))
 
@@ -267,13 +269,13 @@ def choose(experiment: Experiment, table: Table | None = None) -> Choice:
     for one in candidates:
         predicted = _predicted(world, one, most)
         if predicted.update_s is None or predicted.note is not None or one.label not in needed:
-            problems[one.label] = predicted.problem or predicted.note or "the grid's near fleets have no run of it"
+            problems[one.label] = predicted.problem or predicted.note or "it was not measured on similar fleets"
         else:
             found[one.label] = predicted
             scores[one.label] = predicted.update_s * needed[one.label]
     if not scores:
         label, why = next(iter(problems.items()))
-        raise BadInput(f"algorithm is auto, but no method of its table can be run; {label}: {why}")
+        raise BadInput(f"algorithm is auto, but none of the methods to choose from can run here; {label}: {why}")
     order = sorted(scores, key=lambda label: (scores[label], label))
     best = next(one for one in candidates if one.label == order[0])
     relative = {label: scores[label] / scores[order[0]] for label in order}
@@ -313,7 +315,7 @@ def _asked_for(experiment: Experiment, table: Table) -> list[Candidate]:
     for name in names:
         if name not in known:
             raise BadInput(
-                f"algorithm.methods has '{name}', of which the table of choices has no run: {nearest(name, known)}"
+                f"algorithm.methods has '{name}', for which raafl has no measurements: {nearest(name, known)}"
             )
     return [one for one in table.candidates if one.method in names]
 

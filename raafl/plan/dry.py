@@ -221,7 +221,7 @@ def predict(
             return Prediction(name, problem=" ".join(str(error).split()))
         except (NotImplementedError, RuntimeError, KeyError, TypeError, ValueError) as error:
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return Prediction(name, problem=f"its parts need trained updates to decide ({problem})")
+    return Prediction(name, problem=f"it cannot be planned, since its parts need trained updates ({problem})")
 
 
 def _gone_through(

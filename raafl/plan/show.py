@@ -64,8 +64,8 @@ def axes_text(facts: Mapping[str, Any], width: int, *, terminal: bool, most: int
     whole = [[", ".join(_first(names, None if most is None else _MOST_NAMES)), why] for why, names in places.items()]
     tables: list[Table] = [
         ("Axes, whose units shrink together", ["axis", "size", "on it"], axes),
-        ("What a share of every axis leaves", ["rate", "parameters", "FLOPs"], rates if axes else []),
-        ("What stays whole, by parameter and [dimension]", ["stays whole", "reason"], whole),
+        ("Parameters and FLOPs that remain at a rate", ["rate", "parameters", "FLOPs"], rates if axes else []),
+        ("Dimensions that stay whole, by parameter and [dimension]", ["stays whole", "reason"], whole),
     ]
     shown = []
     for title, names, rows in tables:
@@ -171,7 +171,7 @@ def _advice(plan: Plan) -> list[str]:
             f"Stragglers ({STRAGGLER:g} x the median or more, or without the memory): {len(slow)} of {num}: {shown}."
         )
     else:
-        lines.append(f"No stragglers: nobody takes {STRAGGLER:g} x the median, and the whole model fits everywhere.")
+        lines.append(f"No stragglers: no client takes {STRAGGLER:g} x the median, and the whole model fits everywhere.")
     if advice.fragments is not None and advice.fragment_s is not None:
         lines.append(
             f"fragments: {advice.fragments}: with the smallest the slowest client takes {seconds(advice.fragment_s)} s."
@@ -181,11 +181,9 @@ def _advice(plan: Plan) -> list[str]:
     )
     lines.append(f"deadline: {seconds(advice.deadline_s)} s: what the slowest of those takes for the whole model.")
     if plan.by_the_loop is None:
-        lines.append(
-            "batch_clients: nothing is known against it before it is tried; auto tries it, and says what it finds."
-        )
+        lines.append("batch_clients: possible as far as known; auto tries it, and prints the result.")
     else:
-        lines.append(f"batch_clients: of no use, clients are trained one after the other: {plan.by_the_loop}.")
+        lines.append(f"batch_clients: has no effect, clients are trained one after the other: {plan.by_the_loop}.")
     return lines
 
 

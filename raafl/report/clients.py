@@ -70,7 +70,7 @@ def participation(groups: Sequence[Group]) -> Chart:
         return Chart("participation", "Participation and speed", note, {}, tables)
     note = "One dot for each client of each run."
     if any(len(some) > _MAX_DOTS for some in points.values()):
-        note += f" More than {_MAX_DOTS:,} are drawn as {_BANDS} bands of clients of like speed: their mean, and"
+        note += f" More than {_MAX_DOTS:,} are drawn as {_BANDS} bands of clients of similar speed: their mean, and"
         note += " from the least to the most."
     choices = {
         "Show": [m for m in measures if any(m in key for key in views)],
@@ -147,12 +147,12 @@ def classes_of(run: RecordedRun, deal_out: Callable[[RecordedRun], FederatedData
     Run folders do not contain the classes, so ``deal_out`` loads the data of the run and divides them among clients.
     """
     if not run.config:
-        return "there is no config to deal the data out by"
+        return "there is no config from which to divide the data"
     try:
         data = deal_out(run)
         labels = data.labels()
     except (BadInput, OSError, ImportError, ValueError, TypeError, AttributeError) as error:
-        return f"the data cannot be dealt out again: {' '.join(str(error).split())[:300]}"
+        return f"the data cannot be divided again: {' '.join(str(error).split())[:300]}"
     names, numbers = np.unique(labels, return_inverse=True)
     if len(names) > _MAX_CLASSES:
         return f"the samples have {len(names):,} classes, too many to show"
@@ -203,8 +203,8 @@ def partition(
         note = f"Training samples of each client; of more than {_MAX_BARS}: how many of them have how many samples."
     if not any(not isinstance(found, str) for found in classes.values()):
         note += (
-            " A run folder does not hold the classes of the samples: raafl report --labels reads the data that the config"
-            " names, deals them out again and shows them."
+            " A run folder does not hold the classes of the samples: raafl report --labels reads the data that the "
+            "config names, divides them again and shows them."
         )
     if left_out:
         note += f" {left_out} more runs are left out here: the first of each group is shown."

@@ -131,7 +131,7 @@ def specs(groups: Sequence[Group]) -> Chart:
         ))  # fmt: skip
     if not views:
         return Chart("submodels", "Submodels", "No task has ended.", {})
-    note = "The parts of the model that clients were given to train, and what became of the tasks."
+    note = "The parts of the model that clients were assigned, and how the tasks ended."
     note += f" The {_MAX_SPECS} most frequent." if shortened else ""
     return Chart("submodels", "Submodels", note, views, tables, {"Of": choices})
 
@@ -165,7 +165,7 @@ def axes(groups: Sequence[Group]) -> Chart:
     note = (
         "What of the model a client may be without."
         if tables
-        else "Everyone was given the whole model, or it is not known."
+        else "Every client was assigned the whole model, or it is not known."
     )
     return Chart("axes", "Axes", note, {}, [table for table in tables if table.rows])
 

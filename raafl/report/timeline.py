@@ -75,7 +75,7 @@ def timeline(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Char
         unknown = unknown or not run.has_journal
         tables.append(_tasks_table(name, run, found))
     if not views:
-        return Chart("timeline", "Who did what when", "No task has been handed out.", {})
+        return Chart("timeline", "Who did what when", "No task has been assigned.", {})
     note = "One lane for each client, the fastest devices on top; the grey between tasks is waiting, no lane at all is away."
     if large:
         note = (
@@ -189,7 +189,7 @@ def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Ch
         kept, said = thin_rows(rows)
         tables.append(Table(["client", *(f"{use}, s" for use in USES)], kept, f"{name}. {said}"))
     if not views:
-        return Chart("time-spent", "Where the time went", "No task has been handed out.", {})
+        return Chart("time-spent", "Where the time went", "No task has been assigned.", {})
     together = _stacked(totals)
     for name in totals:
         views[("all clients", name)] = together
@@ -202,7 +202,7 @@ def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Ch
         " the end."
     ) + _others(left_out)
     many = any(len(run.client_ids()) > _MAX_LANES for _, run in runs)
-    note += f" More than {_MAX_LANES} clients are drawn as {_BANDS} bands of clients of like speed." if many else ""
+    note += f" More than {_MAX_LANES} clients are drawn as {_BANDS} bands of clients of similar speed." if many else ""
     choices = {"Of": ["each client", "all clients"], "Run": list(totals)}
     return Chart("time-spent", "Where the time went", note, views, tables, choices)
 

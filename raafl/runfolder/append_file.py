@@ -23,7 +23,7 @@ KEPT_ROWS = 10_000
 """Rows of one file that are kept in memory while they cannot be written."""
 RETRY_S = 1.0
 """Seconds between two tries to write them: a full disk may take milliseconds to say so again."""
-DELETED = "it was deleted under the run"
+DELETED = "it was deleted during the run"
 
 Item = TypeVar("Item")
 _log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class AppendFile(Generic[Item]):
         """
         data = self._encode(item)
         if self._file.closed:
-            raise ValueError("write to a closed file")
+            raise ValueError("the file is closed, so no row can be written to it")
         if not self.failing:
             try:
                 self._put(data)

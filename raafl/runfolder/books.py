@@ -104,7 +104,7 @@ def _read_seals(folder: Path, books: Books) -> list[tuple[int, Seal]]:
     path = folder / SEALS
     found = read_seals(path) if path.is_file() else []
     books.num_seals = len(found)
-    books.findings += [f"{SEALS}: line {number} is no seal" for number, seal in enumerate(found, 1) if seal is None]
+    books.findings += [f"{SEALS}: line {number} is not a seal" for number, seal in enumerate(found, 1) if seal is None]
     before = START
     lines = path.read_bytes().splitlines(keepends=True) if found else []
     for number, seal in enumerate(found, 1):
@@ -159,12 +159,10 @@ def _check_seals(
             books.findings.append(f"{name} {problem}")
         if data["rows"] > books.num_rows:
             books.findings.append(
-                f"{JOURNAL}: rows {books.num_rows + 1} to {data['rows']}, which seal {number} stands for, are missing"
+                f"{JOURNAL}: rows {books.num_rows + 1} to {data['rows']}, which seal {number} covers, are missing"
             )
         elif heads.get(data["rows"]) != data.get("head"):
-            books.findings.append(
-                f"{JOURNAL}: its first {data['rows']} rows are not those that seal {number} stands for"
-            )
+            books.findings.append(f"{JOURNAL}: its first {data['rows']} rows are not those that seal {number} covers")
         elif not problem and data.get("key") is not None:
             books.num_signed = data["rows"]
         books.key = books.key or (data["key"] if isinstance(data.get("key"), str) else None)
@@ -185,9 +183,9 @@ def _problem_of_signature(seal: Seal, before: str | None, keys: Collection[str])
     if key is None:
         return "is unsigned, those before it are signed" if before is not None else ""
     if not is_signed(seal.text, seal.signature, key):
-        return "was altered: its signature does not fit what it says"
+        return "was altered: its signature does not match its content"
     if keys and key not in keys:
-        return f"is signed by {key_name(key)}, which is not the key asked for"
+        return f"is signed by {key_name(key)}, which is not the key given to check"
     if not keys and before not in (None, key):
         return f"is signed by {key_name(key)}, those before it by {key_name(str(before))}: name both keys if both are yours"
     return ""
@@ -197,7 +195,7 @@ def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: 
     """Check that the end of a run that has ended is sealed, and that seals are signed where a key is asked for."""
     books.final = bool(seals) and seals[-1][1].data.get("final") is True
     if keys and books.key is None:
-        books.findings.append(f"{SEALS}: no seal is signed, and a key is asked for")
+        books.findings.append(f"{SEALS}: no seal is signed, but a key was given to check")
     if not seals:
         books.notes.append("no seals")
     elif not books.final and (folder / SUMMARY).is_file():
@@ -211,7 +209,7 @@ def _check_end(folder: Path, books: Books, seals: list[tuple[int, Seal]], keys: 
 def _check_tables(folder: Path, books: Books, tables: Mapping[str, Any]) -> None:
     for name, sealed in tables.items():
         if name not in GROWING:
-            books.findings.append(f"{SEALS}: it names '{sanitize_text(name)}', which is no table")
+            books.findings.append(f"{SEALS}: it names '{sanitize_text(name)}', which is not a table")
             continue
         path = folder / name
         if not path.is_file():

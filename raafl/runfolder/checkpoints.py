@@ -74,7 +74,7 @@ def save(
     section = dict(raafl or {})
     for where, value in _not_plain(section, "raafl"):
         raise TypeError(
-            f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; convert it to plain data"
+            f"{where} is a {type(value).__name__}, which cannot be saved in a checkpoint; convert it to plain data"
         )
     content: dict[str, Any] = {
         "pytorch-lightning_version": installed_version("lightning"),
@@ -104,14 +104,15 @@ def load(path: str | os.PathLike[str]) -> SavedCheckpoint:
     found = newest(path) if Path(path).is_dir() else Path(path)
     if found is None or not found.is_file():
         raise BadInput(
-            f"checkpoint is {str(path)!r}, where there is none: give a version-*.ckpt file or a run folder with one"
+            f"checkpoint is {str(path)!r}, but there is none: give a version-*.ckpt file or a run folder with one"
         )
     try:
         content = torch.load(found, map_location="cpu", weights_only=True)
         section = content["raafl"]
         if (format_ := section["format"]) != _FORMAT:
             raise BadInput(
-                f"checkpoint is {found} of format {format_}, this raafl reads {_FORMAT}: use the raafl that wrote it"
+                f"checkpoint is {found} of format {format_}, but this version reads format {_FORMAT}: use the "
+                "version that wrote it"
             )
         return SavedCheckpoint(
             found, section["version"], content["state_dict"], content.get("hyper_parameters", {}), section["state"]

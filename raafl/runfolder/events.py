@@ -98,7 +98,9 @@ class JournalReader:
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{where}: not a line of JSON ({error}); the journal was changed") from error
                 if not isinstance(row, dict):
-                    raise ValueError(f"{where}: a {type(row).__name__} where an event (an object) was expected")
+                    raise ValueError(
+                        f"{where}: the line is a {type(row).__name__}, but an event (an object) was expected"
+                    )
                 row.pop("chain", None)  # of the file, see raafl.runfolder.chain; no field of an event
                 yield cast(JournalRow, row)
 
@@ -140,7 +142,7 @@ def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Sum
     try:
         _, summary = rows.num_events, read_summary(folder)  # counting reads the whole journal, and finds damaged rows
     except ValueError as error:
-        raise BadInput(f"{sanitize_text(error)}: only a journal as it was written can be replayed") from None
+        raise BadInput(f"{sanitize_text(error)}: only an unchanged journal can be replayed") from None
     num_events = 0
     for row in rows:
         if row.get("event") == "gap":

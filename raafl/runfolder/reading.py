@@ -193,7 +193,7 @@ def read(path: Path) -> RecordedRun:
     }  # fmt: skip
     for name, reader in readers.items():
         if not (path / name).is_file():
-            missing = "there is no summary.json: the run has not ended, or was cut off"
+            missing = "there is no summary.json: the run has not ended, or was killed"
             run.notes.append(missing if name == SUMMARY else f"there is no {name}")
             continue
         try:
@@ -216,7 +216,7 @@ def _read_config(run: RecordedRun, path: Path) -> None:
 def _read_summary(run: RecordedRun, path: Path) -> None:
     run.summary = read_summary(path.parent)
     if run.summary is None:
-        run.notes.append("summary.json is damaged; what it would say is taken from the other files where they say it")
+        run.notes.append("summary.json is damaged; its values are taken from the other files where possible")
 
 
 def _rows(run: RecordedRun, path: Path) -> Iterator[list[str]]:
@@ -299,7 +299,7 @@ def _read_journal(run: RecordedRun, path: Path) -> None:
         for event in JournalReader(path).written():
             _take(run, event, settled)
     except ValueError as error:
-        run.notes.append(f"the journal is damaged and was read up to there: {str(error)[:200]}")
+        run.notes.append(f"the journal is damaged and was read only up to this point: {str(error)[:200]}")
     run.has_journal = bool(run.clients)
 
 

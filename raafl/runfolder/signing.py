@@ -55,7 +55,7 @@ class Signer:
         except (OSError, ValueError, TypeError) as error:
             raise BadInput(f"signing key is '{path}', which cannot be read: {error}") from None
         if not isinstance(key, Ed25519PrivateKey | EllipticCurvePrivateKey):
-            raise BadInput(f"signing key is '{path}', of another kind: use an Ed25519 or ECDSA private key")
+            raise BadInput(f"signing key is '{path}', which is not supported: use an Ed25519 or ECDSA private key")
         form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
         return cls(key, base64.b64encode(key.public_key().public_bytes(*form)).decode())
 

@@ -97,7 +97,7 @@ class Driver(ABC):
 
     def _dismiss(self, client: int, incarnation: int, reason: str) -> None:
         """Tell a client that there is no work for it."""
-        self._note(f"client {client} was let go: {reason}")
+        self._note(f"client {client} was dismissed: {reason}")
 
     @abstractmethod
     def _blame(self, client: int, error: Exception) -> None:

@@ -60,6 +60,6 @@ def take_part(experiment: Experiment, transport: Transport) -> None:
         _log.warning(f"{lost}; the others go on")
         return
     except (PeerLost, PeerTimeout, Refused) as error:
-        reason = transport.let_go() or f"failed: the server is gone: {error}"
+        reason = transport.let_go() or f"failed: the connection to the server broke: {error}"
     if reason.startswith(("refused", "failed")):
         raise RunFailed(f"client {client}: {reason}")

@@ -108,9 +108,9 @@ def in_words(different: Difference, client: int) -> str:
         client: id of the client.
     """
     if different.field == "config":
-        return "the client names no config"
+        return "the client sent no config"
     if different.field.startswith("config."):
-        return f"different config: '{different.field[7:]}' is not as in the server's config.yaml"
+        return f"different config: '{different.field[7:]}' differs from the server's config.yaml"
     if different.field == "base":
         return (
             f"different frozen parameters: the server's have digest {different.ours[:16]}, those of client {client} "

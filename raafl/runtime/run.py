@@ -230,8 +230,8 @@ class Run:
         self._restarted = [name for name in changed if name not in configured]
         if self._restarted and local.exchange(self.parts.submodels) is not None:
             raise BadInput(
-                f"'{self._restarted[0]}' changes in training_step, which each side of a model in two halves runs on its own "
-                "module: keep no state in the module, or use a method that trains the whole model"
+                f"'{self._restarted[0]}' changes in training_step, but split_fed runs training_step on two copies "
+                "of the module: keep no state in the module, or use a method that trains the whole model"
             )
 
     def _said_before(self) -> list[str]:
@@ -247,7 +247,10 @@ class Run:
         notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
         if len(self._logs) > MAX_LOGGED:
             notes.append(
-                Warn(f"training_step logs {len(self._logs)} metrics: of each task the first {MAX_LOGGED} are kept")
+                Warn(
+                    f"training_step logs {len(self._logs)} metrics: only the first {MAX_LOGGED} of each task are "
+                    "recorded"
+                )
             )
         guessed = self.parts.submodels.cost(FULL, fleet.batch_size).guessed
         notes += [Warn(f"predicted times and memory are a guess: {guessed}")] if guessed else []
@@ -356,7 +359,7 @@ class Run:
 
 def _restart_note(names: list[str]) -> str:
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"starts anew with each task, as the model is made: {shown}; a floating-point buffer is averaged and carries over"
+    return f"attributes that start again in each task: {shown}; use a floating-point buffer for state that should carry over"
 
 
 def simulate(

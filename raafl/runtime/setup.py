@@ -90,7 +90,7 @@ def _prepared(experiment: Experiment) -> LightningModule:
     except Exception as error:  # the user's code, or its library's; of arguments and configs the words say enough
         is_plain = isinstance(error, ValueError | TypeError)
         why = " ".join(str(error).split())[:400] if is_plain else format_error(error)
-        raise BadInput(f"the model cannot be made: {why}") from error
+        raise BadInput(f"the model cannot be constructed: {why}") from error
     prepared: LightningModule = experiment.algorithm.local.prepare(module)
     return prepared
 
@@ -260,8 +260,8 @@ def data_notes(parts: ServerSetup) -> list[str]:
     if small:
         least_to_most = f"{min(small)}" if min(small) == max(small) else f"{min(small)} to {max(small)}"
         found.append(
-            f"batches of {size} are more than {len(small)} of {len(sizes)} clients have, who train on all of their "
-            f"{least_to_most} samples at once: give a smaller train.batch_size for more steps"
+            f"batches of {size} are more than {len(small)} of {len(sizes)} clients have, so each of these trains on "
+            f"all of its {least_to_most} samples in one step: give a smaller train.batch_size for more steps"
         )
     return found
 

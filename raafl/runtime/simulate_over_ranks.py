@@ -26,7 +26,8 @@ def simulate_over_ranks(experiment: Experiment, config_yaml: str = "") -> tuple[
     num_ranks, wait_s = int(os.environ["WORLD_SIZE"]), experiment.waits.join_s
     if experiment.workers > 1:
         raise BadInput(
-            f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks, which train: give --workers 1"
+            f"workers is {experiment.workers}, but torchrun started {num_ranks} ranks that train already: give "
+            "--workers 1"
         )
     transport = TRANSPORTS["ranks"](ConnectOptions(num_ranks - 1, wait_s, wait_s, nccl=experiment.transport == "nccl"))
     if transport.client == 0:
@@ -52,4 +53,4 @@ def train(experiment: Experiment, transport: Transport) -> None:
     except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
         _log.warning(f"{lost}; the others go on")
     except (PeerLost, PeerTimeout, Refused) as error:
-        raise RunFailed(f"rank 0 is gone: {error}") from None
+        raise RunFailed(f"rank 0 has ended or cannot be reached: {error}") from None

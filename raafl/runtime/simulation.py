@@ -151,7 +151,7 @@ class Simulation(Driver):
                 if interrupt.asked:
                     self.stop("interrupted")
                 self._stop_if_asked()
-        self.stop("failed: no client is left or will come back")
+        self.stop("failed: all clients have left, and none will come back")
         return self._ended()
 
     def _turn(self) -> None:

@@ -90,7 +90,7 @@ def _head_problems(receipt: Receipt, books: Books) -> list[str]:
     if head.key and not head.is_signed(receipt.assignment["id"]):
         return ["the server's signature of its journal's head does not fit"]
     if head.head not in books.heads:
-        proof = ", and its signature proves that it said so" if head.key else ""
+        proof = ", and its signature proves that it sent it" if head.key else ""
         return [f"the journal was rewritten since: it never had the head that the server sent{proof}"]
     return []
 
@@ -148,4 +148,4 @@ def _problem_of_task(receipt: Receipt, path: Path, setup: ClientSetup) -> str | 
 
 def site_notes(site: SiteReceipts, here: dict[str, Any]) -> list[str]:
     """Describe each condition (version, hardware, setting) that differs here from the site's run, a line each."""
-    return [f"{line}: tasks trained again need not give the same bits" for line in differences(site.conditions, here)]
+    return [f"{line}: tasks trained again may give other bits" for line in differences(site.conditions, here)]

@@ -199,7 +199,7 @@ def _size(axis: str, members: Sequence[Member], shapes: Shapes) -> int:
         )
         if alone and found != size:
             raise SpecError(
-                f"axis '{axis}' has {found} indices in dimension {dim} of '{name}' and {size} elsewhere: the "
-                "dimensions of an axis must agree (give unit for several elements per index)"
+                f"axis '{axis}' has {found} indices in dimension {dim} of '{name}' but {size} in another: all "
+                "dimensions of an axis must have the same size (give unit if an index has several elements)"
             )
     return size

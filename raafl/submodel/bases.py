@@ -32,7 +32,7 @@ class Bases:
     def normal(self, name: str | None) -> str | None:
         """Return ``name``, or None if it is the module's own precision; raise `SpecError` if the module does not have it."""
         if name is not None and name not in self.names:
-            known = nearest(name, self.names, "this model has one form of it: name none")
+            known = nearest(name, self.names, "this model has only one precision: leave base out")
             raise SpecError(f"spec.base is '{name}', which this model does not have: {known}")
         return None if self.names and name == self.names[0] else name
 

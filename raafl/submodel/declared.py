@@ -146,7 +146,7 @@ def find_exits(module: nn.Module) -> dict[str, Exit]:
                 continue
             if missing := [path for path in (*value, *value.values()) if not _is_module(module, join(prefix, path))]:
                 raise SpecError(
-                    f"submodel_exits names '{missing[0]}' for '{name}', which is no module: give paths of modules"
+                    f"submodel_exits names '{missing[0]}' for '{name}', which is not a module: give paths of modules"
                 )
             places = tuple(join(prefix, path) for path in value)
             exits[join(prefix, name)] = Exit(tuple(join(prefix, path) for path in value.values()), places)
@@ -188,9 +188,7 @@ def check_names(
     gone = absent(spec, stacks, exits)
     for alias, name in aliases.items() if gone else ():
         if within(name, gone) and not within(alias, gone):
-            raise SpecError(
-                f"spec leaves out '{name}', which is also '{alias}': keep what it lies in, or leave out both"
-            )
+            raise SpecError(f"spec leaves out '{name}', which is tied to '{alias}': keep both, or leave out both")
 
 
 def stand_ins(spec: Spec, exits: Mapping[str, Exit]) -> dict[str, str]:

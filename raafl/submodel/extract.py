@@ -164,7 +164,7 @@ class CopyPlan:
         for given, wanted, what in ((full, self.full_layout, "full"), (small, self.layout, "small")):
             if given is not None and given.layout is not wanted and given.layout.fingerprint != wanted.fingerprint:
                 raise BadInput(
-                    f"the {what} tensors have another layout than this plan: take both from the same Submodels, "
+                    f"the {what} tensors have another layout than this plan: make both from the same Submodels, "
                     "spec and part"
                 )
 

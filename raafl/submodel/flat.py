@@ -89,7 +89,7 @@ class Layout:
         entries: dict[str, TensorEntry] = {}
         for name, shape, dtype in tensors:
             if name in entries:
-                raise BadInput(f"tensor '{name}' is twice in the layout: give each tensor its own name")
+                raise BadInput(f"tensor '{name}' occurs twice in the layout: give each tensor its own name")
             if dtype not in _NAMES:
                 raise BadInput(f"tensor '{name}' has dtype {dtype}: convert it to one of {', '.join(DTYPES)}")
             entry = entries[name] = TensorEntry(name, tuple(shape), dtype, ends.get(dtype, 0))
@@ -346,7 +346,10 @@ class FlatTensors:
             BadInput: ``layout`` is not the beginning of this layout.
         """
         if not layout.is_prefix_of(self.layout):
-            raise BadInput("layout: only the first tensors of each dtype can be viewed; copy the others with a plan")
+            raise BadInput(
+                "layout does not start with the same tensors: only the first tensors of each dtype can be viewed; "
+                "copy the others"
+            )
         return FlatTensors(layout, {dtype: self.buffers[dtype][:numel] for dtype, numel in layout.numel.items()})
 
     def is_finite(self) -> bool:
@@ -380,7 +383,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 def _same_layout(one: Layout, other: Layout) -> None:
     if one is not other and one.fingerprint != other.fingerprint:
-        raise BadInput("flat tensors have different layouts: both must be of the same model, spec and part")
+        raise BadInput("flat tensors have different layouts: make both from the same model, spec and part")
 
 
 def _bytes(buffer: Tensor) -> Any:

@@ -144,7 +144,7 @@ class Spec:
             raise SpecError(f"spec has the field '{unknown[0]}': use kept, blocks, trained, exits or base")
         base = data.get("base")
         if base is not None and not isinstance(base, str):
-            raise SpecError(f"spec.base is {str(base)[:80]!r}: give the name of a form")
+            raise SpecError(f"spec.base is {str(base)[:80]!r}: give the name of a precision, such as bf16")
         return cls(
             _read_pairs("kept", data.get("kept", {})),
             _read_pairs("blocks", data.get("blocks", {})),
@@ -183,7 +183,7 @@ def _is_index(value: object) -> bool:
 
 def _read_pairs(field_name: str, data: object) -> tuple[tuple[str, Kept], ...]:
     if not isinstance(data, dict):
-        raise SpecError(f"spec.{field_name} is {str(data)[:80]!r}: give an object from name to indices")
+        raise SpecError(f"spec.{field_name} is {str(data)[:80]!r}: give an object that maps names to indices")
     pairs: list[tuple[str, Kept]] = []
     for name, value in data.items():
         bounds = value.get("range") if isinstance(value, dict) and len(value) == 1 else None

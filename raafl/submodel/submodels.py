@@ -305,7 +305,10 @@ class Submodels:
         form._table, form.discovered = self._table, self.discovered
         form.attach_base(module)
         if form.layout(part="trained") != self.layout(part="trained"):
-            raise BadInput(f"submodel_hold('{base}') of {type(module).__name__} changes more than what is frozen")
+            raise BadInput(
+                f"submodel_hold('{base}') of {type(module).__name__} changes parameters that are not frozen: change "
+                "only frozen ones"
+            )
         return form
 
     def base_of(self, spec: Spec) -> FrozenBase | None:

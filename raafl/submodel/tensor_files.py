@@ -127,7 +127,8 @@ def check_folder(folder: str) -> None:
             pass
     except OSError as error:
         raise BadInput(
-            f"memory_folder is '{folder}', where no file can be made: {error.strerror}; name a folder on a disk with room"
+            f"memory_folder is '{folder}', in which no file can be created: {error.strerror}; name a folder on a "
+            "disk with free space"
         ) from error
 
 
@@ -141,8 +142,8 @@ def check_room(folder: str, num_bytes: int, what: str) -> None:
     """
     if (free := shutil.disk_usage(folder).free) < num_bytes:
         raise BadInput(
-            f"memory_folder is '{folder}', where {free:,} bytes are free, but {num_bytes:,} are needed: {what}; make room, "
-            "or name another"
+            f"memory_folder is '{folder}', which has {free:,} bytes free, but {num_bytes:,} are needed: {what}; "
+            "make room, or name another folder"
         )
 
 

@@ -196,7 +196,7 @@ def _joined(store: Store, rank: int, device: torch.device, timeout_s: float) -> 
                 work.wait()
             _synchronize(device, timeout_s)
             if int(words[1]) != 1 - rank:
-                raise RuntimeError("NCCL delivers other values than were sent")
+                raise RuntimeError("NCCL delivered other values than were sent")
 
     return checked_group(store, rank, 2, timeout_s, check)
 
@@ -301,5 +301,5 @@ def _synchronize(device: torch.device, timeout_s: float) -> None:
     done.record(torch.cuda.current_stream(device))
     while not done.query():
         if time.monotonic() > deadline:
-            raise PeerTimeout(f"NCCL moved nothing more within {timeout_s:g} s")
+            raise PeerTimeout(f"NCCL transferred nothing for {timeout_s:g} s")
         time.sleep(_POLL_S)

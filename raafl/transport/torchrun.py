@@ -66,8 +66,9 @@ class TorchrunTransport(Transport):
         missing, clients = [name for name in _VARIABLES if name not in os.environ], meeting.num_clients
         if missing:
             raise BadInput(
-                f"{' and '.join(missing)} is not set: start it with `torchrun --nproc-per-node {clients + 1} -m raafl fit "
-                f"...`, or use `raafl fit ... --local {clients}`, which starts its own, or `raafl simulate` for one process"
+                f"{' and '.join(missing)} is not set: start the command with `torchrun --nproc-per-node "
+                f"{clients + 1} -m raafl fit ...`, or use `raafl fit ... --local {clients}`, which starts its own "
+                "processes, or `raafl simulate` for one process"
             )
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if rank >= world_size:
@@ -127,7 +128,7 @@ class TorchrunTransport(Transport):
                 if beat != heard:
                     heard, since = beat, time.monotonic()
                 if time.monotonic() - since > self._wait_s:
-                    raise PeerTimeout(f"rank 0 has not been heard of for {self._wait_s:g} s (waits.join_s)")
+                    raise PeerTimeout(f"rank 0 has not answered for {self._wait_s:g} s (waits.join_s)")
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 0.2)
         except RuntimeError as error:
@@ -166,11 +167,12 @@ def _store(rank: int, world_size: int, wait_s: float) -> Store:
         return found.result(wait_s + _SLACK_S)
     except TimeoutError:
         raise BadInput(
-            f"what listens at {address}:{port} (MASTER_ADDR, MASTER_PORT) is not a torch store: choose a free port"
+            f"another program listens at {address}:{port} (MASTER_ADDR, MASTER_PORT): choose a free port"
         ) from None
     except RuntimeError as error:
         if hosts and "EADDRINUSE" in str(error):
             raise BadInput(f"MASTER_PORT is {port}, which is in use on {address}: choose a free port") from None
         raise BadInput(
-            f"no store at {address}:{port} (MASTER_ADDR, MASTER_PORT): {str(error).splitlines()[0]}"
+            f"torchrun's store does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT): "
+            f"{str(error).splitlines()[0]}"
         ) from None

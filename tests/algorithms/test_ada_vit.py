@@ -246,8 +246,8 @@ def test_the_cost_is_the_whole_models_and_the_policies_and_a_note_says_so():
     assert after.flops_per_sample - before.flops_per_sample == 2 * 3 * 2 * 32 * 4
     (note,) = Adaptive().notes(model)
     assert note == (
-        "ada_vit decides on 4 heads and 4 sublayers of blocks for each sample; training computes all of them: it costs the "
-        "whole model and 264 parameters more"
+        "ada_vit chooses among 4 heads and 4 sublayers of blocks for each sample, but training computes all of them: it "
+        "costs as much as the whole model, and 264 more parameters"
     )
 
 
@@ -258,14 +258,14 @@ def test_ranks_of_lora_are_taken_for_neither_heads_nor_sublayers():
     model = Adaptive().prepare(lora_bert())
     assert not any(isinstance(part, UsagePolicy) for part in model.modules())
     assert Adaptive().notes(Submodels(model)) == [
-        "ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these"
+        "ada_vit has no effect in a model with LoRA adapters, which are averaged as usual"
     ]
 
 
 def test_a_model_with_nothing_to_decide_on_is_averaged_and_a_note_says_so():
     model = Submodels(Adaptive().prepare(MLP(64, (), 10)))
     assert Adaptive().notes(model) == [
-        "ada_vit finds neither blocks nor hidden units to decide on in this model: it is plain averaging"
+        "ada_vit finds neither blocks nor hidden units to choose among in this model: it has no effect"
     ]
 
 

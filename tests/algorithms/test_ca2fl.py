@@ -41,7 +41,7 @@ def test_every_argument_reaches_its_part():
     assert algorithm.merge == Remembered(0.5, folder="/x", of_all=True)
     with pytest.raises(BadInput, match=r"server_lr is 2"):
         ca2fl(server_lr=2.0)
-    with pytest.raises(BadInput, match=r"memory_folder is '?/x'?, but with memory ram there are no files"):
+    with pytest.raises(BadInput, match=r"memory_folder is '?/x'?, but there are no files if memory is ram"):
         ca2fl(memory_folder="/x")
 
 

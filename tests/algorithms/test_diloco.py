@@ -234,7 +234,10 @@ def test_what_keeping_moments_costs_is_said():
     algorithm, state = diloco(inner_state="kept"), line_state()
     # 2 x 4 + 4 + 1 parameters of 4 bytes, twice
     (note,) = algorithm.merge.notes(state, 3)
-    assert note.startswith("inner_state kept: 104 bytes more each way") and "312 bytes on the server" in note
+    assert (
+        note.startswith("inner_state kept: a task of the whole model sends 104 more bytes each way")
+        and "312 bytes in memory" in note
+    )
 
 
 # ---- settings ----

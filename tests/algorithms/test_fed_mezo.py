@@ -197,7 +197,7 @@ def test_buffers_and_modes_are_left_alone():
     for name, values in state.values.items():
         assert torch.equal(values, before[name]) == (name not in state.submodels.parameter_names)
     notes = ZerothOrder().notes(state.submodels)
-    assert notes[1].startswith("batch norm runs on its running statistics") and len(notes) == 2
+    assert notes[1].startswith("batch norm uses its initial running statistics") and len(notes) == 2
     assert len(ZerothOrder().notes(Submodels(small_mlp()))) == 1
 
 

@@ -199,7 +199,7 @@ def test_asynchronous_and_with_submodels_it_learns_too(tmp_path):
 def test_arguments_that_make_no_sense_are_refused():
     with pytest.raises(BadInput, match=r"trigger is 'every'"):
         fed_mezo(trigger="every")
-    with pytest.raises(BadInput, match=r"staleness is 'hinge', but in a round nothing is late"):
+    with pytest.raises(BadInput, match=r"staleness is 'hinge', but in a round no update is late"):
         fed_mezo(staleness="hinge")
     for name in ("lr", "epsilon", "server_lr"):
         with pytest.raises(BadInput, match=rf"{name} is 0: give a number above 0"):

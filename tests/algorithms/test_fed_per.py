@@ -36,6 +36,6 @@ def test_after_a_round_of_two_that_come_from_1_to_2_and_4(algorithm, theirs, new
 def test_paths_that_are_not_there_and_nothing_shared_are_said():
     state = line_state()
     assert "did you mean" in fed_per(layers=["fc1.weigth"]).merge.check(state)[0]
-    assert "nothing is shared" in fed_per(layers=["fc1", "fc2"]).merge.notes(state, 2)[0]
+    assert "no layer is shared" in fed_per(layers=["fc1", "fc2"]).merge.notes(state, 2)[0]
     with pytest.raises(BadInput, match="local is 'tail'"):
         fed_per("tail")

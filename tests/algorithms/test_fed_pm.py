@@ -78,7 +78,9 @@ def test_sigma_is_that_of_kaiming():
 
 def test_what_has_nothing_to_mask_is_refused_by_name():
     module = nn.Sequential(nn.LayerNorm(3))
-    with pytest.raises(BadInput, match="Sequential has no weights to mask: fed_pm is for linear, convolution"):
+    with pytest.raises(
+        BadInput, match="Sequential has no weights to mask: fed_pm trains masks for linear, convolution"
+    ):
         ProbabilisticMaskTraining().prepare(module)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(BadInput, match="no weights to mask"):

@@ -126,7 +126,7 @@ def test_parameters_and_running_statistics_are_put_back():
     assert layer.running_mean.abs().max() == 0 and layer.num_batches_tracked == 0
     gru = torch.nn.GRU(2, 2)
     with (
-        pytest.raises(BadInput, match=r"'weight_ih_l0' is of a recurrent layer"),
+        pytest.raises(BadInput, match=r"'weight_ih_l0' belongs to a recurrent layer"),
         with_tensors(gru, {"weight_ih_l0": torch.zeros(6, 2)}),
     ):
         pass

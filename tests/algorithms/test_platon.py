@@ -267,7 +267,7 @@ class Whole(nn.Module):
 
 def test_a_model_without_axes_is_averaged_and_a_note_says_so():
     notes = Sensitivity().notes(Submodels(Whole()))
-    assert len(notes) == 1 and notes[0].startswith("platon prunes nothing here, it is plain averaging")
+    assert len(notes) == 1 and notes[0].startswith("platon prunes nothing here, so it is plain averaging")
     assert Sensitivity().notes(line_state().submodels) == []
     assert Sensitivity(groups=2).notes(line_state().submodels) == [
         "platon scores 1 axes of more than 2 units by groups of neighbours"

@@ -210,7 +210,7 @@ def test_costs_are_those_of_quantising_and_a_note_says_so():
     assert Quantised().notes(plain) == ["q_vit quantises nothing here: it is plain averaging"]
     edges = Submodels(Quantised(3).prepare(MLP(64, (24,), 10)))
     assert Quantised(3).notes(edges)[1] == (
-        "q_vit has 8 bits for the first and the last layer (edge_bits), and there are no others: bits 3 goes unused"
+        "q_vit uses edge_bits (8) for the first and the last layer, and the model has no others: bits (3) has no effect"
     )
     assert len(Quantised(3, edge_bits=3).notes(edges)) == 1
 

@@ -118,7 +118,7 @@ def test_where_the_second_regions_are_needed_in_turn_the_half_stays_and_this_is_
     assert all(min(covered(mine).values()) >= coverage and len(covered(mine)) == 4 for mine in found)
     (note,) = algorithm.select.notes(fleet_of(algorithm, num_clients))
     assert note.startswith("MIX-Arb with rest 4: the same half of the clients trains two regions in all rounds")
-    assert f"{num_clients} clients is too little to cover 4 {coverage} times" in note
+    assert f"{num_clients} clients cannot cover 4 regions {coverage} times" in note
 
 
 def test_the_half_is_drawn_among_those_with_room_for_two_regions():
@@ -192,8 +192,8 @@ def test_a_client_gets_as_many_regions_as_its_memory_holds(tmp_path):
     ("arguments", "message"),
     [
         ({"regions": 0}, "regions is 0"),
-        ({"regions": 3}, "regions is 3, but L-Arb is of 4 regions"),
-        ({"mask": [5]}, r"mask is \[5\]: give how many regions each client trains, from 1 to 4"),
+        ({"regions": 3}, "regions is 3, but the mask L-Arb is defined for 4 regions"),
+        ({"mask": [5]}, r"mask is \[5\]: give a list with the number of regions that each client trains, from 1 to 4"),
         ({"mask": []}, r"mask is \[\]"),
         ({"trained": 5}, "trained is 5: give 1 to 4"),
         ({"every": 2}, "every is 2, but no round leaves regions out"),

@@ -199,11 +199,11 @@ def test_every_argument_reaches_its_part():
     ("arguments", "message"),
     [
         ({"trigger": "al"}, "trigger is 'al'.*all"),
-        ({"staleness": "hinge"}, "staleness is 'hinge', but in a round nothing is late"),
+        ({"staleness": "hinge"}, "staleness is 'hinge', but in a round no update is late"),
         ({"server_lr": 0.0}, "server_lr is 0"),
         ({"max_age": 0}, "max_age is 0"),
         ({"memory": "disc"}, "memory is 'disc': did you mean 'disk'"),
-        ({"memory_folder": "there"}, "memory_folder is there, but with memory ram there are no files"),
+        ({"memory_folder": "there"}, "memory_folder is there, but there are no files if memory is ram"),
         ({"mask": "M-Arb"}, "mask is 'M-Arb'"),
         ({"cohort": 2, "rest": 5}, "cohort is 2, but trained, coverage, rest and hold"),
         ({"submodel": RateSelect(), "mask": "S-Arb", "rest": 5}, "mask is S-Arb, rest is 5, but submodel says"),

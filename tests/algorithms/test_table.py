@@ -153,7 +153,7 @@ def test_fed_buff_with_a_server_optimizer_has_a_learning_rate_of_its_own():
 
 
 def test_a_decay_that_adagrad_does_not_have_is_refused():
-    with pytest.raises(raafl.BadInput, match=r"beta2 is 0\.5, but adagrad has no second decay: leave it out"):
+    with pytest.raises(raafl.BadInput, match=r"beta2 is 0\.5, but adagrad has no beta2: leave beta2 out"):
         raafl.fed_opt(optimizer="adagrad", beta2=0.5)
     assert raafl.fed_opt(optimizer="adagrad").merge.kind == "adagrad"
 

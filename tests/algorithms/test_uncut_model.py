@@ -17,18 +17,18 @@ from tests.helpers.small_runs import experiment
 
 WHOLE = "every client trains all of the model, which has no axes to "
 NOTES = {
-    "ada_vit": "ada_vit finds neither blocks nor hidden units to decide on in this model: it is plain averaging",
+    "ada_vit": "ada_vit finds neither blocks nor hidden units to choose among in this model: it has no effect",
     "co_s2p": "the model's width stays whole: ",
     "fed_raa": WHOLE + "cut into fragments: ",
     "fed_rolex": WHOLE + "cut by rates: ",
     "hetero_fl": WHOLE + "cut by rates: ",
     "ist": WHOLE + "deal out: ",
     "oap": WHOLE + "cut by rates: ",
-    "platon": "platon prunes nothing here, it is plain averaging: ",
+    "platon": "platon prunes nothing here, so it is plain averaging: ",
     "prune_fl": WHOLE + "prune: ",
     "ra_fed": WHOLE + "cut into regions: ",
     "ram_fed": WHOLE + "cut into regions: ",
-    "timely_fl": "every client trains all of the model, which has a single layer that trains: who is short of time is late",
+    "timely_fl": "the model has only one layer that trains, so every client trains all of it: slow clients are late",
     "split_fed": "the model cannot be cut, so clients train all of it, as in FedAvg: ",
 }
 """What methods that cut the model, or decide on its parts, say at the start; the others train all of any model."""

@@ -66,7 +66,7 @@ def test_renewed_and_revoked(authority, tmp_path):
     revoked = read_revoked(authority.folder / "revoked.crl", authority.certificate)
     assert revoked == {first.serial_number, second.serial_number}
     assert {(one.holder.site, one.revoked) for one in authority.issued()} == {("north", True), ("south", False)}
-    with pytest.raises(BadInput, match="'north' was revoked: it needs a new key"):
+    with pytest.raises(BadInput, match="'north' was revoked: make a new key"):
         authority.renew("north")
     (tmp_path / "north.key").unlink()
     again = authority.sign(request(tmp_path, "north"))
@@ -79,7 +79,7 @@ def test_renewed_and_revoked(authority, tmp_path):
 def test_a_second_key_for_a_name_is_refused_while_the_first_is_good(authority, tmp_path):
     authority.sign(request(tmp_path / "a", "north"))
     other = request(tmp_path / "b", "north")
-    with pytest.raises(BadInput, match="valid certificate for another key: `raafl certs revoke north` first"):
+    with pytest.raises(BadInput, match="valid certificate for another key: run `raafl certs revoke north` first"):
         authority.sign(other)
     authority.revoke("north")
     assert authority.sign(other).valid
@@ -92,7 +92,7 @@ def csr(key, *names):
 
 def test_requests_that_are_not_signed(authority):
     for made, why in (
-        (csr(rsa.generate_private_key(65537, 2048), "north"), "key is of another kind"),
+        (csr(rsa.generate_private_key(65537, 2048), "north"), "key is not an ECDSA P-256 key"),
         (csr(ec.generate_private_key(ec.SECP256R1())), "names no site"),
         (csr(ec.generate_private_key(ec.SECP256R1()), "../../etc"), "site is '../../etc'"),
         (csr(ec.generate_private_key(ec.SECP256R1()), "server"), "site is 'server'"),
@@ -110,9 +110,9 @@ def test_requests_that_are_not_signed(authority):
 
 
 def test_bad_input(authority, tmp_path):
-    with pytest.raises(BadInput, match="which has no authority: make one with `raafl certs init`"):
+    with pytest.raises(BadInput, match="which has no certificate authority: make one with `raafl certs init`"):
         Authority(tmp_path)
-    with pytest.raises(BadInput, match=r"ca\.key' exists: a key is never overwritten"):
+    with pytest.raises(BadInput, match=r"ca\.key' exists, and a key is never overwritten"):
         Authority.create(authority.folder, "fed")
     for host in ("", "host:80", "https://host"):
         with pytest.raises(BadInput, match="without a port"):
@@ -122,7 +122,7 @@ def test_bad_input(authority, tmp_path):
     with pytest.raises(BadInput, match="'east' has no certificate here: give one of these: none"):
         authority.revoke("east")
     (authority.folder / "ca.key").chmod(0o640)
-    with pytest.raises(BadInput, match=r"others may use \(mode 640\): chmod 600"):
+    with pytest.raises(BadInput, match=r"other users can access \(mode 640\): chmod 600"):
         Authority(authority.folder)
 
 
@@ -130,11 +130,11 @@ def test_a_list_whose_next_update_is_overdue_is_refused(authority, monkeypatch):
     path, until = authority.folder / "revoked.crl", authority.certificate.not_valid_after_utc
     assert read_revoked(path, authority.certificate) == frozenset()
     monkeypatch.setattr("raafl.certs.authority._now", lambda: until + datetime.timedelta(days=1))
-    with pytest.raises(BadInput, match=f"should have been renewed by {until:%Y-%m-%d}"):
+    with pytest.raises(BadInput, match=f"is out of date since {until:%Y-%m-%d}"):
         read_revoked(path, authority.certificate)
 
 
 def test_a_list_of_another_authority_revokes_nobody(authority, tmp_path):
     other = Authority.create(tmp_path / "other", "fed")
-    with pytest.raises(BadInput, match="no revocation list that the authority signed"):
+    with pytest.raises(BadInput, match="is not a revocation list signed by the authority"):
         read_revoked(other.folder / "revoked.crl", authority.certificate)

@@ -25,7 +25,7 @@ BAD = {
     ),
     "devices unknown": (
         ["--devices", "[{name: iphone-99}]"],
-        "device 'iphone-99' is no shipped profile, and nothing says",
+        "device 'iphone-99' is not in raafl's catalogue, and flops_per_s",
     ),
     "devices a word": (
         ["--devices", "auto"],
@@ -204,10 +204,10 @@ def test_bad_input_in_a_process_of_its_own(tmp_path):
         (("simulate", "--config", "nowhere.yaml"), "config is 'nowhere.yaml', which does not exist"),
         (
             ("simulate", "--config", "quickstat"),
-            "config is 'quickstat', which is neither a file nor comes with raafl: did you",
+            "config is 'quickstat', which is neither a file nor a config that comes with raafl: did you",
         ),
         (("replay",), "the following arguments are required: RUN: raafl replay --help lists the options"),
-        (("fit", "--config", QUICKSTART), "start it with `torchrun --nproc-per-node 5 -m raafl fit ...`"),
+        (("fit", "--config", QUICKSTART), "start the command with `torchrun --nproc-per-node 5 -m raafl fit ...`"),
     ],
 )
 def test_bad_input_of_a_whole_command(argv, line, capsys, monkeypatch, tmp_path):
@@ -231,7 +231,7 @@ def test_bad_input_of_a_whole_command(argv, line, capsys, monkeypatch, tmp_path)
         ({"RANK": "5"}, "raafl, rank 5: RANK is 5, but WORLD_SIZE is 5: ranks are 0 to 4\n"),
         (
             {"RANK": "1"},
-            "raafl, rank 1: what listens at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) is not a torch store: "
+            "raafl, rank 1: another program listens at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): "
             "choose a free port\n",
         ),
     ],

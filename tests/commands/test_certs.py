@@ -34,7 +34,7 @@ def test_from_an_empty_folder_to_a_revoked_site(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("sing x", "did you mean 'sign'?"), ("sign none.csr", "no authority is"),
+        ("sing x", "did you mean 'sign'?"), ("sign none.csr", "no certificate authority"),
         ("request a/b", "site is 'a/b'"), ("init --federation", "expected one argument"),
         ("server h --days x", "days is 'x': give a whole number"), ("request", "required: SITE"),
     ],

@@ -141,7 +141,7 @@ def test_a_run_that_loses_everyone_has_failed(run, tmp_path):
     (tmp_path / "devices.yaml").write_text(yaml.safe_dump(devices))
     code, out, _ = run("--devices", tmp_path / "devices.yaml", "--output", tmp_path / "gone")
     assert code == 1
-    assert "finished: failed: no client is left or will come back after 0 updates" in out
+    assert "finished: failed: all clients have left, and none will come back after 0 updates" in out
     assert "not merged: 4 lost" in out
     summary = json.loads((tmp_path / "gone" / "summary.json").read_text())
     assert (summary["updates_lost"], summary["updates_merged"]) == (4, 0)

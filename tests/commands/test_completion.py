@@ -86,6 +86,7 @@ def test_shipped_configs_go_by_name_and_files_come_first(tmp_path, monkeypatch, 
     (tmp_path / "quickstart.yaml").write_text("")
     assert with_paths(["--config", "quickstart.yaml"]) == ["--config", "quickstart.yaml"]
     with pytest.raises(
-        BadInput, match="'quikstart', which is neither a file nor comes with raafl: did you mean 'quickstart'"
+        BadInput,
+        match="'quikstart', which is neither a file nor a config that comes with raafl: did you mean 'quickstart'",
     ):
         with_paths(["--config", "quikstart"])

@@ -41,8 +41,14 @@ def server(tmp_path):
         (["--local=2.5"], "--local is '2.5': give a whole number from 1"),
         (["--local", "3", "--clients", "4"], "--clients is 4, but --local 3 starts 3: leave out --clients"),
         (["--local", "3", "--max_restarts", "-1"], "--max_restarts is '-1': give a whole number from 0"),
-        (["--local", "3", "--tls_key", "s"], "--tls_key is not for fit --local, which chooses it: use "),
-        (["--local", "3", "--address=:80"], "--address is not for fit --local, which chooses it: use "),
+        (
+            ["--local", "3", "--tls_key", "s"],
+            "--tls_key cannot be set with fit --local, which chooses it: leave it out, or use ",
+        ),
+        (
+            ["--local", "3", "--address=:80"],
+            "--address cannot be set with fit --local, which chooses it: leave it out, or use ",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(argv, complaint):

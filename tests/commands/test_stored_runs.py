@@ -29,7 +29,7 @@ def test_a_run_in_a_store_is_watched_reported_replayed_and_audited(run, url, tmp
     assert main(["audit", url, "--books_only", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["findings"] == []
     assert main(["report", url, "--output", str(tmp_path / "page.html")]) == 0
-    assert main(["watch", url]) == 2 and "which is read once: add --once" in capsys.readouterr().err
+    assert main(["watch", url]) == 2 and "a URL, which can only be read once: add --once" in capsys.readouterr().err
     code, _, err = run("--output", url)
     assert code == 2 and f"output is '{url}', which has files in it: name another folder of the store" in err
 
@@ -76,9 +76,11 @@ def test_what_is_resumed_from_a_store_goes_back_there(url, tmp_path, monkeypatch
 
 def test_where_there_is_no_run_it_is_said(url):
     for argv in (["--config", "c"], ["--output", "o"]):
-        with pytest.raises(BadInput, match="resume is auto: give --config and --output too"):
+        with pytest.raises(
+            BadInput, match="resume is auto, which may have to start a new run: give --config and --output too"
+        ):
             located([*argv, "--resume", "auto"])
-    with pytest.raises(BadInput, match="where there is no run with a checkpoint"):
+    with pytest.raises(BadInput, match="but there is no run with a checkpoint"):
         located(["--resume", url])
-    with pytest.raises(BadInput, match="where there is none: give the URL of a run's folder"):
+    with pytest.raises(BadInput, match="but there is no run: give the URL of a run's folder"):
         run_folder(url)

@@ -172,7 +172,7 @@ def test_runs_end_with_the_process_that_started_them(tmp_path):
     process = subprocess.Popen([sys.executable, "-m", "raafl", "compare", file, "--output", str(out), "--no_page"])
     try:
         wait_for(lambda: list(out.glob("runs/*/checkpoints/*.ckpt")), process)
-        with pytest.raises(BadInput, match="another process is at work on only-seed-0"):
+        with pytest.raises(BadInput, match="another process is running only-seed-0"):
             compare([file, "--output", str(out), "--no_page"])
     finally:
         process.kill()
@@ -217,7 +217,7 @@ def test_a_run_of_another_process_is_not_removed_before_its_first_checkpoint(tmp
     (folder / "events.jsonl").write_text("{}")
     with folder.with_suffix(".log").open("ab") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-        with pytest.raises(BadInput, match="another process is at work on only-seed-0"):
+        with pytest.raises(BadInput, match="another process is running only-seed-0"):
             runs.Runner(out / "runs", 1, any_code=False, tell=print).run_all([run])
     assert (folder / "events.jsonl").is_file()
 
@@ -225,7 +225,7 @@ def test_a_run_of_another_process_is_not_removed_before_its_first_checkpoint(tmp
 def test_equal_trials_are_refused(tmp_path):
     file = written(tmp_path, search={"grid": {"--model.lr": [0.1, "1e-1"]}, "seeds": [10]})
     with pytest.raises(
-        BadInput, match=r"search of row 'Fed-RAA' tries the same twice, --model.lr 0.1 and --model.lr 1e-1"
+        BadInput, match=r"search of row 'Fed-RAA' tries the same settings twice, --model.lr 0.1 and --model.lr 1e-1"
     ):
         compare([file, "--output", str(tmp_path / "out")])
 

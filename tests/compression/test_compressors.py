@@ -240,7 +240,7 @@ def test_bits_come_back_exactly(numel):
 
 
 def test_bits_are_for_zeros_and_ones_alone():
-    with pytest.raises(BadInput, match="tensor 'x' has other elements than 0 and 1"):
+    with pytest.raises(BadInput, match="tensor 'x' has elements other than 0 and 1"):
         sent(Bits(), flat(x=torch.tensor([1.0, 0.5])))
     wire = sent(Bits(), flat(x=torch.ones(3)))
     wire["x"].fill_(8)

@@ -207,7 +207,7 @@ def test_a_wrong_config_is_one_clear_line_with_its_place(text, load, tmp_path):
     assert str(error.value) == WRONG[text] + place
 
 
-NO_TABLE = "write a table of fields, with lines such as `clients: 4`"
+NO_TABLE = "write fields, with lines such as `clients: 4`"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ def test_own_options_are_taken_out_wherever_they_stand():
 def test_a_dry_run_shows_what_the_server_asks_and_takes_no_config_of_ones_own():
     own, rest = split("join", ["--client=3", "--address", "h:1", "--policy", "site.yaml", "--dry-run"])
     assert (own.policy, own.dry_run, rest) == ("site.yaml", True, [])
-    with pytest.raises(BadInput, match="--dry-run shows what the server's config asks for: leave --config out"):
+    with pytest.raises(
+        BadInput, match="--dry-run shows the server's config, but --config names another: leave --config out"
+    ):
         split("join", ["--client=3", "--address", "h:1", "--dry-run", "--config", "c.yaml"])
 
 
@@ -85,7 +87,7 @@ def test_without_certificates_nothing_starts_and_the_remedy_is_named(tmp_path, m
     monkeypatch.delenv("RAAFL_LOCAL_TOKEN", raising=False)
     for argv, remedy in (
         (["serve"], "tls_ca is 'certs/ca.crt', which does not exist: make one with `raafl certs`"),
-        (["join", "--address", "127.0.0.1:1", "--client", "1"], "'certs' has no site's certificate with its key: `raafl certs"),
+        (["join", "--address", "127.0.0.1:1", "--client", "1"], "'certs' has no site's certificate with its key: run `raafl certs"),
     ):  # fmt: skip
         assert main([*argv, "--config", str(QUICKSTART)]) == 2
         assert remedy in capsys.readouterr().err
@@ -94,7 +96,7 @@ def test_without_certificates_nothing_starts_and_the_remedy_is_named(tmp_path, m
 def test_a_token_is_good_on_this_machine_alone(monkeypatch, capsys):
     monkeypatch.setenv("RAAFL_LOCAL_TOKEN", TOKEN.token.hex())
     assert main(["serve", "--address", "0.0.0.0:0", "--config", str(QUICKSTART)]) == 2
-    assert "which other machines can reach: a token is only for this machine" in capsys.readouterr().err
+    assert "which other machines can reach, but an access token is only for this machine" in capsys.readouterr().err
     monkeypatch.setenv("RAAFL_LOCAL_TOKEN", "short")
     assert main(["serve", "--config", str(QUICKSTART)]) == 2
     assert "RAAFL_LOCAL_TOKEN is set, but not by `raafl fit --local`: unset it" in capsys.readouterr().err

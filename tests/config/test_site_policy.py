@@ -33,7 +33,7 @@ def test_each_problem_is_a_line_of_its_own(tmp_path):
     with pytest.raises(BadInput) as refused:
         load_policy(file)
     assert str(refused.value).splitlines() == [
-        f"policy.models has 'MLPP': did you mean 'MLP'?; of a class of yours give the path ({file}, line 1)",
+        f"policy.models has 'MLPP': did you mean 'MLP'?; for your own class give its import path ({file}, line 1)",
         f"policy.max_parameters is 'many': give a whole number or null ({file}, line 2)",
         f"unknown field policy.hourz: did you mean 'hours'? ({file}, line 3)",
         f"policy.min_samples is 0: give 1 or more ({file}, line 4)",
@@ -48,7 +48,7 @@ def test_each_problem_is_a_line_of_its_own(tmp_path):
         ("bytes_per_day: lots\nstate: s", "policy.bytes_per_day is lots: give bytes above 0, such as 500MB or 2GB"),
         ("bytes_per_day: 2GB", "policy.state is null, and policy.bytes_per_day is given: name a folder"),
         ("hours: []", "policy.hours is empty: give hours"),
-        ("- models", "holds ['models']: write a table of fields"),
+        ("- models", "holds ['models']: write fields"),
         ("models: [", "is not valid YAML: "),
     ],
 )

@@ -153,7 +153,7 @@ HOSTILE_YAML = {
     "a text for all": json.dumps(json.dumps(CONFIG)),
     "a list": "[]",
     "nothing": "",
-    "no YAML": "model: [",
+    "not YAML": "model: [",
     "very deep": "model: " + "[" * 5_000,
     "a very long number": "seed: " + "9" * 5000,
     "a number in sixteens": "seed: 0x" + "f" * 5000,

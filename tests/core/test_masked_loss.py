@@ -67,7 +67,7 @@ class Around(Named):
 CASES = [
     (lambda: MLP(6, (4,), 3), None),
     (Named, None),
-    (Inside, "the loss of Inside does not come from the logits that its forward gives"),
+    (Inside, "the loss of Inside is not computed from the logits that its forward returns"),
     (Scalar, "Scalar.forward gives no logits of shape (batch, classes)"),
     (Around, "Around.training_step does not call the module itself"),
 ]
@@ -96,14 +96,16 @@ def test_what_is_said_is_what_happens(make, why):
     ids=["floats", "a label for each place", "none", "inputs"],
 )
 def test_labels_that_are_not_one_class_for_each_sample(batch):
-    assert why_unmasked(Submodels(MLP(6, (4,), 3), batch)) == "a batch does not end in one class for each sample"
+    assert (
+        why_unmasked(Submodels(MLP(6, (4,), 3), batch)) == "the last entry of a batch is not one class for each sample"
+    )
 
 
 def test_a_language_model_under_hetero_fl_is_told():
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     submodels = Submodels(CharLM(vocab_size=7, hidden=4), (tokens, tokens))
     (note,) = hetero_fl().local.notes(submodels)
-    assert note.startswith("masked loss: nothing is masked, clients train on the plain loss: a batch does not end in")
+    assert note.startswith("masked loss: no class is masked, since the last entry of a batch is not")
     assert hetero_fl(masked=False).local.notes(submodels) == fed_avg().local.notes(submodels) == []
 
 

@@ -39,9 +39,9 @@ def test_a_cosine_schedule_by_time_after_a_warm_up(now_s, factor):
         ({"lr_schedule": "cosine"}, "train.lr_schedule is cosine, with 0 lengths"),
         (
             {"lr_schedule": "linear", "lr_versions": 5, "lr_time_s": 3.0},
-            "with 2 lengths: give lr_versions or lr_time_s",
+            "with 2 lengths: give either lr_versions or lr_time_s",
         ),
-        ({"lr_versions": 5}, "train.lr_versions is given with a constant lr_schedule"),
+        ({"lr_versions": 5}, "train.lr_versions has no effect with a constant lr_schedule"),
         ({"lr_warmup": 1.0}, "train.lr_warmup is 1.0: give a number from 0 to below 1"),
         ({"lr_final": math.inf}, "train.lr_final is inf"),
         ({"lr_schedule": "linear", "lr_time_s": math.nan}, "train.lr_time_s is nan: give seconds above 0"),

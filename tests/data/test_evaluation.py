@@ -109,7 +109,7 @@ def test_unusable_loaders_are_refused():
 
     with pytest.raises(
         BadInput,
-        match=r"the data set of train_dataloader\(\) is Stream, which is iterated over, but samples are divided among",
+        match=r"the data set of train_dataloader\(\) is Stream, which can only be iterated, but samples are divided among",
     ):
         FederatedData(Module(Stream()), Iid(), 2, 0)
     with pytest.raises(BadInput, match=r"train_dataloader\(\) returned dict"):

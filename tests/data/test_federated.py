@@ -103,7 +103,7 @@ def test_bad_counts_are_refused_at_the_call():
             client.batches(generator(), 4, **counts)
     with pytest.raises(BadInput, match="batch_size is 0"):
         client.batches(generator(), 0, num_epochs=1)
-    with pytest.raises(BadInput, match="batch_size is not given"):
+    with pytest.raises(BadInput, match="batch_size is missing"):
         client.batches(generator(), num_epochs=1)
 
 

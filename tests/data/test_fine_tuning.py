@@ -61,7 +61,7 @@ def test_of_a_chat_only_what_the_assistant_says_counts_with_and_without_the_mark
 def test_a_template_that_does_not_tell_what_the_assistant_says_is_refused():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(BadInput, match=r"writes what came before anew .* put {% generation %}"):
+    with pytest.raises(BadInput, match=r"changes earlier messages.* mark them with {% generation %}"):
         chat(tokenizer, CHAT)
     tokenizer.chat_template = None
     with pytest.raises(
@@ -141,8 +141,10 @@ def test_what_has_nothing_to_learn_is_left_out_with_a_warning(tmp_path, caplog):
     path = lines(tmp_path / "a.jsonl", [{"prompt": "a" * n, "completion": "b"} for n in (1, 2, 30)])
     data = read(path, test_path=path)
     assert len(data.train) == 2
-    assert "1 of 3 examples are left out: nothing of them counts within max_length 16" in caplog.text
-    with pytest.raises(BadInput, match=r"no example of .* has anything to learn within max_length 2: raise it"):
+    assert "1 of 3 examples are left out: none of their tokens within max_length 16 counts" in caplog.text
+    with pytest.raises(
+        BadInput, match=r"no example of .* has a token that counts in the loss within max_length 2: raise it"
+    ):
         read(lines(tmp_path / "b.jsonl", [{"prompt": "aaa", "completion": "b"}]), max_length=2)
 
 
@@ -155,10 +157,10 @@ def test_mistakes_name_the_remedy(tmp_path):
     with pytest.raises(BadInput, match=r"made:sums is made here, else give a file"):
         read("made:times")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(BadInput, match=r"a file is to end in \.jsonl"):
+    with pytest.raises(BadInput, match=r"give a file that ends in \.jsonl"):
         read(str(tmp_path / "a.txt"))
     for fields, message in (
-        ({"task": "classification", "packing": True}, "packing is on and task is classification"),
+        ({"task": "classification", "packing": True}, "packing is on, but task is classification"),
         ({"task": "translation"}, "task is 'translation', padding 'max_length': give causal, seq2seq, classification;"),
         ({"max_length": 1}, "max_length is 1: give 2 or more"),
         ({"test_share": 1.0}, "test_share is 1.0: give a share"),

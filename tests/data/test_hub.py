@@ -31,7 +31,7 @@ def test_a_path_that_is_missing_is_no_name_on_the_hub(monkeypatch, path, what):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(BadInput) as missing:
         load_splits(path, None)
-    assert str(missing.value).startswith(f"there is no {what}") and "put it there, or give the path" in str(
+    assert str(missing.value).startswith(f"there is no {what}") and "put it there, or give its path" in str(
         missing.value
     )
 
@@ -41,8 +41,8 @@ def test_a_path_that_is_missing_is_no_name_on_the_hub(monkeypatch, path, what):
     [
         (2 * GOOD + '{"text": "b", \n' + GOOD, "line 3 is no JSON: Expecting property name"),
         (GOOD + "not json\n", "line 2 is no JSON: Expecting value"),
-        (GOOD + "[1, 2]\n", "line 2 is no JSON object: give one sample a line"),
-        ("", "it is empty: give one sample a line"),
+        (GOOD + "[1, 2]\n", "line 2 is not a JSON object: give one sample on each line"),
+        ("", "it is empty: give one sample on each line"),
     ],
 )
 def test_a_damaged_file_of_json_lines_is_said_with_its_line(tmp_path, text, fault):

@@ -113,8 +113,8 @@ def test_a_weighted_sampler_draws_within_each_client_by_its_weights(copied):
         ),
         ({"sampler": WeightedRandomSampler([1.0] * 50, 9)}, "draws 9 samples with replacement=True, but"),
         ({"sampler": WeightedRandomSampler([1.0] * 9, 50)}, "has 9 weights for 50 samples: give one for each"),
-        ({"sampler": SubsetRandomSampler([0, 50])}, "has indices 0 to 50: give some from 0 to 49"),
-        ({"sampler": SubsetRandomSampler([])}, "has indices none: give some from 0 to 49"),
+        ({"sampler": SubsetRandomSampler([0, 50])}, "has indices 0 to 50: give indices from 0 to 49"),
+        ({"sampler": SubsetRandomSampler([])}, "has indices none: give indices from 0 to 49"),
         (
             {"sampler": WeightedRandomSampler([1.0] * 25 + [0.0] * 25, 50)},
             "has weight 0 for all samples of client 2: give weights above 0, or another partition",
@@ -140,6 +140,6 @@ def test_the_model_is_measured_on_each_sample_once():
             return DataLoader(self.train, sampler=WeightedRandomSampler([1.0] * 50, 50))
 
     with pytest.raises(
-        BadInput, match=r"the sampler of val_dataloader\(\) is a WeightedRandomSampler, but the model is"
+        BadInput, match=r"the sampler of val_dataloader\(\) is a WeightedRandomSampler, but each sample is"
     ):
         FederatedData(Weighted(tensors()), Iid(), 2, 0).test_batches()

@@ -241,10 +241,10 @@ def test_a_partition_of_ones_own_gives_numbers_of_samples_of_any_kind():
         ([[0], [1]], "Own.assign returned 2 parts for 3 clients: return one for each"),
         (
             [[0], [], [1]],
-            "Own.assign returned 0 samples of type float64 for client 2: return the numbers of one sample or",
+            "Own.assign returned 0 samples of type float64 for client 2: return the indices of one or",
         ),
         ([[0], [0.5], [1]], "returned 1 samples of type float64 for client 2"),
-        ([[0], [-1, 3], [1]], "Own.assign returned samples -1 to 3 for client 2: return numbers from 0 to 999"),
+        ([[0], [-1, 3], [1]], "Own.assign returned samples -1 to 3 for client 2: return indices from 0 to 999"),
         ([[0], [1], [1000]], "returned samples 1000 to 1000 for client 3"),
     ],
 )

@@ -87,7 +87,7 @@ def test_damaged_idx_files_are_named(tmp_path):
     for content in (good[:-1], b"\0\0\x0d" + good[3:], b"\0", good + b"x"):
         path = tmp_path / "train-images-idx3-ubyte"
         path.write_bytes(content)
-        with pytest.raises(BadInput, match="train-images-idx3-ubyte is not a whole idx file"):
+        with pytest.raises(BadInput, match="train-images-idx3-ubyte is not a complete idx file"):
             readers.read_idx(path)
 
 

@@ -39,7 +39,7 @@ def test_a_name_that_is_not_shipped_is_an_error_unless_something_says_what_it_ca
     with pytest.raises(ValueError, match="did you mean 'jetson-nano'"):
         Device("jetson-nanno", count=2)
     with pytest.raises(
-        ValueError, match="'iphone-99' is no shipped profile, and nothing says what it can do: give flops_per_s"
+        ValueError, match="'iphone-99' is not in raafl's catalogue, and flops_per_s is missing: give flops_per_s"
     ):
         Device("iphone-99")
     assert Device().flops_per_s == Device("night", availability=((0, 5),)).flops_per_s == 1e9

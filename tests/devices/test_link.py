@@ -47,7 +47,7 @@ def test_whoever_says_something_else_gets_nothing(answerer, said):
 
 
 def test_nobody_there_and_bad_addresses_are_said(free_port):
-    with pytest.raises(BadInput, match=f"127.0.0.1:{free_port}', where nobody measures links"):
+    with pytest.raises(BadInput, match=f"127.0.0.1:{free_port}', where no `raafl plan --answer` answers"):
         measure_link(f"127.0.0.1:{free_port}", duration_s=0.05)
     with pytest.raises(BadInput, match="address is 'somewhere': give HOST:PORT"):
         measure_link("somewhere")

@@ -199,7 +199,7 @@ def test_a_list_that_is_written_out_is_no_path():
         ("[{name: box, flops: 1}]", "devices: entry 1: unknown field flops; did you mean 'flops_per_s'?"),
         (
             "[{name: iphone-99}]",
-            "devices: entry 1: device 'iphone-99' is no shipped profile, and nothing says what it can",
+            "devices: entry 1: device 'iphone-99' is not in raafl's catalogue, and flops_per_s is",
         ),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):

@@ -84,7 +84,7 @@ def test_flashs_states_become_a_file_of_devices(tmp_path):
 @pytest.mark.parametrize(
     ("text", "fields", "said"),
     [
-        (None, {}, "which is no file; give the path of a CSV file"),
+        (None, {}, "which is not a file; give the path of a CSV file"),
         ("seconds,speed\n0,1\n", {}, "has the columns 'seconds, speed'; it must have time_s and any of"),
         ("time_s,speed\n", {}, "has no rows"),
         ("time_s,speed\n0,fast\n", {}, "has speed 'fast' in line 2; write a factor above 0"),

@@ -34,7 +34,7 @@ def test_only_what_is_long_goes_by_its_digest_and_comes_back():
     short = shortened(plain)
     assert short["availability"] == {"digest": digest(LONG)} and short["speed_changes"] == plain["speed_changes"]
     assert restored(short, long_series(plain)) == plain
-    with pytest.raises(ValueError, match="availability is a series of digest"):
+    with pytest.raises(ValueError, match="availability is a time series with the digest"):
         restored(short, {})
 
 
@@ -49,7 +49,7 @@ def test_a_client_sends_the_digest_of_its_changes_however_short_and_gets_the_ser
     assert sent["speed_changes"] == {"digest": digest([(1, 0.5)])} and sent["availability"] == ((0.0, 9.0),)
     assert problem_of_sent(sent) is None and as_known(sent, own) == own
     assert as_known(plain(flops_per_s=5.0), own) == {**plain(flops_per_s=5.0), **plain(**changes), "flops_per_s": 5.0}
-    with pytest.raises(ValueError, match="link_changes is a series of digest"):
+    with pytest.raises(ValueError, match="link_changes is a time series with the digest"):
         as_known(sent, plain(speed_changes=((1, 0.5),)))
 
 

@@ -174,7 +174,7 @@ def test_clients_that_do_not_belong_here_are_told_why_in_one_line_and_counted(tm
         codes = [joiner.exit_code() for joiner in fleet.joiners]
     words = [joiner.words().strip().splitlines()[-1] for joiner in fleet.joiners]
     assert codes == [0, 1, 1, 1, 1]
-    assert words[1] == "client 2: refused: different config: 'model' is not as in the server's config.yaml"
+    assert words[1] == "client 2: refused: different config: 'model' differs from the server's config.yaml"
     assert words[2] == "client 2: refused: different protocol: the server has 1, client 2 has 9"
     assert "bad-certificate" in words[3]
     assert words[4] == "client is 7: this run has clients 1 to 3" or "clients 1 to 3" in words[4]
@@ -199,7 +199,7 @@ def test_a_client_may_train_on_data_that_only_it_has(tmp_path):
     assert {row["client"]: row["own_data"] for row in run.events("joined")} == {1: False, 2: True}
     file = tmp_path / "own.yaml"
     file.write_text(yaml.safe_dump({"data": yaml.safe_load(own.config_yaml)["data"]}))
-    with pytest.raises(ValueError, match="client 2 trained on data of its own: give --client_data 2=FILE"):
+    with pytest.raises(ValueError, match="client 2 trained on its own data: give --client_data 2=FILE"):
         replay(run.folder)
     assert replay(run.folder, client_data={2: file})["equal"] is True
 

@@ -75,10 +75,12 @@ def test_a_gpu_that_fails_ends_its_client_alone_with_a_message(tmp_path, capfd):
     assert run.summary["finished"] == "stopped: seen"
     assert codes == {1: 0, 2: 0}  # or torchrun would end all
     (lost,) = [row for row in run.events("lost") if row["client"] == 2]
-    assert lost["reason"].startswith("gpu: task ") and lost["reason"].endswith("; its GPU takes no more work from it")
+    assert lost["reason"].startswith("gpu: task ") and lost["reason"].endswith(
+        "; its process can no longer use the GPU"
+    )
     assert any(row["outcome"] == "lost:gpu" for row in run.rows())
     said = " ".join(capfd.readouterr().err.split())  # lines are fitted to the terminal
-    assert re.search(r"client 2, task .*; its GPU takes no more work from it; the others go on", said)
+    assert re.search(r"client 2, task .*; its process can no longer use the GPU; the others go on", said)
 
 
 class HungryAtClient1(MLP):

@@ -84,7 +84,8 @@ def test_a_run_lives_through_the_death_of_its_server_and_of_a_client(fit):
     assert (summary["finished"], summary["updates_merged"]) == ("max_updates", 60)
     assert summary == json.loads((local.folder / "summary.json").read_text())
     assert (
-        "raafl: the server was killed by SIGKILL; it goes on from its last checkpoint, if there is one, in 1 s" in err
+        "raafl: the server was killed by SIGKILL; it is started again in 1 s, from its last checkpoint if there is one"
+        in err
     )
     assert "raafl: client 2 was killed by SIGKILL; it is started again in 1 s" in err
     assert {file.name for file in (local.folder / "logs").iterdir()} == {"client-1.log", "client-2.log"}

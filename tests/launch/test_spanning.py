@@ -128,7 +128,7 @@ def test_only_what_torchrun_has_started_spans(monkeypatch, missing):
 def test_an_algorithm_that_cannot_span_is_refused_before_anything_is_sent(tmp_path, algorithm):
     here = site(tmp_path, "fed_raa")
     here.experiment = replace(here.experiment, algorithm=ALGORITHMS[algorithm]())
-    with pytest.raises(BadInput, match=f"algorithm is '{algorithm}', whose clients cannot span several processes"):
+    with pytest.raises(BadInput, match=f"algorithm is '{algorithm}', whose clients cannot have several processes"):
         refuse(here)
 
 

@@ -37,5 +37,5 @@ def test_a_scale_of_gradients_and_complex_parameters_are_refused():
 def test_memory_is_what_the_processes_have_beside_values_received_and_sent():
     """Four processes of 10 GB and a model of 2 GB: 6 GB of each are left for a quarter of what a task needs."""
     assert room_bytes(10e9, 4, 2 * 10**9) == 24e9
-    with pytest.raises(BadInput, match=r"memory is 4 GB: with fabric.shard the leader needs more than 4 GB"):
+    with pytest.raises(BadInput, match=r"memory is 4 GB: with fabric.shard the first process needs more than 4 GB"):
         room_bytes(4e9, 4, 2 * 10**9)

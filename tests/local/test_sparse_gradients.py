@@ -108,5 +108,7 @@ def test_an_optimizer_is_given_sparse_gradients_only_where_its_step_takes_them(o
 def test_sparse_adam_is_refused_where_gradients_are_read(local, clip, num_processes, reader):
     optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(3, 2))])
     check_optimizer(optimizer, fed_avg().local, None)
-    with pytest.raises(BadInput, match=f"dense ones are needed for {reader}: use torch.optim.Adam"):
+    with pytest.raises(
+        BadInput, match=f"accepts only sparse gradients, but {reader} needs dense ones: use torch.optim.Adam"
+    ):
         check_optimizer(optimizer, local, clip, num_processes)

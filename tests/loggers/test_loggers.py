@@ -245,10 +245,10 @@ def test_names_classes_and_lists_are_understood():
         (7, "logger is 7: give csv, mlflow, tensorboard, wandb, or a class_path with init_args"),
         ({"class": "csv"}, "logger is {'class': 'csv'}: give csv,"),
         ({"class_path": "csv", "initargs": {}}, "unknown field logger.initargs: did you mean 'init_args'?"),
-        ({"class_path": "csv", "init_args": 3}, "logger.init_args is 3: give a table"),
+        ({"class_path": "csv", "init_args": 3}, "logger.init_args is 3: give a mapping"),
         ({"class_path": "csv", "init_args": {"nme": 1}}, "unknown field logger.init_args.nme of lightning.pytorch."),
         ("nowhere.Logger", "logger is nowhere.Logger, which cannot be imported"),
-        ("lightning.pytorch.Trainer", "logger is lightning.pytorch.Trainer, which is no Lightning logger"),
+        ("lightning.pytorch.Trainer", "logger is lightning.pytorch.Trainer, which is not a Lightning logger"),
     ],
 )
 def test_what_is_wrong_is_one_line(logger, line):

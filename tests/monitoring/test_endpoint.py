@@ -118,8 +118,8 @@ def test_it_closes_while_callers_wait_and_leaves_no_thread():
 def test_an_address_that_cannot_be_had_is_bad_input():
     with (
         opened() as endpoint,
-        pytest.raises(BadInput, match=r"monitor is '127.0.0.1:\d+', which cannot be listened at"),
+        pytest.raises(BadInput, match=r"monitor is '127.0.0.1:\d+', on which this machine cannot listen"),
     ):
         bound("monitor", endpoint.address)
-    with pytest.raises(BadInput, match=r"monitor is 'no.such.host.invalid:80', which cannot be listened at"):
+    with pytest.raises(BadInput, match=r"monitor is 'no.such.host.invalid:80', on which this machine cannot listen"):
         bound("monitor", "no.such.host.invalid:80")

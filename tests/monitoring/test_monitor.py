@@ -105,7 +105,7 @@ def test_a_port_that_is_taken_is_bad_input_before_there_is_a_folder(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(BadInput, match=f"monitor is '{where}', which cannot be listened at"):
+        with pytest.raises(BadInput, match=f"monitor is '{where}', on which this machine cannot listen"):
             finish(experiment(tmp_path / "run", monitor=where))
     assert not (tmp_path / "run").exists()
 

@@ -237,7 +237,7 @@ def test_the_representation_that_moon_compares_may_be_complex(tmp_path):
     ("algorithm", "message"),
     [
         ("fed_pm", "parameter 'a.weight' is complex, and fed_pm masks real weights"),
-        ("q_vit", "layer 'a' has complex weights, and q_vit quantises real ones"),
+        ("q_vit", "layer 'a' has complex weights, but q_vit quantises only real ones"),
         ("ada_vit", "Linear has complex weights, and ada_vit decides on real features"),
     ],
 )

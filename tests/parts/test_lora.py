@@ -115,9 +115,11 @@ def test_what_does_not_go_together_is_refused():
     fed_buff(server_optimizer="adam", lora="ffa")
     with pytest.raises(BadInput, match="but the model has no LoRA layers"):
         Adapted("flexlora").prepare(Tiny(None))
-    with pytest.raises(BadInput, match="merges plain adapters of linear layers, but 'conv' is adapted otherwise"):
+    with pytest.raises(
+        BadInput, match="merges plain adapters of linear layers, but 'conv' has another kind of adapter"
+    ):
         Adapted("flexlora").prepare(Tiny("conv"))
-    with pytest.raises(BadInput, match="but 'layer' is adapted otherwise"):
+    with pytest.raises(BadInput, match="but 'layer' has another kind of adapter"):
         Adapted("flexlora").prepare(Tiny(use_dora=True))
     small = Tiny()
     small.layer.base_layer.weight = nn.Parameter(torch.zeros(10, 1, dtype=torch.uint8), requires_grad=False)
@@ -130,12 +132,15 @@ def test_what_does_not_go_together_is_refused():
         Adapted("hetlora").prepare(waves)
     several = Tiny()
     several.submodel_bases = ("fp32", "nf4")
-    with pytest.raises(BadInput, match="adds to the base, but clients hold that as fp32, nf4: use flexlora or raflora"):
+    with pytest.raises(
+        BadInput,
+        match="adds to the base, but clients have the base in several precisions, fp32, nf4: use flexlora or raflora",
+    ):
         Adapted("fedex").prepare(several)
     tied = Tiny()
     tied.other = nn.Linear(5, 4, bias=False)
     tied.other.weight = tied.layer.base_layer.weight
-    with pytest.raises(BadInput, match="that is another layer's, too"):
+    with pytest.raises(BadInput, match="another layer shares it"):
         Adapted("flora").prepare(tied)
 
 

@@ -85,7 +85,7 @@ class RunOf:
 
 
 def test_an_unlimited_speed_cannot_be_scaled():
-    with pytest.raises(BadInput, match="client 1 has no limit of flops_per_s: give `--base FILE`"):
+    with pytest.raises(BadInput, match="the profile of client 1 has no flops_per_s: give --base FILE"):
         fit_tasks(1, tasks((0.0, 0.0, 1.0)))
 
 

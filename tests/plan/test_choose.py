@@ -137,7 +137,9 @@ def test_a_method_that_a_memory_does_not_fit_is_not_chosen(experiment):
     found = choose(replace(experiment, devices=small), table(FedBuff=100.0, HeteroFL=1000.0))
     assert found.candidate.method == "hetero_fl" and found.features.fits == 0.0
     assert "memory_bytes is 1.5e+05" in found.problems["FedBuff"]
-    with pytest.raises(BadInput, match="no method of its table can be run; FedBuff: client 1: memory_bytes"):
+    with pytest.raises(
+        BadInput, match="none of the methods to choose from can run here; FedBuff: client 1: memory_bytes"
+    ):
         choose(replace(experiment, devices=small), table(FedBuff=100.0))
 
 
@@ -145,13 +147,13 @@ def test_the_user_may_say_among_which(experiment):
     known = table(FedBuff=100.0, FedAvg=1000.0)
     assert choose(replace(experiment, algorithm=auto(["fed_avg"])), known).candidate == ROUNDS
     with pytest.raises(
-        BadInput, match=r"algorithm\.methods has 'fed_av', of which the table of choices has no run: did you"
+        BadInput, match=r"algorithm\.methods has 'fed_av', for which raafl has no measurements: did you"
     ):
         choose(replace(experiment, algorithm=auto(["fed_av"])), known)
 
 
 def test_nobody_runs_what_is_not_chosen(experiment, tmp_path):
-    with pytest.raises(BadInput, match="algorithm is auto, which stands for no method yet"):
+    with pytest.raises(BadInput, match="algorithm is auto, but no method has been chosen yet"):
         simulate(replace(experiment, output=str(tmp_path / "run")))
     assert is_open(experiment.algorithm)
     assert not is_open(chosen(experiment, choose(experiment, table(FedAvg=1.0))).algorithm)

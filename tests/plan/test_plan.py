@@ -314,7 +314,7 @@ def test_bad_options_name_the_remedy(capsys, tmp_path):
         ([], "plan needs a config"),
         ([*SMALL, "--updates", "0"], "updates is 0"),
         ([*SMALL, "--algorithms", "fedavg"], "algorithms has 'fedavg': did you mean 'fed_avg'"),
-        (["--address", "h:1", *SMALL], "address is for --measure"),
+        (["--address", "h:1", *SMALL], "--address needs --measure"),
         (["--measure", "x.txt"], "measure is 'x.txt'"),
         (["--measure", str(tmp_path / "x.yaml"), "--device", "cuda:99x"], "device is 'cuda:99x'"),
         ([*SMALL, "--max_updatess", "3"], "unknown option --max_updatess"),

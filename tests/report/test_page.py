@@ -181,7 +181,7 @@ def test_an_empty_folder_of_a_run_that_died_early_is_reported(tmp_path):
     page = tmp_path / "page.html"
     assert main(["report", str(folder), "--output", str(page)]) == 0
     text = page.read_text()
-    assert "there is no summary.json: the run has not ended, or was cut off" in text
+    assert "there is no summary.json: the run has not ended, or was killed" in text
     assert "<figure" not in text
 
 

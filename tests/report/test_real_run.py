@@ -105,8 +105,8 @@ def test_classes_are_those_that_the_config_deals_out(tmp_path):
 
 def test_classes_that_cannot_be_found_are_said_to_be_unknown(finished, tmp_path):
     run = read(finished.folder)
-    assert classes_of(run, DEAL_OUT) == "there is no config to deal the data out by"
+    assert classes_of(run, DEAL_OUT) == "there is no config from which to divide the data"
     named = read(write(tmp_path / "run"))  # whose config names no model and no data
     reason = classes_of(named, DEAL_OUT)
-    assert reason.startswith("the data cannot be dealt out again: ")
+    assert reason.startswith("the data cannot be divided again: ")
     assert reason in partition([("run", named)], {id(named): reason}).note

@@ -141,7 +141,7 @@ def test_a_folder_deleted_under_the_run_is_made_again_and_the_loss_counted(folde
     assert [row[0] for row in read_table(folder.path / "clients.csv")][1:] == ["2"]
     assert (folder.path / "config.yaml").read_text() == "seed: 1\n"
     assert folder.unwritten == {"events.jsonl": 2, "clients.csv": 1}
-    assert len(warned) == 2 and all("it was deleted under the run" in line for line in warned)
+    assert len(warned) == 2 and all("it was deleted during the run" in line for line in warned)
 
 
 def test_a_folder_that_cannot_be_made_again_is_waited_for(folder, warned):

@@ -152,7 +152,7 @@ def test_a_chain_that_was_rewritten_is_not_the_one_that_was_signed(run):
     rewrite_chain(run)
     findings = check_books(run).findings
     assert findings == [
-        f"events.jsonl: its first {rows} rows are not those that seal {number} stands for"
+        f"events.jsonl: its first {rows} rows are not those that seal {number} covers"
         for number, rows in ((2, 2), (3, 3), (4, 4))
     ]
 
@@ -163,15 +163,15 @@ def test_seals_that_were_altered_or_written_by_somebody_else_are_named(run, sign
     forged = write(tmp_path / "forged", other)
     assert check_books(forged).findings == []  # nothing but the key is wrong
     (finding, *_) = check_books(forged, keys=[signer.public]).findings
-    assert "is signed by" in finding and "which is not the key asked for" in finding
+    assert "is signed by" in finding and "which is not the key given to check" in finding
     assert check_books(write(tmp_path / "none", None), keys=[signer.public]).findings == [
-        "seals.jsonl: no seal is signed, and a key is asked for"
+        "seals.jsonl: no seal is signed, but a key was given to check"
     ]
     seals = (run / "seals.jsonl").read_text().splitlines(keepends=True)
     (run / "seals.jsonl").write_text("".join([seals[0], seals[1].replace('"version":1', '"version":7'), *seals[2:]]))
     assert check_books(run).findings == [
         "seals.jsonl: seal 3 does not follow the line before it",
-        "seals.jsonl: seal 2 (version 7) was altered: its signature does not fit what it says",
+        "seals.jsonl: seal 2 (version 7) was altered: its signature does not match its content",
     ]
     (run / "seals.jsonl").write_text("".join([*seals[:3], (forged / "seals.jsonl").read_text().splitlines()[3] + "\n"]))
     assert any("is signed by" in line and "those before it by" in line for line in check_books(run).findings)

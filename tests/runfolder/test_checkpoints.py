@@ -105,7 +105,7 @@ def test_versions_are_ordered_as_numbers_and_the_new_one_is_never_removed(tmp_pa
 
 
 def test_bad_input_is_named(tmp_path):
-    with pytest.raises(BadInput, match=r"where there is none: give a version-"):
+    with pytest.raises(BadInput, match=r"but there is none: give a version-"):
         checkpoint.load(tmp_path)
     assert checkpoint.newest(tmp_path) is None
 
@@ -119,7 +119,7 @@ def test_bad_input_is_named(tmp_path):
     with pytest.raises(BadInput, match=r"not one of raafl's \(KeyError"):
         checkpoint.load(path)
     torch.save({"raafl": {"format": 99}}, path)
-    with pytest.raises(BadInput, match="of format 99, this raafl reads 1"):
+    with pytest.raises(BadInput, match="of format 99, but this version reads format 1"):
         checkpoint.load(path)
 
 

@@ -213,7 +213,7 @@ def test_close_may_be_called_twice(tmp_path):
     run = RunFolder(tmp_path / "run", "")
     run.close()
     run.close()
-    with pytest.raises(ValueError, match="closed file"):
+    with pytest.raises(ValueError, match="the file is closed"):
         run.event({})
 
 

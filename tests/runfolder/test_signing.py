@@ -53,7 +53,7 @@ def test_what_is_no_signature_and_no_key_signs_nothing(tmp_path, value):
 
 def test_a_key_that_cannot_sign_is_refused_by_name(tmp_path):
     path = write_key(tmp_path / "rsa", rsa.generate_private_key(65537, 1024))
-    with pytest.raises(BadInput, match=r"rsa', of another kind: use an Ed25519 or ECDSA"):
+    with pytest.raises(BadInput, match=r"rsa', which is not supported: use an Ed25519 or ECDSA"):
         Signer.load(path)
     path.write_text("no key")
     with pytest.raises(BadInput, match="rsa', which cannot be read"):

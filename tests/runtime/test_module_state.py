@@ -72,7 +72,7 @@ def test_workers_and_a_replay_come_to_the_same_model(tmp_path, model, data, caps
         assert int(result.module.steps) == 0 and result.module.n_iter == 0 and result.module.mean.any()
     assert digests[0] == digests[1]
     said = capsys.readouterr()
-    assert "starts anew with each task, as the model is made: losses, n_iter, steps; a" in said.out + said.err
+    assert "attributes that start again in each task: losses, n_iter, steps; use" in said.out + said.err
     assert "stays whole" not in said.out  # a proof that compares two steps begins both alike
 
 
@@ -86,7 +86,7 @@ class Counting(Annealed):
 
 def test_state_is_refused_where_both_halves_of_a_model_run_the_step(tmp_path, data):
     with pytest.raises(
-        BadInput, match="'n_iter' changes in training_step, which each side of a model in two halves runs"
+        BadInput, match="'n_iter' changes in training_step, but split_fed runs training_step on two copies"
     ):
         federation(tmp_path, "split_fed").simulate(Counting(), (data, data), batch_size=8)
 

@@ -161,7 +161,7 @@ def test_a_part_that_raises_ends_a_simulation_as_a_task_does(tmp_path, monkeypat
     assert reason.startswith(f"failed: {said}") and "(tests/runtime/test_run.py:" in reason
     told = run.text("failure.txt")
     assert told.startswith(reason) and f"in {'__call__' if at == 'call' else at}" in told
-    assert "cannot be worked with" not in capsys.readouterr().out
+    assert "caused an error" not in capsys.readouterr().out
     monkeypatch.setattr(Broken, "at", "nowhere")
     mended, whole = finish(broken(None, resume=str(run.folder))), finish(broken(tmp_path / "whole"))
     assert mended.digest == whole.digest and mended.text("clients.csv") == whole.text("clients.csv")

@@ -113,7 +113,7 @@ def test_a_target_out_of_reach_is_none(tmp_path):
 def test_a_run_that_everyone_leaves_for_good_fails_by_name(tmp_path):
     devices = [Device(name="d", flops_per_s=1e7, availability=((0.0, 0.3),))]
     run = finish(experiment(tmp_path / "r", fed_async(), devices=devices))
-    assert run.summary["finished"] == "failed: no client is left or will come back"
+    assert run.summary["finished"] == "failed: all clients have left, and none will come back"
 
 
 def test_windows_too_short_for_any_task_end_the_run_instead_of_going_on_for_ever(tmp_path):

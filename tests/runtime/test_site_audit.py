@@ -157,4 +157,4 @@ def test_receipts_and_inputs_that_were_altered_are_named(recorded, run, tmp_path
     with suppress(FileNotFoundError):
         (site / "site.json").unlink()
     assert main(["audit", str(run), "--site", str(site)]) == 2
-    assert "no folder of receipts of raafl join" in capsys.readouterr().err
+    assert "not a folder of receipts written by raafl join" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_a_form_takes_its_own_bytes_and_what_travels_is_the_same(words):
     assert submodels.normal(on("fp32")) == FULL, "the module's own form needs no name"
     with pytest.raises(SpecError, match=r"spec\.base is 'int9', which this model does not have: did you mean 'int8'\?"):
         submodels.validate(on("int9"))
-    with pytest.raises(SpecError, match="this model has one form of it: name none"):
+    with pytest.raises(SpecError, match="this model has only one precision: leave base out"):
         Submodels(nn.Linear(2, 2)).validate(on("fp32"))
 
 
@@ -101,7 +101,7 @@ def test_a_spec_says_its_base_on_the_wire_and_to_people():
         assert Spec.from_json(spec.to_json()) == spec and spec.cut == on(None, 2 if spec.kept else 5)
     assert [str(on("int8", 2)), str(on("bf16")), str(FULL)] == ["hidden[0:2] on int8", "full on bf16", "full"]
     assert on("int8", 2).leading.base == "int8" and on("int8") != on("bf16")
-    with pytest.raises(SpecError, match=r"spec\.base is '3': give the name of a form"):
+    with pytest.raises(SpecError, match=r"spec\.base is '3': give the name of a precision"):
         Spec.from_json({"base": 3})
 
 
@@ -153,7 +153,7 @@ def test_what_changes_more_than_the_base_is_refused(words):
             self.half()
 
     submodels = Submodels(Wrong(), BATCH)
-    with pytest.raises(BadInput, match=r"submodel_hold\('bf16'\) of Wrong changes more than what is frozen"):
+    with pytest.raises(BadInput, match=r"submodel_hold\('bf16'\) of Wrong changes parameters that are not frozen"):
         submodels.layout(on("bf16"))
 
 
@@ -218,6 +218,6 @@ def test_a_merge_sees_what_trained_and_not_on_which_base(monkeypatch):
 
 def test_a_model_in_two_halves_needs_one_form():
     with pytest.raises(
-        BadInput, match="the frozen base may be held as fp32, bf16, int8, but both halves of a model in two"
+        BadInput, match="the model's frozen base has several precisions, fp32, bf16, int8, but split_fed needs one"
     ):
         split_fed().local.choose_cut(coordinator_of().state.submodels)

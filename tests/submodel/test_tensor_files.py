@@ -169,9 +169,7 @@ def test_without_room_a_copy_is_made_in_memory_and_no_client_is_added(tmp_path, 
     flat["b"].fill_(1.0)
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     assert flat.clone()["b"].tolist() == [1.0] * 5
-    with pytest.raises(
-        RunFailed, match=r"no room for the latest update of one more client \(64 bytes\): No space left"
-    ):
+    with pytest.raises(RunFailed, match=r"no room for the latest update of another client \(64 bytes\): No space left"):
         zeros_in(str(tmp_path), LAYOUT)
     assert list(tmp_path.iterdir()) == []
 
@@ -196,9 +194,7 @@ def test_where_it_lies_and_what_it_takes_is_said_at_the_start(tmp_path, monkeypa
     monkeypatch.setattr(sys.modules[Remembered.__module__], "is_in_ram", lambda folder: True)
     assert "which is in RAM itself" in merge.notes(state, 10)[0]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(1000, 441, 559))
-    with pytest.raises(
-        BadInput, match=r"559 bytes are free, but 560 are needed: 10 clients x 28 bytes, and as much again"
-    ):
+    with pytest.raises(BadInput, match=r"559 bytes free, but 560 are needed: 10 clients x 28 bytes, and as much again"):
         merge.notes(state, 10)
 
 
@@ -206,4 +202,4 @@ def test_a_folder_that_is_none_is_found_before_the_start(tmp_path):
     (tmp_path / "file").touch()
     for folder, said in (("nowhere", "No such file"), ("file", "Not a directory")):
         (problem,) = Remembered(folder=str(tmp_path / folder)).check(line_state())
-        assert problem.startswith(f"memory_folder is '{tmp_path / folder}', where no file can be made: {said}")
+        assert problem.startswith(f"memory_folder is '{tmp_path / folder}', in which no file can be created: {said}")

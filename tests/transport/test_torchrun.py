@@ -40,7 +40,9 @@ def agent():
 def test_without_torchrun_the_command_to_give_is_named(monkeypatch, name):
     torchrun(monkeypatch, 0, 1)
     monkeypatch.delenv(name)
-    with pytest.raises(BadInput, match=rf"{name} is not set: start it with `torchrun --nproc-per-node 5 -m raafl fit"):
+    with pytest.raises(
+        BadInput, match=rf"{name} is not set: start the command with `torchrun --nproc-per-node 5 -m raafl fit"
+    ):
         TorchrunTransport.from_environment(RUN)
 
 
@@ -100,7 +102,9 @@ def test_a_port_in_use_is_named(monkeypatch):
 def test_a_server_that_is_not_there_is_named_at_the_deadline(monkeypatch, free_port):
     torchrun(monkeypatch, 2, free_port)
     began = time.monotonic()
-    with pytest.raises(BadInput, match=rf"no store at {HOST}:{free_port} \(MASTER_ADDR, MASTER_PORT\)"):
+    with pytest.raises(
+        BadInput, match=rf"torchrun's store does not answer at {HOST}:{free_port} \(MASTER_ADDR, MASTER_PORT\)"
+    ):
         TorchrunTransport.from_environment(ConnectOptions(4, 1.0))
     assert time.monotonic() - began < 10
 

@@ -228,8 +228,8 @@ def test_a_resumed_run_is_shown_without_what_it_has_gone_back_behind(tmp_path):
     ("argv", "line"),
     [
         (["--once"], "RUN is missing: give the folder of a run"),
-        (["nowhere", "--once"], "run is 'nowhere', a folder with no run in it yet: leave out --once"),
-        (["nowhere", "--json"], "--json goes with --once"),
+        (["nowhere", "--once"], "run is 'nowhere', a folder without a run: leave out --once"),
+        (["nowhere", "--json"], "--json needs --once"),
         (["nowhere", "--onec"], "unknown option '--onec'"),
         ([__file__], "is a file: give the folder of a run"),
         (["nowhere", "--progress", "quiet"], "invalid choice"),
@@ -260,8 +260,8 @@ def test_a_folder_that_appears_late_is_waited_for_and_silence_is_said_once(tmp_p
     watch([str(folder), "--progress", "verbose"], file, sleep)
     lines = file.getvalue().splitlines()
     assert lines[0] == str(folder)
-    assert lines[1] == "waiting: there is no run in it yet"
-    assert [line.split(" for ")[0] for line in lines[2:]].count("nothing has been written") == 1
+    assert lines[1] == "waiting: there is no run in the folder yet"
+    assert [line.split(" for ")[0] for line in lines[2:]].count("no row was written") == 1
     assert lines[-2].endswith("ended: max_time") and lines[-1] == "books: unsigned, no seals"
     assert len(looks) == 7
 

@@ -116,8 +116,8 @@ class UsagePolicy(nn.Module):
     def _known(self, x: Tensor, batch_dim: int) -> Tensor:
         if self.gates is None or x.shape[batch_dim] != len(self.gates):
             raise BadInput(
-                f"ada_vit: a layer of shape {tuple(x.shape)} does not see the samples that its policy decided for: "
-                "the model mixes batch and positions inside a block; use another algorithm for it"
+                f"ada_vit: a layer of shape {tuple(x.shape)} has another batch than its policy, since the model "
+                "mixes batch and positions inside a block: use another algorithm for this model"
             )
         return self.gates
 
@@ -276,16 +276,17 @@ class Adaptive(Local):
         """Return a note on the layers that are chosen per sample, or a warning if there are none."""
         policies = list(_policies(submodels.module))
         if _has_lora(submodels.module):
-            return [Warn("ada_vit decides on nothing in a model with LoRA adapters: it is plain averaging of these")]
+            return [Warn("ada_vit has no effect in a model with LoRA adapters, which are averaged as usual")]
         if not policies:
             return [
-                Warn("ada_vit finds neither blocks nor hidden units to decide on in this model: it is plain averaging")
+                Warn("ada_vit finds neither blocks nor hidden units to choose among in this model: it has no effect")
             ]
         units, sublayers = (sum(getattr(policy, kind) for policy in policies) for kind in ("units", "sublayers"))
         what = f"{units} heads and {sublayers} sublayers of blocks" if sublayers else f"{units} groups of hidden units"
         return [
-            f"ada_vit decides on {what} for each sample; training computes all of them: it costs the whole model and "
-            f"{sum(p.numel() for policy in policies for p in policy.parameters())} parameters more"
+            f"ada_vit chooses among {what} for each sample, but training computes all of them: it costs as much as "
+            f"the whole model, and {sum(p.numel() for policy in policies for p in policy.parameters())} more "
+            "parameters"
         ]
 
     def __str__(self) -> str:

@@ -125,7 +125,7 @@ class MaskedAndDistilled(Local):
         """Return a note if the model has no exits, which self-distillation needs."""
         if not self.distils or exit_depths(submodels):
             return []
-        return ["the model has no exits between its blocks: nothing is distilled"]
+        return ["the model has no exits between its blocks, so there is no distillation"]
 
     def __str__(self) -> str:
         words = f"masks at lambda {self.strength:g}"

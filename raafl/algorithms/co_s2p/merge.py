@@ -103,7 +103,7 @@ class ImportanceMerge(Merge):
         """Return a note on the memory that the start values of late clients may take."""
         each = state.submodels.layout(part="trained").num_bytes
         return [
-            "importance of updates: the server keeps what late clients started from, at most "
+            "importance of updates: the server stores the values from which late clients started, at most "
             f"{num_clients} submodels (the whole model trains {each:,} bytes)"
         ]
 

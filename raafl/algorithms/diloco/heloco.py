@@ -50,9 +50,7 @@ class HeLoCo(Nesterov):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.beta == 0:
-            raise BadInput(
-                "outer_momentum is 0: outer heloco corrects by the momentum, give a number above 0 and below 1"
-            )
+            raise BadInput("outer_momentum is 0: outer heloco needs momentum: give a number above 0 and below 1")
         for name, value in (("shrink", self.shrink), ("turn", self.turn), ("trust", self.trust)):
             at_least(name, value, 0)
         if not 0 <= self.most_shrunk <= 1:

@@ -137,8 +137,8 @@ class WithInner(Wrapped):
         each = len(MOMENTS) * state.submodels.layout(part="trained").num_bytes
         return [
             *super().notes(state, num_clients),
-            f"inner_state kept: {each:,} bytes more each way with a task of the whole model, and {num_clients * each:,} bytes on "
-            f"the server and in each checkpoint, for {num_clients} clients",
+            f"inner_state kept: a task of the whole model sends {each:,} more bytes each way, and the server stores "
+            f"{num_clients * each:,} bytes in memory and in each checkpoint, for {num_clients} clients",
         ]
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ class Pace:
     def __post_init__(self) -> None:
         positive("min_steps", self.min_steps)
         if self.max_steps < self.min_steps:
-            raise BadInput(f"max_steps is {self.max_steps}: give min_steps, {self.min_steps}, or more")
+            raise BadInput(f"max_steps is {self.max_steps}: give {self.min_steps} (min_steps) or more")
         fraction("momentum", self.momentum)
         if not 1 <= self.late < math.inf:
             raise BadInput(f"late is {self.late}: give a multiple of the expected time, 1 or more")

@@ -238,13 +238,11 @@ class ZerothOrder(Local):
         """Return notes on the bytes that clients send and on batch norm."""
         count = _num_perturbed(submodels, Spec())
         notes = [
-            f"zeroth order: {count:,} parameters are perturbed and nothing but a scalar for each batch goes up; accumulated "
-            "batches are steps of their own"
+            f"zeroth order: {count:,} parameters are perturbed, and only one number for each batch is sent to the "
+            "server; each accumulated batch is a separate step"
         ]
         if statistics_of(submodels.module):
-            notes.append(
-                "batch norm runs on its running statistics as they are at the start: forward passes as in evaluation"
-            )
+            notes.append("batch norm uses its initial running statistics, as in evaluation")
         return notes
 
     def __str__(self) -> str:

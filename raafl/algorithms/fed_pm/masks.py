@@ -211,8 +211,8 @@ class ProbabilisticMaskTraining(Local):
             raise BadInput(f"parameter '{name}' is complex, and fed_pm masks real weights: use another algorithm")
         if not masked:
             raise BadInput(
-                f"{type(module).__name__} has no weights to mask: fed_pm is for linear, convolution, embedding, attention and "
-                "recurrent layers that train"
+                f"{type(module).__name__} has no weights to mask: fed_pm trains masks for linear, convolution, "
+                "embedding, attention and recurrent layers that train"
             )
         for parameter in module.parameters():
             parameter.requires_grad_(id(parameter) in masked)
@@ -249,13 +249,13 @@ class ProbabilisticMaskTraining(Local):
         masked = scales_of(submodels, submodels.layout(part="trained"))
         num, total = sum(submodels.parameters[name] for name in masked), sum(submodels.parameters.values())
         rest = (
-            f"; the other {total - num:,} parameters (biases, norms, positions, what is frozen) stay as they are"
+            f"; the other {total - num:,} parameters (biases, norms, positions, frozen ones) do not change"
             if total > num
             else ""
         )
         return [
-            f"masks over {num:,} weights in {len(masked)} tensors, of which only the signs are as the model was made: pretrained "
-            f"ones are lost{rest}"
+            f"masks over {num:,} weights in {len(masked)} tensors, of which only the signs of the initial values "
+            f"are used: pretrained values are lost{rest}"
         ]
 
     def __str__(self) -> str:
@@ -273,7 +273,7 @@ MOVED = 20
 def check_floor(floor: float) -> None:
     """Raise `BadInput` unless ``floor`` lies above 0 and below 0.5."""
     if not 0 < floor < 0.5:
-        raise BadInput(f"floor is {floor}: give a number above 0, below 0.5, so that no probability is lost for ever")
+        raise BadInput(f"floor is {floor}: give a number above 0, below 0.5, so that no probability can become 0 or 1")
 
 
 # ---- the server ----

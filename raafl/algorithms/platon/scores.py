@@ -136,7 +136,7 @@ class Sensitivity(Local):
     def notes(self, submodels: Submodels) -> list[str]:
         """Return a note on axes whose units share scores, or a warning if nothing can be pruned."""
         if not any(_prunable(submodels)):
-            return [Warn(f"platon prunes nothing here, it is plain averaging: {submodels.why_whole()}")]
+            return [Warn(f"platon prunes nothing here, so it is plain averaging: {submodels.why_whole()}")]
         coarse = [axis for axis in _prunable(submodels) if axis.size > self.groups]
         if not coarse:
             return []

@@ -192,7 +192,7 @@ class Quantised(Local):
         for path, part in module.named_modules():
             if part in layers and part.weight.is_complex():
                 raise BadInput(
-                    f"layer '{path}' has complex weights, and q_vit quantises real ones: use another algorithm"
+                    f"layer '{path}' has complex weights, but q_vit quantises only real ones: use another algorithm"
                 )
         for i, layer in enumerate(layers):
             is_edge = i in (0, len(layers) - 1)
@@ -226,13 +226,13 @@ class Quantised(Local):
         if not layers:
             return ["q_vit quantises nothing here: it is plain averaging"]
         notes = [
-            f"q_vit quantises weight and input of {len(layers)} layers in floating point: clients need more memory and time "
-            "than without, and send as many bytes"
+            f"q_vit quantises weight and input of {len(layers)} layers in floating point: clients need more memory "
+            "and time than without it, and send as many bytes"
         ]
         if len(layers) <= 2 and self.edge_bits not in (self.bits, NONE):
             notes.append(
-                f"q_vit has {self.edge_bits} bits for the first and the last layer (edge_bits), and there are no others: "
-                f"bits {self.bits} goes unused"
+                f"q_vit uses edge_bits ({self.edge_bits}) for the first and the last layer, and the model has no "
+                f"others: bits ({self.bits}) has no effect"
             )
         return notes
 

@@ -110,7 +110,7 @@ def regions_of(regions: Regions, cohort: int | None, submodel: Select | None) ->
         return submodel
     if cohort is not None and regions.is_controlled:
         raise BadInput(
-            f"cohort is {cohort}, but trained, coverage, rest and hold say what all clients do together: leave out the one or the "
-            "others"
+            f"cohort is {cohort}, but trained, coverage, rest and hold need all clients in each round: leave out "
+            "cohort, or these fields"
         )
     return regions

@@ -68,11 +68,13 @@ class Regions(Select):
             one_of("mask", self.mask, LEVELS)
             if self.regions != 4:
                 raise BadInput(
-                    f"regions is {self.regions}, but {self.mask} is of 4 regions: give mask as a list of numbers of regions"
+                    f"regions is {self.regions}, but the mask {self.mask} is defined for 4 regions: give mask as a "
+                    "list, the number of regions for each client"
                 )
         elif not self.mask or not all(1 <= take <= self.regions for take in self.mask):
             raise BadInput(
-                f"mask is {self.mask}: give how many regions each client trains, from 1 to {self.regions}, or {', '.join(LEVELS)}"
+                f"mask is {self.mask}: give a list with the number of regions that each client trains, from 1 to "
+                f"{self.regions}, or {', '.join(LEVELS)}"
             )
         if self.trained is not None and not 1 <= self.trained <= self.regions:
             raise BadInput(f"trained is {self.trained}: give 1 to {self.regions}, the number of regions")
@@ -83,11 +85,11 @@ class Regions(Select):
         if self.every != 1 and (self.rest is not None or self.hold):
             what = "hold is true" if self.hold else f"rest is {self.rest}"
             raise BadInput(
-                f"every is {self.every} and {what}: how long a region rests is kept only where every round "
-                "trains as many regions: leave out the one or the other"
+                f"every is {self.every} and {what}: this limit works only if every round trains the same number of "
+                "regions: leave out one of the two"
             )
         if self.hold and self.rest is not None:
-            raise BadInput(f"rest is {self.rest}, but hold keeps one assignment: leave out the one or the other")
+            raise BadInput(f"rest is {self.rest}, but with hold the assignment never changes: leave out rest or hold")
 
     @property
     def is_controlled(self) -> bool:
@@ -153,9 +155,10 @@ class Regions(Select):
         if not submodels.axes or self.hold or not self._keeps_half(fleet):
             return uncut(submodels, "cut into regions")
         return [
-            f"MIX-Arb with rest {self.rest}: the same half of the clients trains two regions in all rounds, for one region each of "
-            f"{len(fleet.clients)} clients is too little to cover {self.trained or self.regions} {self.coverage or 1} times; "
-            "classes that only the other half has are then preferred: leave out rest, or give a smaller coverage or trained"
+            f"MIX-Arb with rest {self.rest}: the same half of the clients trains two regions in all rounds, since "
+            f"with one region each {len(fleet.clients)} clients cannot cover {self.trained or self.regions} regions "
+            f"{self.coverage or 1} times; classes that only this half has then count more: leave out rest, or give "
+            "a smaller coverage or trained"
         ]
 
     # ---- number of regions of a client ----

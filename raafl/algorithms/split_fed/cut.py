@@ -284,7 +284,7 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
     """
     flat, structure = tree_flatten(submodels.example_batch)
     if not flat or not all(isinstance(item, Tensor) for item in flat):
-        raise ValueError("its batches are not made of tensors alone")
+        raise ValueError("its batches contain something other than tensors")
     if not callable(getattr(submodels.module, "training_step", None)):
         raise ValueError("it has no training_step")
     sizes: Sequence[Any] = [item.shape for item in flat] if shapes is None else shapes
@@ -297,7 +297,7 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
                 return Trace(submodels, tree_unflatten(leaves, structure)).run()
         except Exception as error:
             failure = failure or error
-    raise ValueError(f"its training step cannot be followed without values: {' '.join(str(failure).split())[:200]}")
+    raise ValueError(f"its training step cannot be traced without real values: {' '.join(str(failure).split())[:200]}")
 
 
 def shapes_of(batch: object) -> Shapes:
@@ -315,4 +315,4 @@ def _cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:
         cuts = tuple(followed(submodels).cuts(submodels))
     except ValueError as error:
         return (), str(error)
-    return cuts, "" if cuts else "everywhere more than one value leads from the layers below to those above"
+    return cuts, "" if cuts else "at every layer more than one value is passed to the layers above"

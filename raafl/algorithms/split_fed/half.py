@@ -179,7 +179,9 @@ def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
         return end.output
     finally:
         handle.remove()
-    raise RuntimeError(f"{type(module).__name__}.training_step did not come to '{path}', where the model is cut")
+    raise RuntimeError(
+        f"{type(module).__name__}.training_step did not call '{path}', the layer at which the model is cut"
+    )
 
 
 def activation_in(output: object) -> Tensor:

@@ -35,7 +35,7 @@ def _no_skips() -> Iterator[None]:
         yield
     except SkippedBatch:
         raise BadInput(
-            "training_step returns None, to skip a batch, but a model in two halves cannot: return a loss"
+            "training_step returns None to skip a batch, which split_fed does not support: return a loss"
         ) from None
 
 
@@ -103,7 +103,7 @@ class LowerHook(Hook):
         """
         flat, cut = tree_flatten(batch)[0], self._half.cut
         if not all(isinstance(item, Tensor) for item in flat):
-            raise BadInput("a batch holds other things than tensors: a model in two halves needs batches of tensors")
+            raise BadInput("a batch contains something other than tensors: split_fed needs batches of tensors")
         with _no_skips():
             self._sent = activation_in(run_to_cut(self.task.module, cut.path, lambda: self.task.loss(batch, index)))
         return self._rest(index, self._sent.detach().contiguous(), shapes_of(flat), [flat[i] for i in cut.leaves])

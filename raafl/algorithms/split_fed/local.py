@@ -59,12 +59,13 @@ class Split(Local):
         problems = []
         if gradient_clip_val is not None:
             problems.append(
-                f"fabric.gradient_clip_val is {gradient_clip_val}, but neither half of a model in two knows the norm of all "
-                "gradients: leave it out, or clip in the model's own optimizer"
+                f"fabric.gradient_clip_val is {gradient_clip_val}, but with split_fed neither side knows the norm "
+                "of all gradients: leave it out, or clip in the model's own optimizer"
             )
         if precision == "16-mixed":
             problems.append(
-                "fabric.precision is 16-mixed, but a model in two halves has no loss scaler: use bf16-mixed or 32-true"
+                "fabric.precision is 16-mixed, which needs a loss scaler, and split_fed has none: use bf16-mixed "
+                "or 32-true"
             )
         return problems
 
@@ -76,8 +77,8 @@ class Split(Local):
         """
         if submodels.bases.names:
             raise BadInput(
-                f"the frozen base may be held as {', '.join(submodels.bases.names)}, but both halves of a model in two need one: "
-                "give one base"
+                f"the model's frozen base has several precisions, {', '.join(submodels.bases.names)}, but split_fed "
+                "needs one: give one base"
             )
         cuts, reason = cuts_of(submodels)
         if self.cut is not None:
@@ -178,8 +179,9 @@ class Split(Local):
         peak = upper.cost(FULL, _num_samples(submodels))
         return [
             f"split: cut after '{cut.path}': clients train {cut.num_values:,} of {total:,} parameters, the server the rest",
-            f"split: PRIVACY: the server sees what leaves '{cut.path}' for every sample ({cut.sample_bytes:,.0f} bytes), and "
-            f"as they are the parts of each batch that its own layers need ({leaves}; labels are among them)",
+            f"split: PRIVACY: the server sees the output of '{cut.path}' for every sample ({cut.sample_bytes:,.0f} "
+            f"bytes), and without change the parts of each batch that its own layers need ({leaves}; this includes "
+            "the labels)",
             f"split: for each client at work the server trains a copy of the upper part: {upper.layout().num_bytes:,} bytes of "
             f"values, at least {peak.peak_bytes:,} with gradients, activations and the optimiser",
         ]

@@ -310,9 +310,7 @@ class Timely(Select):
         if len(self._submodels(fleet)) > 1:
             return []
         return [
-            Warn(
-                "every client trains all of the model, which has a single layer that trains: who is short of time is late"
-            )
+            Warn("the model has only one layer that trains, so every client trains all of it: slow clients are late")
         ]
 
     def _problem(self, client: ClientInfo, fleet: SelectContext) -> str:

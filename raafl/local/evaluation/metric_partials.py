@@ -68,14 +68,14 @@ def _states(name: str, metric: object) -> dict[str, Any]:
     for state, value in states.items():
         is_sum = getattr(reductions.get(state), "__name__", "") == "dim_zero_sum"
         if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or not is_sum:
-            raise NotMergeable(f"the metric '{name}' has a state '{state}' that is no sum of whole numbers")
+            raise NotMergeable(f"the metric '{name}' has a state '{state}' that is not a sum of whole numbers")
     if not states:
-        raise NotMergeable(f"the metric '{name}' has no states of torchmetrics' kind")
+        raise NotMergeable(f"the metric '{name}' is not a torchmetrics Metric with registered states")
     return {state: value.tolist() for state, value in states.items()}
 
 
 def _plain(value: Tensor | float) -> str:
     """Return a number as text, which JSON has of infinities and NaN too."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise NotMergeable("what is logged is not one number")
+        raise NotMergeable("a logged value is not a single number")
     return repr(float(value))

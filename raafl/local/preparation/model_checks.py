@@ -38,7 +38,7 @@ def _problems(module: nn.Module) -> Iterator[str]:
             kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
             is_parameter = isinstance(tensor, nn.Parameter)
             remedy = "make it dense" + ("" if is_parameter else ", or register it with persistent=False")
-            yield f".{name} is {kind}, and what is sent has to be dense: {remedy}"
+            yield f".{name} is {kind}, but all sent tensors must be dense: {remedy}"
     yield from _shared(module, state)
     yield from _computed(module)
 
@@ -55,8 +55,9 @@ def _shared(module: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
             continue
         if known[other].requires_grad or (name in known and tensor.requires_grad):
             yield (
-                f".{name} lies in the memory of '{other}', and copies of the model have two tensors: assign the parameter "
-                "itself, as in self.b.weight = self.a.weight, or compute the one of the other in forward"
+                f".{name} shares memory with '{other}', but copies of the model have two separate tensors: assign "
+                "the parameter itself, as in self.b.weight = self.a.weight, or compute one from the other in "
+                "forward"
             )
 
 
@@ -73,6 +74,6 @@ def _computed(module: nn.Module) -> Iterator[str]:
     for name, tensor in _attributes(module):
         if not tensor.is_leaf:
             yield (
-                f".{name} is a tensor with a history of gradients, which copies of the model do not follow: compute it in "
+                f".{name} was computed from parameters, but copies of the model do not update it: compute it in "
                 "forward, or give a function that makes the model"
             )

@@ -115,7 +115,7 @@ def _warnings(name: str, trainer: TrainerStandIn, recorder: Recorder, schedules:
                 f"so that it never changes the learning rate: monitor one of {', '.join(logged) or 'what it logs'}"
             )
     if trainer.asked & {"logger", "loggers"}:
-        found.append(f"{name} uses self.logger: what goes to it within a task is dropped, use self.log for numbers")
+        found.append(f"{name} uses self.logger, which records nothing during a task: use self.log for numbers")
     return found
 
 
@@ -149,8 +149,8 @@ def _check_buffers(module: nn.Module, before: Mapping[str, tuple[tuple[int, ...]
             )
         if not (finite or finite_before):
             raise BadInput(
-                f"buffer '{name}' of {kind} has infinities or NaN, and what is sent has to be finite: register it with "
-                "persistent=False"
+                f"buffer '{name}' of {kind} has infinities or NaN, but all buffers are sent and must be finite: "
+                "register it with persistent=False"
             )
 
 

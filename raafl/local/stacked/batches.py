@@ -148,7 +148,7 @@ def _one_by_one(clients: Sequence[ClientData], rows: Sequence[Rows], counts: Seq
             leaves, form = tree_flatten(client.fetch(numbers))
             strange = [one for one in leaves if not isinstance(one, Tensor) and batch_tensors(one)]
             if strange:
-                raise Unstackable(f"a batch has tensors in a {type(strange[0]).__name__}")
+                raise Unstackable(f"a batch has tensors inside a {type(strange[0]).__name__}")
             alike = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else repr(one) for one in leaves)
             kind = len(numbers), form, alike
             forms[kind] = form

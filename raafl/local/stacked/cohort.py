@@ -161,7 +161,7 @@ class CohortTrainer:
             steps = Steps(trainer, built, places, self._known, members, counts, masking.choose)
             steps.run()
             if not same_generators(before, generators()):
-                raise Unstackable("training draws random numbers past torch's functions, such as numpy's")
+                raise Unstackable("training draws random numbers without torch, for example with numpy")
         if asked := built.trainer.asked_of_task:
             raise Unstackable(f"the training step reads self.trainer.{asked[0]}")
         if changed := built.state.changed():

@@ -41,7 +41,7 @@ class Logged:
         """Record one value of all clients, called inside vmap; see `Recorder.log`."""
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
         if callable(getattr(value, "compute", None)) or how not in _START:
-            raise Unstackable(f"the model logs '{name}', which is no number or is not averaged over batches")
+            raise Unstackable(f"the model logs '{name}', which is not a number, or is not averaged over batches")
         value = widened(value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
         self._step.append((name, value, self.weight if batch_size is None else float(batch_size), how))
 

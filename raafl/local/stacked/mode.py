@@ -93,7 +93,7 @@ class Stacked(TorchFunctionMode):
             return by_slices(func, args, kwargs, self._num)
         if func in _MAY_DRAW or (func in _DROPOUTS and _trains(*args, **kwargs)):
             if kwargs.get("generator") is not None:
-                raise Unstackable("the training step draws from a generator of its own")
+                raise Unstackable("the training step uses a random generator of its own")
             return by_slices(func, args, kwargs, self._num, self._states)
         return func(*args, **kwargs)
 
@@ -105,7 +105,8 @@ class Stacked(TorchFunctionMode):
             numbers = [_BRANCHES[function](part) for part in stack.detach().unbind(0)]
         if any(repr(number) != repr(numbers[0]) for number in numbers):
             raise Parted(
-                f"training_step makes a Python number of a tensor ({function.__name__}), which differs between clients"
+                f"training_step converts a tensor to a Python number ({function.__name__}), which differs between "
+                "clients"
             )
         return numbers[0]
 

@@ -72,7 +72,7 @@ def within(
     try:
         loss, values = function(lambda stack: functorch._add_batch_dim(stack, 0, level))
         if not all(isinstance(one, Tensor) for one in (loss, *values)):
-            raise Unstackable("the training step gives a loss that is no tensor")
+            raise Unstackable("the training step returns a loss that is not a tensor")
         return (
             functorch._remove_batch_dim(loss, level, num, 0),
             [functorch._remove_batch_dim(one, level, num, 0) for one in values],

@@ -123,7 +123,9 @@ class Steps:
         self.epochs = [member.data.num_batches(trainer.training.batch_size) for member in members]
         lengths = set(self.epochs)
         if len(lengths) > 1 and not all(s.interval == "step" and s.frequency == 1 for s in built.schedulers):
-            raise Unstackable("a learning rate scheduler steps with epochs, and clients' are of different lengths")
+            raise Unstackable(
+                "a learning rate scheduler steps once an epoch, but clients' epochs have different lengths"
+            )
         self.by_index = len(lengths) > 1 and max(counts) > min(lengths) and _reads_index(built.module)
         self.per_epoch = max(lengths)
         self.anchors = [
@@ -283,4 +285,4 @@ class _Placed:
         for (held, key, _name), old in zip(self._places, self._old, strict=True):
             held[key] = old
         if replaced and kind is None:
-            raise Unstackable(f"the training step puts another tensor in the place of {replaced[0]}")
+            raise Unstackable(f"the training step replaces the tensor {replaced[0]} by another")

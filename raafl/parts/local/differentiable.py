@@ -33,7 +33,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], *, keep_buffe
         layer = module.get_submodule(path)
         if isinstance(layer, nn.RNNBase):
             raise BadInput(
-                f"'{name}' is of a recurrent layer, whose weights cannot be masked: use another model or method"
+                f"'{name}' belongs to a recurrent layer, whose weights cannot be masked: use another model or method"
             )
         places.append((layer, leaf, tensor))
     own = [layer._parameters[leaf] for layer, leaf, _ in places]

@@ -183,7 +183,10 @@ class Distilled(ByExits):
 
 def _logits(output: Any) -> Tensor:
     if getattr(output, "loss", None) is not None:
-        raise BadInput("distillation needs logits, but the model makes its loss itself: compute it in `training_step`")
+        raise BadInput(
+            "distillation needs logits, but the model's forward computes the loss: return logits from forward, and "
+            "compute the loss in `training_step`"
+        )
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits
 

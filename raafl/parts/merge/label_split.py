@@ -62,8 +62,8 @@ class LabelSplit(Wrapped):
             return notes
         return [
             *notes,
-            "masked loss: no linear layer that trains is seen to give the logits, so that rows of classes that a client has masked "
-            "are averaged over all clients",
+            "masked loss: no trained linear layer was found that computes the logits, so rows of classes that a "
+            "client has masked are averaged over all clients",
         ]
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
@@ -111,7 +111,8 @@ def joint_notes(merge: Merge) -> list[str]:
     if not isinstance(merge, LabelSplit):
         return []
     return [
-        "masked loss: updates are joined before they are merged: rows of classes that a client has masked count as all others"
+        "masked loss: updates are combined before the merge, so rows of classes that a client has masked count "
+        "like all others"
     ]
 
 

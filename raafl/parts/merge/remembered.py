@@ -272,5 +272,5 @@ def memory_folder_of(memory: str, folder: str | None) -> str | None:
     one_of("memory", memory, ("ram", "disk"))
     if memory == "disk":
         return folder or gettempdir()
-    refuse_unused("with memory ram there are no files", memory_folder=(folder, None))
+    refuse_unused("there are no files if memory is ram", memory_folder=(folder, None))
     return None

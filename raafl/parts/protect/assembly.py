@@ -33,7 +33,7 @@ def with_options(
     if rounds.is_on:
         if not isinstance(algorithm.trigger, AllReported):
             raise BadInput(
-                f"rounds is {rounds}, but {algorithm.name} waits for no round of all clients (its trigger is "
+                f"rounds is {rounds}, but {algorithm.name} does not work in rounds (its trigger is "
                 f"'{algorithm.trigger}'): leave rounds out"
             )
         algorithm = replace(algorithm, trigger=AllReported(rounds.close_at, rounds.deadline))

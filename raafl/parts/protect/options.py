@@ -89,8 +89,8 @@ class Privacy:
         if self.max_epsilon is not None and not (self.noise_multiplier > 0 and self.clip_norm is not None):
             name = "clip_norm" if self.clip_norm is None else "noise_multiplier"
             raise BadInput(
-                f"privacy.max_epsilon is {self.max_epsilon:g}, and privacy.{name} is {getattr(self, name)}: give a clip_norm and a "
-                "noise_multiplier above 0, without which nothing bounds epsilon"
+                f"privacy.max_epsilon is {self.max_epsilon:g}, and privacy.{name} is {getattr(self, name)}: give a "
+                "clip_norm and a noise_multiplier above 0, since epsilon is infinite without noise"
             )
         positive("privacy.clip_norm", self.clip_norm, optional=True)
         positive("privacy.divisor", self.divisor, optional=True)
@@ -99,7 +99,7 @@ class Privacy:
         if not 0 < self.delta < 1:
             raise BadInput(f"privacy.delta is {self.delta}: give a number between 0 and 1, such as 1e-5")
         if self.clip_norm == math.inf and self.noise_multiplier > 0:
-            raise BadInput("privacy.clip_norm is inf: give a finite norm, to which the noise can be measured")
+            raise BadInput("privacy.clip_norm is inf: give a finite norm, since the noise is proportional to it")
 
     @property
     def is_on(self) -> bool:
@@ -132,7 +132,8 @@ class SecureAggregation:
     def __post_init__(self) -> None:
         if self.min_cover is not None and self.min_cover < 2:
             raise BadInput(
-                f"secure_aggregation.min_cover is {self.min_cover}: give 2 or more, or null; one is an update"
+                f"secure_aggregation.min_cover is {self.min_cover}: give 2 or more, or null, since a sum over one "
+                "client reveals its update"
             )
         positive("secure_aggregation.bound", self.bound)
         positive("secure_aggregation.clip_norm", self.clip_norm, optional=True)

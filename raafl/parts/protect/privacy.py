@@ -64,8 +64,8 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
         return algorithm
     if algorithm.merge.by_client:
         raise BadInput(
-            f"privacy.clip_norm is {privacy.clip_norm:g}, but {algorithm.name} remembers each client's own update, which privacy "
-            "keeps from it: choose another algorithm, such as ra_fed"
+            f"privacy.clip_norm is {privacy.clip_norm:g}, but {algorithm.name} remembers each client's own update, "
+            "which privacy does not allow: choose another algorithm, such as ra_fed"
         )
     if getattr(algorithm.trigger, "at_work", None) is not None:
         raise BadInput(
@@ -73,7 +73,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
             "it: leave clients_at_work out"
         )
     if privacy.noise_multiplier > 0 and importlib.util.find_spec("dp_accounting") is None:
-        raise BadInput(f"privacy.clip_norm needs an accountant, dp-accounting: {installing('privacy')}")
+        raise BadInput(f"privacy.clip_norm needs the package dp-accounting: {installing('privacy')}")
     if privacy.delta * num_clients >= 1:
         raise BadInput(f"privacy.delta is {privacy.delta}: give less than 1 / clients, {1 / num_clients:g}")
     merge = Private(

@@ -91,7 +91,8 @@ class BySpeed(WrappedSelect):
             return super().check(fleet)
         return [
             *super().check(fleet),
-            "train.num_steps is null, but steps by speed need the steps of the fastest client: give it, such as 500",
+            "train.num_steps is null, but steps by speed need it as the number of steps of the fastest client: "
+            "give it, such as 500",
         ]
 
     def _record(self, client: ClientInfo, work: Work, fleet: SelectContext) -> float:

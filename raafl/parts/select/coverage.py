@@ -82,7 +82,9 @@ class RegionCoverage:
             raise BadInput("takes is empty: give the number of regions of at least one client")
         for take in self.takes:
             if not 1 <= take <= self.num_trained:
-                raise BadInput(f"takes has {take}: give 1 to {self.num_trained}, the regions trained in a round")
+                raise BadInput(
+                    f"takes has {take}: give 1 to {self.num_trained}, the number of regions trained in a round"
+                )
         most = min(sum(self.takes) // self.num_trained, len(self.takes))
         if not 1 <= self._least <= most:
             raise BadInput(
@@ -101,19 +103,21 @@ class RegionCoverage:
     def _check_rotation(self) -> None:
         """Raise `BadInput` for a rest or a coverage that no rotation, or no held assignment, realises."""
         if self.rest is not None and self.hold:
-            raise BadInput(f"rest is {self.rest}, but hold keeps one assignment: leave out the one or the other")
+            raise BadInput(f"rest is {self.rest}, but with hold the assignment never changes: leave out rest or hold")
         if self.rest is not None and self.rest > 2 * self.period - 2:
             raise BadInput(
-                f"rest is {self.rest}: where every client trains all regions within {self.period} rounds, it leaves none out for "
-                f"more than {2 * self.period - 2}: give at most that, or hold: true, which leaves regions out for the whole run"
+                f"rest is {self.rest}: every client trains all regions within {self.period} rounds, so no region is "
+                f"left out for more than {2 * self.period - 2}: give at most that, or hold: true, which leaves "
+                "regions out for the whole run"
             )
         if self.coverage is None or (self.rest is None and not self.hold):
             return
         realised = self._least_covered(self._offsets())
         if realised != self.coverage:
             raise BadInput(
-                f"coverage is {self.coverage}: {len(self.takes)} clients that take {sorted(set(self.takes))} of {self.num_trained} "
-                f"regions in turn cover each {realised} times or more: give {realised}, or leave out coverage"
+                f"coverage is {self.coverage}: {len(self.takes)} clients that train {sorted(set(self.takes))} of "
+                f"{self.num_trained} regions in turn train each region {realised} times or more in a round: give "
+                f"{realised}, or leave out coverage"
             )
 
     @property

@@ -30,7 +30,7 @@ def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int =
         BadInput: ``state`` is None, or lacks a parameter of an axis.
     """
     if state is None:
-        raise BadInput("state is None: units are chosen by importance, give the model's parameters")
+        raise BadInput("state is None, but units are chosen by importance: give the model's parameters")
     units = {}
     for name, number in counts(axes, rate).items():
         scores = unit_scores(axes[name], state)
@@ -68,7 +68,7 @@ def unit_scores(axis: Axis | Stack, state: State, *, squared: bool = True) -> Te
                 has_tensor = True
     if not has_tensor:
         named = axis.path if isinstance(axis, Stack) else axis.name
-        raise BadInput(f"state has no tensor of the axis '{named}': give the model's parameters by name")
+        raise BadInput(f"state has no tensor on the axis '{named}': give the model's parameters by name")
     return scores
 
 

@@ -101,7 +101,8 @@ class RateSelect(Select):
 
         if self.measured and self.seconds is None:
             raise BadInput(
-                "measured is true, but seconds, which it scales, is null: give seconds, or leave measured out"
+                "measured is true, which corrects the limit seconds, but seconds is null: give seconds, or leave "
+                "measured out"
             )
 
         if self.relative and not self.measured:

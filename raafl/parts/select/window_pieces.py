@@ -70,8 +70,8 @@ class WindowPieces(OneOf):
     def notes(self, fleet: SelectContext) -> list[str]:
         """Return notes on differences from Co-S2P, and on what the model does not allow."""
         return [
-            "windows of Co-S2P without its training: slices of the width are fixed, no mask is trained, no exit has a loss of its "
-            "own and nothing is distilled",
+            "these are Co-S2P's windows without its training: slices of the width are fixed, no masks are trained, "
+            "exits have no loss, and there is no distillation",
             *window_notes(fleet.state.submodels),
         ]
 

@@ -340,7 +340,7 @@ class RollingWindows(Select):
         stack = stack_of(submodels)
         random_ones = [name for name, cut in self._cuts(submodels).items() if len(cut) > 1 and not cut.can_train]
         if random_ones and "trained" in (self.linear, self.attention):
-            notes.append(f"masks of {', '.join(random_ones[:3])} cannot be trained: they are drawn at random")
+            notes.append(f"masks of {', '.join(random_ones[:3])} cannot be trained, so they are drawn at random")
         wanted = any(self._trained_axes(submodels, 0, len(stack) if stack else 1, 0.5)) and self.mask_rounds > 0
         small = [
             str(c.id)
@@ -349,7 +349,7 @@ class RollingWindows(Select):
         ]
         if small:
             notes.append(
-                f"client {', '.join(small[:8])}: too little memory to train masks in, they are drawn at random"
+                f"client {', '.join(small[:8])}: too little memory to train masks, so they are drawn at random"
             )
         return notes
 

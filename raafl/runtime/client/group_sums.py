@@ -96,7 +96,7 @@ class GroupSums:
             one = torch.ones(1, device=self._device)
             group.allreduce([one], dist.AllreduceOptions()).wait()
             if one.item() != size:
-                raise RuntimeError("NCCL does not add what it is given")
+                raise RuntimeError("NCCL returns a wrong sum")
 
         return checked_group(dist.PrefixStore("nccl", cloned(store)), rank, size, timeout_s, check)
 

@@ -89,9 +89,9 @@ def join(
             num_refused = (0 if link.worker and link.worker.num_answered else num_refused) + isinstance(error, Refused)
             if num_refused >= _SURE:
                 raise RunFailed(
-                    f"client {client}: {address} sends something that is not raafl's protocol: {error}"
+                    f"client {client}: the server at {address} does not use raafl's protocol: {error}"
                 ) from None
-            say(f"the connection to {address} is gone ({error}); trying again for {alone_s:g} s")
+            say(f"the connection to {address} broke ({error}); trying again for {alone_s:g} s")
             unsent = unsent if link.worker is None else link.worker.unsent
             search.pause()
             continue
@@ -202,7 +202,9 @@ class _Search:
             self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
         left = self._alone_s - (time.monotonic() - self._since)
         if left <= 0:
-            raise RunFailed(f"no server at {self._address} for {self._alone_s:g} s{': ' + problem if problem else ''}")
+            raise RunFailed(
+                f"no server answered at {self._address} for {self._alone_s:g} s{': ' + problem if problem else ''}"
+            )
         time.sleep(min(self._wait_s * random.uniform(0.8, 1.2), left))
         self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
 
@@ -230,7 +232,7 @@ class _Link:
         assert isinstance(link, ResumableConnection)
         if worker is None or not (worker.has_task or link.is_unconfirmed):
             raise error
-        self._say(f"the connection is gone ({error}); the task goes on, and the client comes back")
+        self._say(f"the connection broke ({error}); the task goes on, and the client connects again")
         self._search.pause()
         pair = self._search.find()
         assert isinstance(pair, TcpConnection)

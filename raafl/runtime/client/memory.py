@@ -57,8 +57,8 @@ def with_memory(
             found = math.floor(room.for_task_bytes)
             info = replace(info, profile=replace(info.profile, memory_bytes=float(found)))
             notes.append(
-                f"memory for a task: {size(found)} of {size(room.num_bytes)} left ({room.limit}); "
-                "devices with memory_bytes, or memory: BYTES, declare it, memory: none does without"
+                f"memory for a task: {size(found)} of {size(room.num_bytes)} left ({room.limit}); to set it, use "
+                "memory_bytes of the device or memory: BYTES; memory: none means no limit"
             )
     if experiment.fabric.shard and num_processes > 1 and info.profile.memory_bytes < math.inf:
         shared = room_bytes(info.profile.memory_bytes, num_processes, submodels.layout(part="sent").num_bytes)

@@ -83,13 +83,14 @@ def refuse(site: ClientSetup) -> None:
     """Raise `BadInput` for an algorithm that cannot train one client in several processes, which average only gradients."""
     if not site.experiment.algorithm.local.supports_data_parallel:
         raise BadInput(
-            f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot span several processes: join with one, "
-            "without torchrun"
+            f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot have several processes: join "
+            "with one process, without torchrun"
         )
     experiment = site.experiment
     if experiment.fabric.shard and (why := problem(experiment.algorithm.local, experiment.fabric, site.submodels)):
         raise BadInput(
-            f"fabric.shard is true, but {why}: set it to false, and each process of the client has the whole submodel"
+            f"fabric.shard is true, but {why}: set it to false, so that each process of the client has the whole "
+            "submodel"
         )
 
 
@@ -115,8 +116,9 @@ class ClientGroup:
             self._pairs = {number: self._meet(number) for number in numbers}
         except (PeerLost, PeerTimeout, RuntimeError) as error:
             raise RunFailed(
-                f"client {client}: its {self.size} processes could not form a process group ({str(error).splitlines()[0]}): "
-                "start them by one torchrun, on machines that reach each other"
+                f"client {client}: its {self.size} processes could not form a process group "
+                f"({str(error).splitlines()[0]}): start them with one torchrun, on machines that can connect to "
+                "each other"
             ) from None
 
     def _meet(self, number: int) -> GlooConnection:
@@ -136,7 +138,7 @@ class ClientGroup:
                 pair.send(Message(Kind.CONFIG, meta=Config(config_yaml).to_meta()))
             for number, pair in self._pairs.items():
                 site = self._compared(site, number, self._hello_of(number, pair))
-            note = f"this client spans {self.size} processes: each trains on its part of every batch"
+            note = f"this client has {self.size} processes: each trains on its part of every batch"
             if statistics_of(site.submodels.module):
                 note += "; batch norm normalises by that part alone, and the leader's running statistics count"
             site.notes.append(note)
@@ -266,7 +268,7 @@ class ClientGroup:
             yield
         except (RuntimeError, PeerLost, PeerTimeout) as error:
             self._said.wait(_WORD_S)
-            self._end(f"the processes of this client have lost each other: {str(error).splitlines()[0]}")
+            self._end(f"the processes of this client have lost their connections: {str(error).splitlines()[0]}")
             raise
 
     def _failed(self) -> None:

@@ -231,7 +231,9 @@ class SiteReceipts:
             client, key, known = int(site["client"]), site["key"], dict(site["conditions"])
             lines = (folder / RECEIPTS).read_bytes().splitlines(keepends=True)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"site is '{folder}', which is no folder of receipts of raafl join: {error}") from None
+            raise BadInput(
+                f"site is '{folder}', which is not a folder of receipts written by raafl join: {error}"
+            ) from None
         receipts, findings = list[Receipt](), list[str]()
         for number, line in enumerate(lines, 1):
             receipt = _read(line, key) if line.endswith(b"\n") else None

@@ -139,7 +139,7 @@ class ClientSetup:
             signer=signer,
         )
         if self.receipts is None:
-            say("keeps no receipts: no file can be written in the state folder")
+            say("no receipts are stored, since no file can be written in the state folder")
             yield
             return
         say(f"keeps receipts in {self.receipts.folder}")

@@ -40,11 +40,14 @@ class SiteKeys:
             self._authority = Store(x509.load_pem_x509_certificates(ca.read_bytes()))
             chain = x509.load_pem_x509_certificates(cert.read_bytes())
         except (OSError, ValueError) as error:
-            raise BadInput(f"tls_ca is '{ca}' and tls_cert '{cert}', of which one cannot be read: {error}") from None
+            raise BadInput(
+                f"tls_ca is '{ca}' and tls_cert is '{cert}', but one of them cannot be read: {error}"
+            ) from None
         self._chain = " ".join(base64.b64encode(one.public_bytes(Encoding.DER)).decode() for one in chain)
         if len(self._chain) > MAX_PROOF_CHARACTERS:
             raise BadInput(
-                f"tls_cert is '{cert}', whose chain is too long for secure_aggregation: leave the authority out of it"
+                f"tls_cert is '{cert}', whose certificate chain is too long for secure_aggregation: leave the "
+                "authority's certificate out of the file"
             )
         own = holder_of(uris_of(chain[0]))
         if own is None:

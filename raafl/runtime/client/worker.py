@@ -209,7 +209,7 @@ class Client:
             if self._plan is None:
                 return plain
             if plain != self._plan.submodels.layout(assignment.spec, "sent"):
-                raise SpecError("it is of another part of the model than by this client's own config")
+                raise SpecError("it is about another part of the model than this client's config says")
         return self._down.layout(assignment)
 
     def _work(self, assignment: Assignment, wire: FlatTensors) -> None:

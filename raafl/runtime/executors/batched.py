@@ -223,7 +223,7 @@ class BatchedExecutor(Executor):
         compared = [member for member in members if trial or member.assignment.id in new]
         different, loop_s, asked_s = self._compare(compared, trained, context)
         if different:
-            self._leave(kind, Unstackable(f"clients trained together are not what they are alone: {different}"))
+            self._leave(kind, Unstackable(f"clients trained together give other results than alone: {different}"))
             return
         if not trial:
             standing.seen |= trained.seen.keys()
@@ -239,7 +239,7 @@ class BatchedExecutor(Executor):
         self._tried_s += seconds
         standing.note(trained, seconds + asked_s, loop_s, len(members))
         if self._most == "auto" and standing.is_slow and len(members) >= _TRIALS[-1]:
-            self._leave(kind, Unstackable(f"{len(members)} clients take as long together as one after the other"))
+            self._leave(kind, Unstackable(f"{len(members)} clients are not faster together than one after the other"))
 
     def _cap(self, spec: Spec) -> int:
         return min(MOST, MOST_BYTES // max(self._together.num_bytes(spec), 1)) if self._most == "auto" else self._most

@@ -132,9 +132,9 @@ def check_space(folder: Path, num_bytes: int, keep: int) -> None:
     needed, free = (keep + 2) * num_bytes, shutil.disk_usage(place).free
     if free < needed:
         raise BadInput(
-            f"output is '{folder}', where {size(free)} are free: the run will write {size(needed)} or more "
-            f"({keep} + 1 checkpoints and the model, {size(num_bytes)} each): free some, name another folder, or lower "
-            "keep_checkpoints"
+            f"output is '{folder}', which has {size(free)} free, but the run will write {size(needed)} or more "
+            f"({keep} + 1 checkpoints and the model, {size(num_bytes)} each): free some space, name another folder, "
+            "or lower keep_checkpoints"
         )
 
 

@@ -64,8 +64,8 @@ class Divergence(RunHooks):
                 self._said = True
                 clients, reason = " and ".join(map(str, sorted(self._too_large))), settled.outcome.partition(":")[2]
                 self._find(
-                    f"training diverges: updates of clients {clients} are many times as large as those before, and refused "
-                    f"({reason}): use a smaller learning rate, or clip gradients"
+                    f"training diverges: updates of clients {clients} are many times as large as earlier ones, and "
+                    f"were refused ({reason}): use a smaller learning rate, or clip gradients"
                 )
 
     def _of_client(self, client: int) -> str:

@@ -90,8 +90,8 @@ class Mirror:
                 now = self._clock()
                 gave_up = self._failed_in_a_row and now - since > failing_s
                 if self._done < wanted and (gave_up or now - self._moved_at > silent_s):
-                    why = self._error or f"nothing was heard of it for {silent_s:g} s"
-                    self._warn(f"{self.url} lacks what {self._folder} has ({why}): copy the folder there by hand")
+                    why = self._error or f"it has not answered for {silent_s:g} s"
+                    self._warn(f"{self.url} lacks files of {self._folder} ({why}): copy the folder there by hand")
                     return False
         return True
 
@@ -136,7 +136,7 @@ class Mirror:
             self._failed_in_a_row += 1
             self._error = one_line(f"{type(error).__name__}: {error}")
         if self.num_failed == 1:
-            self._warn(f"{self.url} cannot be written ({self._error}); the run goes on, and it is tried again")
+            self._warn(f"{self.url} cannot be written ({self._error}); the run goes on, and raafl tries again")
 
     def _copy(self, store: ObjectStore) -> None:
         """Copy what has changed: the journal is at least as long as any checkpoint and any seal beside it says."""

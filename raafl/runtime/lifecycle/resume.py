@@ -112,7 +112,7 @@ def restoring(saved: SavedRun) -> Iterator[None]:
             raise
         raise BadInput(
             f"resume: the last checkpoint of '{saved.folder}', or a table beside it, is damaged or was altered "
-            f"({sanitize_text(f'{type(error).__name__}: {error}', 100)}): take an earlier one, or start a new run"
+            f"({sanitize_text(f'{type(error).__name__}: {error}', 100)}): use an earlier one, or start a new run"
         ) from error
 
 
@@ -134,7 +134,7 @@ def _check(section: dict[str, Any]) -> None:
     for name, value in (counts | times).items():
         for number in value if isinstance(value, list | tuple) else [value]:
             if type(number) not in ((int, float) if name in times or name == "staleness" else (int,)):
-                raise ValueError(f"{name} is no number")
+                raise ValueError(f"{name} is not a number")
             if not 0 <= number < math.inf:
                 raise ValueError(f"{name} is {number}")
 
@@ -144,11 +144,11 @@ def check_limits(saved: SavedRun, limits: Limits) -> None:
     now, merged = saved.section["clock"]["now"], saved.section["coordinator"]["merged"]
     if limits.max_time_s is not None and limits.max_time_s <= now:
         raise BadInput(
-            f"max_time is {limits.max_time_s:g} s, but the run to resume has had {now:.1f} s: give more, or null"
+            f"max_time is {limits.max_time_s:g} s, but the run has already taken {now:.1f} s: give more, or null"
         )
     if limits.max_updates is not None and limits.max_updates <= merged:
         raise BadInput(
-            f"max_updates is {limits.max_updates}, but the run to resume has merged {merged}: give more, or null"
+            f"max_updates is {limits.max_updates}, but the run has already merged {merged}: give more, or null"
         )
 
 

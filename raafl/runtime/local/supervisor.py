@@ -263,7 +263,7 @@ class Supervisor:
             return 1
         wait_s = self.server.start_again(self.policy)
         self.say(
-            f"the server {exit_in_words(code)}; it goes on from its last checkpoint, if there is one, in {wait_s:g} s"
+            f"the server {exit_in_words(code)}; it is started again in {wait_s:g} s, from its last checkpoint if there is one"
         )
         # those that were let go by a server that did not live to end its run
         for number, child in self.clients.items():
@@ -292,7 +292,7 @@ class Supervisor:
             return
         self._away.add(number)
         why = "" if code in _STAYS else f" after {self.num_restarts} restarts in all"
-        self.say(f"{child.name} {exit_in_words(code)} and stays away{why}. The end of its output:")
+        self.say(f"{child.name} {exit_in_words(code)} and is not started again{why}. The end of its output:")
         self.say("\n".join(f"  {line}" for line in child.last_words()) or "  (nothing)")
         if self._abandoned:
             self.say("every client is lost: the run ends")

@@ -56,7 +56,7 @@ class ClientLogs:
             file = self._opened()
         except OSError as error:
             self._is_closed = True
-            self._warn(f"{self._path} cannot be written: {error.strerror}; clients' log lines are in this log alone")
+            self._warn(f"{self._path} cannot be written: {error.strerror}; clients' log lines are only in this log")
             return
         row: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "client": client}
         row |= {"level": line.level, "text": line.text}
@@ -67,7 +67,7 @@ class ClientLogs:
         self._left_bytes -= len(_encode(row))
         if self._left_bytes <= 0:
             self._warn(
-                f"{self._path} has reached {MAX_FILE_BYTES >> 20} MiB: further lines of clients are in this log alone"
+                f"{self._path} has reached {MAX_FILE_BYTES >> 20} MiB: further lines of clients are only in this log"
             )
 
     def _opened(self) -> AppendFile[dict[str, Any]]:

@@ -50,7 +50,7 @@ class LinkTracker:
         if isinstance(item, Away):
             self._roster.away.add(item.client)
             self._write({"event": "away", **row, "reason": item.reason})
-            kept = f"assignment {item.assignment} is kept for {duration(item.wait_s)}"
+            kept = f"its task {item.assignment} is kept for {duration(item.wait_s)}"
             self._note(f"client {item.client} is away ({item.reason}); {kept}")
             return
         self._roster.away.discard(item.client)

@@ -349,7 +349,7 @@ class SecureAggregator:
     def _fail(self, running: _Running, why: str) -> None:
         """Give a group up: who still talks is refused by its session, who has said all here."""
         self._running, self._done = None, []
-        self._note(f"a sum was not opened: {why}")
+        self._note(f"a sum could not be read: {why}")
         for step in running.here.values():
             if running.phase == "opened":
                 self._done.append(_refused(step))

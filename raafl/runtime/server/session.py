@@ -42,7 +42,7 @@ from raafl.transport import GIVEN_UP, Connection, Kind, Message, PeerLost, PeerT
 MAX_DAMAGED = 3
 """Damaged messages in a row after which a connection is given up."""
 
-NOT_JOINING: Mapping[str, str] = {POLICY: "its site does not allow this run", DRY_RUN: "it has seen what is asked"}
+NOT_JOINING: Mapping[str, str] = {POLICY: "its site does not allow this run", DRY_RUN: "it was a dry run"}
 """Reasons of a FAILED in the place of a HELLO, in words for the log."""
 
 _LOOK_S = 0.5  # how often an idle session looks whether its client is still there

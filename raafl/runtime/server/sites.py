@@ -135,7 +135,7 @@ def read_sites(path: Path) -> dict[str, SiteRules]:
         for client in rules.clients:
             if owner.setdefault(client, site) != site:
                 raise BadInput(
-                    f"{path}: client {client} is of '{owner[client]}' and of '{site}': give it to one of them"
+                    f"{path}: client {client} is listed for '{owner[client]}' and for '{site}': list it for one of them"
                 )
     return found
 

@@ -168,7 +168,7 @@ class Server(Driver):
 
     def _blame(self, client: int, error: Exception) -> None:
         self.record.turned_away(ERROR)
-        self._keep_traceback(f"client {client} was turned away: {format_error(error)}", error)
+        self._keep_traceback(f"client {client} was disconnected: {format_error(error)}", error)
 
     def _keep_traceback(self, why: str, error: Exception) -> None:
         """Warn of an error that ends no run, and leave its traceback in the folder; of very many the first."""
@@ -328,7 +328,7 @@ class Server(Driver):
             self._take_metrics(self._evaluator.finish(self.waits.eval_s))
             self.error = self.error or self._evaluator.failure
             if self._evaluator.is_alive() and self.progress is not None:
-                self.progress.warn(f"the last evaluation was not done within waits.eval_s = {self.waits.eval_s:g} s")
+                self.progress.warn(f"the last evaluation did not end within waits.eval_s = {self.waits.eval_s:g} s")
         deadline = time.monotonic() + self.waits.stop_s
         for session in self.sessions.values():
             session.join(timeout=max(deadline - time.monotonic(), 0.0))

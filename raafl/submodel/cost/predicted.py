@@ -300,7 +300,7 @@ class _Run:
             update_bytes = gradients + state
             moved_bytes += 3 * self.gradient_bytes + 2 * state
             why = f"the optimiser's step cannot be followed without values ({one_line(error)})"
-            guessed = f"{why}: {_SLOTS} values of its own count for each trained one"
+            guessed = f"{why}: {_SLOTS} values are assumed for each trained one"
         return Step(flops, moved_bytes, max(pass_bytes + state, update_bytes), padding_flops, num_kernels, guessed)
 
     def _give_gradients(self) -> None:
@@ -344,5 +344,5 @@ def _optimizers(answer: object) -> list[Optimizer]:
         answer = answer[0]
     found = [answer] if isinstance(answer, Optimizer) else answer
     if not isinstance(found, list | tuple) or not found or not all(isinstance(one, Optimizer) for one in found):
-        raise TypeError("configure_optimizers gives no optimizer")
+        raise TypeError("configure_optimizers returns no optimizer")
     return list(found)

@@ -90,8 +90,8 @@ class FewerHeads(nn.MultiheadAttention):
         if mask is not None and mask.dim() == 3:
             if mask.shape[0] != q.shape[0] * self.num_heads:
                 raise BadInput(
-                    f"attn_mask is of shape {tuple(mask.shape)}, a mask for each head, and the layer has {self.num_heads} heads: "
-                    "give one mask for all heads, or keep all heads"
+                    f"attn_mask has the shape {tuple(mask.shape)} of one mask for each head, but the layer has "
+                    f"{self.num_heads} heads: give one mask for all heads, or keep all heads"
                 )
             mask = mask.view(q.shape[0], self.num_heads, *mask.shape[1:])
         if padding is None:

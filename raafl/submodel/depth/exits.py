@@ -75,19 +75,19 @@ def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
     if own is not None:
         where = f"'{own}' of {name}" if own else name
         raise BadInput(
-            f"submodels.exits is {list(depths)}, but {where} declares exits of its own: leave one of them out"
+            f"submodels.exits is {list(depths)}, but {where} declares its own exits: leave one of the two out"
         )
     found = [(path, part) for path, part in module.named_modules() if tail_of(part) is not None]
     if len(found) > 1:
         several = " and ".join(f"'{path}'" for path, _ in found[:3])
         raise BadInput(
-            f"submodels.exits is {list(depths)}, but {name} holds {several}: call `add_exits` on one of them"
+            f"submodels.exits is {list(depths)}, but {name} contains {several}: call `add_exits` on one of them"
         )
     if not found:
         raise BadInput(
-            f"submodels.exits is {list(depths)}, but {name} holds no model whose last layers are known: declare "
-            "`submodel_exits` on it, or use a classifier or causal language model of BERT, RoBERTa, DistilBERT, ViT, DeiT, "
-            "LLaMA, Mistral or Qwen2 (transformers), or torchvision's VisionTransformer"
+            f"submodels.exits is {list(depths)}, but raafl does not know the last layers of {name}: declare "
+            "`submodel_exits` on it, or use a classifier or causal language model of BERT, RoBERTa, DistilBERT, "
+            "ViT, DeiT, LLaMA, Mistral or Qwen2 (transformers), or torchvision's VisionTransformer"
         )
     try:
         add_exits(found[0][1], depths)
@@ -114,9 +114,7 @@ class EarlyLogits:
         """
         found = next((part for part in module.modules() if "submodel_exits_after" in part.__dict__), None)
         if found is None:
-            raise BadInput(
-                f"exits: no part of {type(module).__name__} has exits by add_exits: call it on the model first"
-            )
+            raise BadInput(f"exits: no part of {type(module).__name__} has exits: call add_exits on the model first")
         self.model = cast(Any, found)
         self._hidden: dict[str, Tensor] = {}
         self._input_ids: Tensor | None = None

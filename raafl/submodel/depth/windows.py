@@ -107,7 +107,7 @@ def stack_of(submodels: Submodels, name: str | None = None) -> Stack:
     """
     stacks = submodels.stacks
     if not stacks:
-        raise SpecError("depth needs a stack of blocks in the model; it has none: declare `submodel_blocks` on it")
+        raise SpecError("depth is given, but the model has no stack of blocks: declare `submodel_blocks` on it")
     if name is None:
         if len(stacks) > 1:
             raise SpecError(f"the model has several stacks of blocks: give stack as one of {', '.join(stacks)}")

@@ -107,9 +107,11 @@ class Candidates:
             made, read = self.seen.dims[name][place], self.seen.dims[name][1 - place]
             if is_wide:
                 self.seen.labels.unify(made, read)
-                yield (name, place), Reason("its features are hidden states, too, and go with the residual width alone")
+                yield (name, place), Reason("its features are hidden states, which shrink only with the residual width")
             else:
-                self.seen.labels.pin(made, Reason("raafl leaves it whole, so that runs of 0.1.0 replay"))
+                self.seen.labels.pin(
+                    made, Reason("raafl leaves it whole, so that runs of version 0.1.0 can be replayed")
+                )
 
     def _pin_numbers(self) -> None:
         """Keep whole what code makes a number of, such as the scale of scores; where a norm spans it, as much is known."""
@@ -154,19 +156,19 @@ class Candidates:
         if atom.pin is not None:
             return atom.pin
         if atom.span is not None and not residual_width:
-            return Reason(f"{atom.span.text}: it shrinks only where residual_width is asked for", atom.span.place)
+            return Reason(f"{atom.span.text}: it shrinks only with residual_width: true", atom.span.place)
         if any((spot.name, spot.dim) in self._declared for spot in candidate.spots):
             return Reason("a part of the model declares its axes")
         places = {(spot.name, spot.dim) for spot in candidate.spots if spot.name in self.seen.parameters}
         if len(places) < 2 or "read" not in atom.marks:
-            return Reason("nothing else of the model goes with it")
+            return Reason("no other dimension of the model shrinks with it")
         if any(len(spot.starts) > MOST_MEMBERS for spot in candidate.spots):
             return Reason(f"each unit lies in more than {MOST_MEMBERS} places of a dimension")
         home = _common(spot.name.rpartition(".")[0] for spot in candidate.spots)
         sizes = {self.seen.dims[spot.name][spot.dim].size for spot in candidate.spots}
         for name in sorted(self.seen.untouched):
             if within(name, (home,)) and sizes & {dim.size for dim in self.seen.dims[name]}:
-                return Reason(f"'{name}', which may belong to it, took no part in the steps that were followed")
+                return Reason(f"'{name}', which may belong to it, was not used in the traced steps")
         return None
 
     # ---- names ----

@@ -113,8 +113,8 @@ class ModuleState:
         for tensors in self._tensors:
             for name in tensors.lost():
                 raise BadInput(
-                    f"parameter or submodule '{name}' is added or replaced in a step, and what it learns would be lost: create "
-                    "it in __init__ and change it in place"
+                    f"parameter or submodule '{name}' is added or replaced in a step, so its training would be "
+                    "lost: create it in __init__ and change it in place"
                 )
 
 

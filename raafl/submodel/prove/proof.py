@@ -76,7 +76,7 @@ def refuted(submodels: Submodels, module: nn.Module, batch: object) -> dict[str,
     """
     if not submodels.axes:
         return {}
-    too_large = f"not proven: no step is tried of a model of more than {MOST_VALUES:,} parameters"
+    too_large = f"not proven: the model has more than {MOST_VALUES:,} parameters, so no step is run"
     found = dict.fromkeys(submodels.axes, too_large)
     with undisturbed(), torch.enable_grad():
         tries = ((tried, dtype) for tried in _candidates(submodels, module, batch) for dtype in TOLERANCES)
@@ -120,10 +120,10 @@ class _Proof:
             self.state = ModuleState(self.whole, self.submodels)
             self.first = self._step(self.whole, self.noise[0])
         except Exception as error:
-            return f"its training step does not run on drawn values: {one_line(error)}"
+            return f"its training step does not run on random values: {one_line(error)}"
         step = self.first
         if step.loss is None or not all(torch.isfinite(x).all() for x in _tensors(step)):
-            return "its training step gives no finite numbers on drawn values"
+            return "its training step gives numbers that are not finite on random values"
         if step.noisy and not self._finite(self.noise[1]):  # nothing is left of what is divided by the number kept, say
             self.noise = NOISE[:1] * 2
         if not self.spanned & self.submodels.axes.keys():  # nothing is held against it any more
@@ -166,7 +166,7 @@ class _Proof:
             if (problem := self._problem([name])) is not None:
                 found[name] = f"not proven: {problem}"
             elif together and (problem := self._problem([*together, name])) is not None:
-                found[name] = f"not proven beside other axes: {problem}"
+                found[name] = f"not proven together with other axes: {problem}"
             else:
                 together.append(name)
         return found
@@ -231,7 +231,7 @@ class _Proof:
         except Exception as error:
             return f"its training step does not run: {one_line(error)}"
         if not all(torch.isfinite(x).all() for x in _tensors(small)):
-            return "its training step gives no finite numbers"
+            return "its training step gives numbers that are not finite"
         return next(self._outputs(spec, small, self.first, math.inf), None)
 
     def _made(self, spec: Spec, values: FlatTensors) -> nn.Module:

@@ -84,7 +84,7 @@ class TlsFiles:
         """
         ca, cert, key = (None if path is None else Path(path) for path in (given["ca"], given["cert"], given["key"]))
         if (cert is None) != (key is None):
-            raise BadInput("--tls_cert and --tls_key go together: give both, or neither")
+            raise BadInput("--tls_cert and --tls_key belong together: give both, or neither")
         if cert is None or key is None:
             name = "server" if server else _site_in(folder)
             cert, key = folder / f"{name}.crt", folder / f"{name}.key"
@@ -101,7 +101,9 @@ class TlsFiles:
         # of a key that belongs to root a group may be let read it, as a secret of Kubernetes, or one of systemd, is handed over
         handed_over = state.st_uid == 0 and os.geteuid() != 0
         if mode & (stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if handed_over else stat.S_IRWXG)):
-            raise BadInput(f"tls_key is '{self.key}', which others may use (mode {mode:03o}): chmod 600 '{self.key}'")
+            raise BadInput(
+                f"tls_key is '{self.key}', which other users can access (mode {mode:03o}): chmod 600 '{self.key}'"
+            )
         certificate = x509.load_pem_x509_certificate(self.cert.read_bytes())
         if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
             raise BadInput(
@@ -111,8 +113,8 @@ class TlsFiles:
         holder = holder_of(uris_of(certificate))
         if holder is None:
             raise BadInput(
-                f"tls_cert is '{self.cert}', which names no federation: its subject alternative names need the URI "
-                "raafl://FEDERATION/server, or raafl://FEDERATION/site/SITE"
+                f"tls_cert is '{self.cert}', which names no federation: get a certificate whose subject alternative "
+                "names have the URI raafl://FEDERATION/server, or raafl://FEDERATION/site/SITE"
             )
         return holder
 
@@ -138,8 +140,8 @@ class TlsFiles:
         except (ssl.SSLError, OSError) as error:
             why = getattr(error, "reason", None) or error.strerror or error
             raise BadInput(
-                f"tls_cert is '{self.cert}' and tls_key is '{self.key}', which are not a certificate and its key without "
-                f"a passphrase ({why}): {_REMEDY}"
+                f"tls_cert is '{self.cert}' and tls_key '{self.key}', which are not a certificate and its key "
+                f"without a passphrase ({why}): {_REMEDY}"
             ) from None
         return context
 
@@ -189,6 +191,6 @@ def _site_in(folder: Path) -> str:
     if found:
         raise BadInput(f"'{folder}' has certificates of {', '.join(found)}: name one with --tls_cert and --tls_key")
     raise BadInput(
-        f"'{folder}' has no site's certificate with its key: `raafl certs request SITE`, have it signed, put SITE.crt "
-        "and ca.crt there; or name them with --tls_ca, --tls_cert and --tls_key"
+        f"'{folder}' has no site's certificate with its key: run `raafl certs request SITE`, have the request "
+        "signed, and put SITE.crt and ca.crt there; or name your files with --tls_ca, --tls_cert and --tls_key"
     )

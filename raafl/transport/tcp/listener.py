@@ -346,7 +346,7 @@ def _bind(address: str) -> socket.socket:
 
 def _unusable(address: str, error: OSError) -> BadInput:
     return BadInput(
-        f"address is '{address}', where nothing can listen ({error.strerror or error}): give an address of this "
+        f"address is '{address}', on which this machine cannot listen ({error.strerror or error}): give an address of this "
         f"machine and a free port, or port 0"
     )
 

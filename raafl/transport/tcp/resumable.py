@@ -99,7 +99,7 @@ class ResumableConnection(Connection):
         The tensors of a task message must stay unchanged until the next message is received.
         """
         if not self._sending.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise PeerTimeout("another message is being sent")
+            raise PeerTimeout("a message cannot be sent while another one is")
         try:
             if not message.assignment:
                 return self.pair.send(message, timeout_s)

@@ -30,13 +30,14 @@ class TcpTransport(Transport):
     def __init__(self, meeting: ConnectOptions) -> None:
         if meeting.credentials is None:
             raise BadInput(
-                "this side has no credentials, by which peers prove who they are: give --certs, or --tls_ca, --tls_cert, --tls_key"
+                "credentials are missing, so peers cannot authenticate: give --certs, or --tls_ca, --tls_cert, "
+                "--tls_key"
             )
         self._credentials, self._meeting, self.client = meeting.credentials, meeting, meeting.client
         if isinstance(meeting.credentials, LocalToken) and not is_loopback(meeting.address):
             raise BadInput(
-                f"address is '{meeting.address}', which other machines can reach: a token is only for this machine: "
-                "use certificates (`raafl certs`)"
+                f"address is '{meeting.address}', which other machines can reach, but an access token is only for "
+                "this machine: use certificates (`raafl certs`)"
             )
         self._lock = threading.Lock()
         self._admitted: WeakKeyDictionary[TcpConnection, Peer] = WeakKeyDictionary()

@@ -119,8 +119,8 @@ def test_every_batch_takes_the_latency_of_the_link_both_ways():
 def test_the_notes_say_what_leaves_the_clients():
     notes = "\n".join(split_fed().local.notes(submodels_of(mlp)))
     assert "clients train 1,960 of 2,130 parameters" in notes
-    assert "PRIVACY: the server sees what leaves 'layers.4' for every sample (64 bytes)" in notes
-    assert "number 1; labels are among them" in notes
+    assert "PRIVACY: the server sees the output of 'layers.4' for every sample (64 bytes)" in notes
+    assert "number 1; this includes the labels" in notes
     assert "the server trains a copy of the upper part: 680 bytes of values" in notes
     (note,) = split_fed().local.notes(submodels_of(Tied))
     assert "the model cannot be cut, so clients train all of it, as in FedAvg" in note

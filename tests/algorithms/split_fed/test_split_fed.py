@@ -176,8 +176,8 @@ def test_a_refused_task_leaves_no_residual(tmp_path):
 @pytest.mark.parametrize(
     ("fabric", "message"),
     [
-        (FabricOptions(gradient_clip_val=1.0), "fabric.gradient_clip_val is 1.0, but neither half"),
-        (FabricOptions(precision="16-mixed"), "fabric.precision is 16-mixed, but a model in two halves"),
+        (FabricOptions(gradient_clip_val=1.0), "fabric.gradient_clip_val is 1.0, but with split_fed neither side"),
+        (FabricOptions(precision="16-mixed"), "fabric.precision is 16-mixed, which needs a loss scaler"),
     ],
 )
 def test_what_needs_both_halves_at_once_is_refused_before_the_run(tmp_path, fabric, message):

@@ -48,10 +48,10 @@ def with_a_script(net):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (with_memory_of_another, "Net.b.weight lies in the memory of 'a.weight'"),
-        (with_a_view_of_a_parameter, "Net.transposed lies in the memory of 'a.weight'"),
-        (with_a_buffer_in_a_parameter, "Net.shift lies in the memory of 'a.bias'"),
-        (with_a_result, "Net.last is a tensor with a history of gradients"),
+        (with_memory_of_another, "Net.b.weight shares memory with 'a.weight'"),
+        (with_a_view_of_a_parameter, "Net.transposed shares memory with 'a.weight'"),
+        (with_a_buffer_in_a_parameter, "Net.shift shares memory with 'a.bias'"),
+        (with_a_result, "Net.last was computed from parameters"),
         (with_a_sparse_buffer, "Net.edges is sparse_coo.*or register it with persistent=False"),
         (without_a_size, "Net.c.weight has no size before a first batch"),
         (with_a_script, "Net.c is made by torch.jit"),

@@ -152,18 +152,18 @@ def test_what_is_logged_counts_by_the_samples_of_a_batch_whatever_its_tensors_sh
 
 
 REFUSED = {
-    Numpy: "draws random numbers past torch's functions",
+    Numpy: "draws random numbers without torch",
     Counting: "changes the attribute calls",
     Remembering: "changes the attribute seen",
-    Replacing: "puts another tensor in the place of mean",
-    Scheduled: "a learning rate scheduler steps with epochs, and clients' are of different lengths",
+    Replacing: "replaces the tensor mean by another",
+    Scheduled: "a learning rate scheduler steps once an epoch, but clients' epochs have different lengths",
     Rprop: "its optimizer is Rprop",
     Hooked: "the module overrides on_train_batch_end",
     Transferred: "the module overrides hooks that transfer a batch",
     Attached: "the training step reads self.trainer.global_step",
     Estimating: "configure_optimizers reads self.trainer.estimated_stepping_batches",
     Monitored: "a learning rate scheduler goes by a metric",
-    Skipping: "a loss that is no tensor",
+    Skipping: "a loss that is not a tensor",
 }
 
 
@@ -176,10 +176,10 @@ def test_what_is_not_understood_is_refused(make):
 
 def test_clients_that_part_are_refused_and_data_that_draw_as_well():
     bench = Bench.of(Parting)
-    with pytest.raises(Parted, match="makes a Python number of a tensor"):
+    with pytest.raises(Parted, match="converts a tensor to a Python number"):
         CohortTrainer(bench.trainer).train(members(bench, epochs=3))
     bench = Bench.of(Mapped, data=OneByOne())
-    with pytest.raises(Unstackable, match="draws random numbers past"):
+    with pytest.raises(Unstackable, match="draws random numbers without torch"):
         CohortTrainer(bench.trainer).train(members(bench, data=OneByOne(noisy=True), epochs=1))
 
 

@@ -197,7 +197,7 @@ def test_the_layer_that_gives_the_logits():
 def test_where_there_is_none_rows_count_for_all_and_the_run_says_so(made):
     state, merge = state_of(made()), LabelSplit(Mean(by_samples=False))
     (note,) = merge.notes(state, 2)
-    assert note.startswith("masked loss: no linear layer that trains is seen to give the logits")
+    assert note.startswith("masked loss: no trained linear layer was found that computes the logits")
     values = give(merge, state, (2.0, [0, 1], 1, FULL), (4.0, [1, 2], 1, FULL))
     assert made is Frozen or values["fc2.bias"].tolist() == [3.0, 3.0, 3.0]
     assert LabelSplit(Mean()).notes(state_of(), 2) == []
@@ -206,7 +206,7 @@ def test_where_there_is_none_rows_count_for_all_and_the_run_says_so(made):
 def test_a_median_of_rows_is_of_all_and_the_run_says_so():
     algorithm = guarded(hetero_fl(), Guard(combine="median"))
     (note,) = algorithm.merge.notes(state_of(), 2)
-    assert note.startswith("masked loss: updates are joined before they are merged")
+    assert note.startswith("masked loss: updates are combined before the merge")
     assert guarded(hetero_fl(masked=False), Guard(combine="median")).merge.notes(state_of(), 2) == []
 
 

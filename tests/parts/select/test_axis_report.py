@@ -114,7 +114,7 @@ def test_what_is_refuted_or_could_not_be_followed_is_whole_with_its_reason():
     assert found["axes"] == [] and found["rates"]["0.5"] == {"parameters": 1.0, "flops": 1.0}
     reasons = {(one["parameter"], one["dim"]): one["reason"] for one in found["whole"]}
     assert reasons["up.bias", 0].startswith("not proven: ")
-    assert reasons["up.weight", 1] == "the axes that the model declares do not name it"
+    assert reasons["up.weight", 1] == "the model's declared axes do not include it"
     assert axes_text(found, 100, terminal=False).startswith("No axes: every client trains all widths whole.")
 
     unseen = facts(Submodels(nn.Sequential(nn.Linear(3, 2)), (torch.randn(2, 5), None)), [0.5], 2)

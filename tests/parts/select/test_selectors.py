@@ -143,9 +143,11 @@ def test_blocks_are_weighed_by_their_parameters():
 
 
 def test_importance_needs_something_to_weigh():
-    with pytest.raises(BadInput, match="state is None: units are chosen by importance, give the model's parameters"):
+    with pytest.raises(
+        BadInput, match="state is None, but units are chosen by importance: give the model's parameters"
+    ):
         magnitude(TWO, 0.5)
-    with pytest.raises(BadInput, match="state has no tensor of the axis 'a'"):
+    with pytest.raises(BadInput, match="state has no tensor on the axis 'a'"):
         magnitude(TWO, 0.5, state={"c": torch.zeros(3)})
 
 

@@ -110,7 +110,7 @@ def test_a_batch_of_another_shape_is_compared_before_it_is_trusted(small, monkey
 
 def test_what_cannot_be_stacked_is_trained_by_the_loop_and_its_reason_said_once(small):
     report, notes = alike(Numpy, tasks_of(Numpy, 6))
-    reason = "training draws random numbers past torch's functions, such as numpy's"
+    reason = "training draws random numbers without torch, for example with numpy"
     assert report == {"share": 0.0, "mean_cohort": 0.0, "in_vain": 0, "by_the_loop": [reason]}
     assert notes == [f"clients are trained one after the other: {reason}"]
     report, _ = alike(Net, tasks_of(Net, 6), accumulate_grad_batches=2)
@@ -129,7 +129,7 @@ def test_any_difference_is_found_and_ends_it(small, monkeypatch):
     monkeypatch.setattr(Steps, "run", other)
     report, notes = alike(Net, tasks_of(Net, 6))
     assert report["share"] == 0 and report["by_the_loop"] == [
-        "clients trained together are not what they are alone: other values"
+        "clients trained together give other results than alone: other values"
     ]
     assert len(notes) == 1
 
@@ -169,7 +169,7 @@ def test_what_is_cancelled_is_forgotten_or_was_in_vain(small):
     ("together_s", "first_s", "trial_s", "share", "says"),
     [
         (1.0, 0.0, 8.0, 11 / 20, ""),
-        (4.0, 0.0, 8.0, 0.0, "4 clients take as long together"),
+        (4.0, 0.0, 8.0, 0.0, "4 clients are not faster together"),
         (1.0, 0.0, 3.9, 0.0, ""),
         (2.9, 0.0, 4.0, 11 / 20, ""),  # a second trial takes 2.9 s, and 12 tasks that wait would save 0.275 s each
         (3.0, 0.0, 4.0, 0.0, ""),  # 3 s, and 12 times 0.25 s

@@ -113,5 +113,5 @@ def test_a_run_whose_folder_is_deleted_goes_on_in_one_made_again(tmp_path, monke
     assert summary["model_digest"] == plain["model_digest"]
     assert checkpoint.load(folder).version == summary["versions"]
     assert summary["unwritten"]["events.jsonl"] > 6 and summary["unwritten"]["clients.csv"] >= 6
-    assert any("deleted under the run" in line for line in summary["warnings"])
+    assert any("deleted during the run" in line for line in summary["warnings"])
     assert (folder / "config.yaml").exists() and (folder / "summary.json").exists()

@@ -197,7 +197,7 @@ def test_a_run_that_the_disk_has_no_room_for_does_not_start(tmp_path, monkeypatc
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpointer.shutil, "disk_usage", lambda place: usage._replace(free=1_000))
     with pytest.raises(
-        BadInput, match=r"^output is '.*/run', where [\d.]+ k?B are free: the run will write [\d.]+ kB or more"
+        BadInput, match=r"^output is '.*/run', which has [\d.]+ k?B free, but the run will write [\d.]+ kB or more"
     ):
         simulate(run_of(tmp_path))
     assert not (tmp_path / "run").exists()

@@ -90,7 +90,7 @@ def test_a_store_that_fails_for_a_while_is_tried_again_and_the_summary_says_so(t
         "url": store.url, "whole": True, "failed": 3, "error": "OSError: the store is away",
     }  # fmt: skip
     assert said == [
-        f"{store.url} cannot be written (OSError: the store is away); the run goes on, and it is tried again"
+        f"{store.url} cannot be written (OSError: the store is away); the run goes on, and raafl tries again"
     ]
 
 
@@ -101,8 +101,8 @@ def test_a_store_that_fails_for_good_ends_no_run(here):
     assert summary["finished"] == "max_updates" and (folder / "summary.json").is_file()
     assert summary["mirror"]["whole"] is False and summary["mirror"]["failed"] > 0
     assert summary["warnings"] == [
-        f"{url} cannot be written (OSError: the store is away); the run goes on, and it is tried again",
-        f"{url} lacks what {folder} has (OSError: the store is away): copy the folder there by hand",
+        f"{url} cannot be written (OSError: the store is away); the run goes on, and raafl tries again",
+        f"{url} lacks files of {folder} (OSError: the store is away): copy the folder there by hand",
     ]
 
 
@@ -125,7 +125,7 @@ def test_an_attempt_of_which_nothing_is_heard_is_given_up(tmp_path, monkeypatch)
     assert not mirror.finish(silent_s=0.1)
     released.set()
     mirror.close()
-    assert said and "nothing was heard of it for 0.1 s" in said[0]
+    assert said and "it has not answered for 0.1 s" in said[0]
 
 
 def test_a_copy_with_a_checkpoint_has_the_journal_that_leads_to_it(tmp_path):

@@ -94,5 +94,5 @@ def test_a_client_is_ready_before_its_server_is_there_and_ends_with_130(tmp_path
         wait_for(lambda: told.extend(heard(systemd)) or len(told) > 1, "a client that looks for its server")
         client.send(signal.SIGTERM)
         assert client.end() == 130, client.err
-    assert told[0] == f"READY=1\nSTATUS=client 1: looks for the server at 127.0.0.1:{free_port}"
+    assert told[0] == f"READY=1\nSTATUS=client 1: connecting to the server at 127.0.0.1:{free_port}"
     assert told[1].startswith(f"STATUS=no server at 127.0.0.1:{free_port} yet (")

@@ -206,7 +206,9 @@ note('end')
     client = "note('let go')\nif len(lines('client-1')) > 2: " + LEAVES
     code, said = run(server, client, LEAVES)
     assert code == 0
-    assert said == ["the server was killed by SIGKILL; it goes on from its last checkpoint, if there is one, in 0.02 s"]
+    assert said == [
+        "the server was killed by SIGKILL; it is started again in 0.02 s, from its last checkpoint if there is one"
+    ]
     assert len(noted(tmp_path, "client-1")) == 3 + 1
     assert len(noted(tmp_path, "client-2")) == 1
 

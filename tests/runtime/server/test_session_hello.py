@@ -70,7 +70,7 @@ def test_the_config_is_given_to_a_client_that_asks_and_compared_with_one_that_ha
         assert table.hear().meta == {"config_yaml": "name: x\n"}
         table.hello(config={"model": "aa", "data": "cc"})
         reason = table.hear().meta["reason"]
-        assert reason == "refused: different config: 'data' is not as in the server's config.yaml"
+        assert reason == "refused: different config: 'data' differs from the server's config.yaml"
         assert "different config" in table.event().reason
     finally:
         table.close()
@@ -187,7 +187,7 @@ def test_a_long_series_that_the_server_has_goes_by_its_digest(name):
             table.hello(**hello)
             heard = table.hear()
             assert (heard.kind is Kind.WELCOME) is welcome
-            assert welcome or "is a series of digest" in heard.meta["reason"]
+            assert welcome or "is a time series with the digest" in heard.meta["reason"]
             assert not welcome or table.event().client.profile == profile
         finally:
             table.close()

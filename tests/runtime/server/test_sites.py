@@ -62,8 +62,8 @@ def test_who_is_let_in(path):
         ("north: {clients: 1, own_data: maybe}", "own_data is 'maybe': give true or false"),
         ("north: {clients: 1, profile: {flops: 1}}", "profile.flops is unknown: did you mean 'flops_per_s'"),
         ("north: {clients: 1, profile: {flops_per_s: [2, 1]}}", "give the largest value, or"),
-        ("a: {clients: 1}\nb: {clients: [1]}", "client 1 is of 'a' and of 'b'"), ("- north", "no table of fields"),
-        ("north: *x", "no YAML of plain values"),
+        ("a: {clients: 1}\nb: {clients: [1]}", "client 1 is listed for 'a' and for 'b'"), ("- north", "not a mapping of fields"),
+        ("north: *x", "not YAML with plain values"),
     ],
 )  # fmt: skip
 def test_a_list_that_makes_no_sense(path, text, why):

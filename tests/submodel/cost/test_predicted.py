@@ -104,7 +104,7 @@ def test_the_optimisers_state_is_guessed_only_where_its_step_cannot_run():
         cost = submodels.cost(FULL, 1)
         assert cost.peak_bytes == held + passes + 2 * VALUES  # as Adam's
         assert cost.guessed.startswith("the optimiser's step cannot be followed without values (")
-        assert cost.guessed.endswith("): 2 values of its own count for each trained one")
+        assert cost.guessed.endswith("): 2 values are assumed for each trained one")
     assert "(RuntimeError: there is no trainer)" in cost.guessed
     known = Submodels(Sum(torch.optim.SGD), torch.zeros(2, 8))
     assert known.cost(FULL, 1).peak_bytes == held + passes and known.cost(FULL, 1).guessed == ""

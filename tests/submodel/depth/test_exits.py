@@ -94,17 +94,17 @@ class Holding(torch.nn.ModuleList):
         (
             lambda: MLP(4, (4,), 2),
             [1],
-            r"submodels\.exits is \[1\], but MLP holds no model whose last layers are known",
+            r"submodels\.exits is \[1\], but raafl does not know the last layers of MLP",
         ),
         (
             lambda: Holding(ViT("micro"), ViT("micro")),
             [1],
-            r"holds '0.model' and '1.model': call `add_exits`",
+            r"contains '0.model' and '1.model': call `add_exits`",
         ),
         (
             lambda: Holding(add_exits(ViT("micro").model, [1])),
             [1],
-            "'0' of Holding declares exits of its own: leave one of them out",
+            "'0' of Holding declares its own exits: leave one of the two out",
         ),
     ],
 )

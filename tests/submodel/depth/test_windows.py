@@ -218,7 +218,7 @@ def test_exits_are_the_same_under_a_skeleton():
         (lambda: depth_window(Submodels(made("vit")), 1, 1), "window is blocks 1 to 1"),
         (lambda: depth_window(Submodels(made("vit")), 0, 1, exit="exit1"), "it has none"),
         (lambda: depth_window(Submodels(made("vit")), 0, 1, stack="layers"), "stack is 'layers'.*did you mean 'vit.layers'"),
-        (lambda: depth_window(Submodels(MLP(4, (3,), 2)), 0, 1), "it has none: declare `submodel_blocks` on it"),
+        (lambda: depth_window(Submodels(MLP(4, (3,), 2)), 0, 1), "has no stack of blocks: declare `submodel_blocks`"),
         (lambda: last_fraction(Submodels(MLP(4, (3,), 2)), 0.0), "share is 0.0"),
     ],
 )  # fmt: skip
@@ -317,7 +317,7 @@ def test_a_block_that_shares_its_tensors_with_one_that_stays_cannot_go_alone():
             return x
 
     submodels = Submodels(Shared())
-    with pytest.raises(SpecError, match=r"leaves out 'stack.0.weight', which is also 'stack.1.weight'"):
+    with pytest.raises(SpecError, match=r"leaves out 'stack.0.weight', which is tied to 'stack.1.weight'"):
         submodels.validate(Spec.select(blocks={"depth": [1]}))
     small = submodels.shrink(Spec.select(blocks={"depth": [0, 2]}))
     assert len(small.module.stack) == 2 and len(small.present) == 4

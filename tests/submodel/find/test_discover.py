@@ -149,7 +149,7 @@ def test_tied_layers_with_different_roles_are_kept_whole():
 def test_a_width_kept_whole_says_why():
     submodels = Submodels(nn.Sequential(nn.Linear(3, 6), nn.LayerNorm(6), nn.Linear(6, 2)))
     assert submodels.axes == {}
-    spans = "a norm takes statistics across it: it shrinks only where residual_width is asked for"
+    spans = "a norm takes statistics across it: it shrinks only with residual_width: true"
     assert submodels.kept_whole["0"].startswith(spans)
     assert submodels.kept_whole["2"] == "it is an output of the model"
     with pytest.raises(SpecError, match="'0' cannot shrink: a norm takes statistics across it"):

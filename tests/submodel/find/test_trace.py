@@ -98,7 +98,7 @@ def test_an_axis_to_which_a_layer_may_belong_that_was_not_called_stays_whole():
     found = find_axes(Step(Sometimes()), (torch.randn(2, 4), torch.tensor([0, 1])))
     assert found.axes == []
     assert str(found.whole["model.up.weight", 0]) == (
-        "'model.other.weight', which may belong to it, took no part in the steps that were followed"
+        "'model.other.weight', which may belong to it, was not used in the traced steps"
     )
 
 

@@ -164,7 +164,7 @@ def test_a_step_that_does_not_run_keeps_all_whole_with_the_reason():
             raise ValueError("no such batch")
 
     found = refuted(Submodels(Broken(), BATCH), Broken(), BATCH)
-    assert found == {"fc1": "not proven: its training step does not run on drawn values: ValueError: no such batch"}
+    assert found == {"fc1": "not proven: its training step does not run on random values: ValueError: no such batch"}
 
 
 def test_code_that_needs_single_precision_is_tried_in_it():
@@ -182,7 +182,7 @@ def test_a_loss_that_is_not_finite_proves_nothing():
             return super().training_step(batch, batch_idx) / 0.0
 
     (reason,) = refuted(Submodels(Infinite(), BATCH), Infinite(), BATCH).values()
-    assert "no finite numbers" in reason
+    assert "numbers that are not finite" in reason
 
 
 @pytest.mark.quick_cases(*(name for name in COVERING if name in ZOO))
@@ -259,7 +259,7 @@ def test_one_wrong_axis_of_many_is_found_by_halves(monkeypatch):
 
 def test_of_two_axes_that_only_fail_together_one_stays(monkeypatch):
     found, num = num_compared(monkeypatch, Chain(8, pair=(1, 6)))
-    assert list(found) == ["units6"] and found["units6"].startswith("not proven beside other axes: ")
+    assert list(found) == ["units6"] and found["units6"].startswith("not proven together with other axes: ")
     # all, two halves that hold, and each of eight alone and beside those before it, of which one fails at once
     assert num == 1 + 2 * 2 + 8 * 2 + 6 * 2 + 1
 

@@ -69,14 +69,14 @@ def test_a_socket_that_listens_says_itself_who_can_reach_it():
 def test_where_nothing_can_listen_is_bad_input():
     with House() as house:
         for address in (house.listener.address, "192.0.2.1:0", "no.such.host.invalid:1"):
-            with pytest.raises(BadInput, match="where nothing can listen"):
+            with pytest.raises(BadInput, match="on which this machine cannot listen"):
                 Listener(address, TOKEN, print, print)
 
 
 def test_of_two_that_have_bound_a_port_the_second_to_listen_is_told():
     first = House()
     second = House(first.listener.address)  # while neither listens the system lets both
-    with first, pytest.raises(BadInput, match=r"where nothing can listen \(Address already in use\)"):
+    with first, pytest.raises(BadInput, match=r"on which this machine cannot listen \(Address already in use\)"):
         second.listener.start()
     second.listener.close()
 

@@ -155,9 +155,12 @@ def test_a_renewed_certificate_is_taken_up_without_a_restart(tmp_path):
     ("files", "why"),
     [
         ({"ca": "none"}, "tls_ca is 'none', which does not exist: make one with `raafl certs`"),
-        ({"key": "ca.key"}, "no certificate and its key without a passphrase"),
+        ({"key": "ca.key"}, "not a certificate and its key without a passphrase"),
         ({"ca": "server.key"}, "tls_ca is .*, which has no certificate in PEM"),
-        ({"cert": "ca.crt", "key": "ca.key"}, "names no federation: its subject alternative names need the URI"),
+        (
+            {"cert": "ca.crt", "key": "ca.key"},
+            "names no federation: get a certificate whose subject alternative names have the URI",
+        ),
     ],
 )
 def test_files_that_are_of_no_use(files, why):
@@ -172,7 +175,7 @@ def test_files_that_are_of_no_use(files, why):
 def test_a_key_that_others_may_read_is_refused(tmp_path):
     sites = CertifiedSites(tmp_path)
     sites.server.key.chmod(0o644)
-    with pytest.raises(BadInput, match=r"others may use \(mode 644\): chmod 600"):
+    with pytest.raises(BadInput, match=r"other users can access \(mode 644\): chmod 600"):
         sites.server.check()
 
 
@@ -188,7 +191,7 @@ def test_a_key_that_root_has_may_be_read_by_the_group_of_another_user(tmp_path, 
     if taken:
         sites.server.check()
         return
-    with pytest.raises(BadInput, match=rf"others may use \(mode {mode:o}\)"):
+    with pytest.raises(BadInput, match=rf"other users can access \(mode {mode:o}\)"):
         sites.server.check()
 
 
@@ -202,7 +205,7 @@ def test_which_files_are_meant(tmp_path):
     sites.site("south")
     with pytest.raises(BadInput, match="has certificates of north, south: name one"):
         TlsFiles.find(tmp_path, server=False, given=none)
-    with pytest.raises(BadInput, match="--tls_cert and --tls_key go together"):
+    with pytest.raises(BadInput, match="--tls_cert and --tls_key belong together"):
         TlsFiles.find(tmp_path, server=False, given={**none, "cert": "x"})
 
 

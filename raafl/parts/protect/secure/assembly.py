@@ -103,15 +103,15 @@ def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Ite
         yield f"{begin} clients of {algorithm.name} send more than their trained values: choose {METHODS}"
     if guard.is_on:
         yield (
-            f"{begin} guard is on, which judges each update by itself: leave guard out; "
-            "secure_aggregation.clip_norm bounds each update at its client"
+            f"{begin} guard is on, but it needs each single update: leave guard out; secure_aggregation.clip_norm "
+            "bounds each update at its client"
         )
     if getattr(algorithm.trigger, "at_work", None) is not None:
         yield f"{begin} clients_at_work changes the number of updates in a merge: leave clients_at_work out"
     if rounds.is_on:
-        yield f"{begin} rounds may close early, which would leave masks in the sum: leave rounds out"
+        yield f"{begin} rounds may end early, so masks would remain in the sum: leave rounds out"
     if up != "none":
-        yield f"{begin} compress.up is {up}, and masked numbers cannot be compressed: set compress.up to none"
+        yield f"{begin} compress.up is {up}, but masked numbers cannot be compressed: set compress.up to none"
 
 
 def _sizes(algorithm: Algorithm, options: SecureAggregation, num_clients: int) -> Iterator[str]:
@@ -127,11 +127,11 @@ def _sizes(algorithm: Algorithm, options: SecureAggregation, num_clients: int) -
     )
     if at_work < size:
         yield (
-            f"secure_aggregation sums {size} clients at a time, who wait for each other, but {at_work} work at once: use more "
-            "clients, or a higher concurrency or cohort"
+            f"secure_aggregation sums {size} clients at a time, which wait for each other, but only {at_work} work "
+            "at once: use more clients, or a higher concurrency or cohort"
         )
     if threshold_of(size, options.threshold) < 2:
-        yield f"secure_aggregation.threshold is {options.threshold:g}: of {size} clients one alone would open the sum"
+        yield f"secure_aggregation.threshold is {options.threshold:g}: a single one of {size} clients could read the sum"
 
 
 def _norms(options: SecureAggregation, privacy: Privacy) -> Iterator[str]:
@@ -139,6 +139,6 @@ def _norms(options: SecureAggregation, privacy: Privacy) -> Iterator[str]:
     if privacy.is_on and privacy.clip_norm != options.clip_norm:
         own = "null" if options.clip_norm is None else f"{options.clip_norm:g}"
         yield (
-            f"privacy.clip_norm is {privacy.clip_norm:g}, and secure_aggregation.clip_norm {own}: give both the same, clients "
-            "clip themselves"
+            f"privacy.clip_norm is {privacy.clip_norm:g}, and secure_aggregation.clip_norm {own}: give both the "
+            "same value, since clients clip themselves"
         )

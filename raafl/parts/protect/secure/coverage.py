@@ -114,7 +114,10 @@ class Coverage:
             ring.plan(spec, torch.int64).cover_(codes, 1 << bit)
         found, cells = _numbered(buffer_of(codes).numpy(), len(distinct))
         if len(found) > MAX_CELLS:
-            raise BadInput(f"a group's submodels have {len(found)} cells in common, at most {MAX_CELLS} can be opened")
+            raise BadInput(
+                f"a group's submodels overlap in {len(found)} different ways (cells), at most {MAX_CELLS} can be "
+                "summed securely"
+            )
         self.holders = [
             frozenset(key for key, spec in self.specs.items() if int(code) >> distinct.index(spec) & 1)
             for code in found

@@ -39,8 +39,8 @@ class FixedPoint:
     def __post_init__(self) -> None:
         if self.bound * self.num_members > LARGEST / 2:
             raise BadInput(
-                f"secure_aggregation.bound is {self.bound:g} for sums of {self.num_members} updates, which 32 bits do not hold: "
-                "give a smaller bound"
+                f"secure_aggregation.bound is {self.bound:g} for sums of {self.num_members} updates, which do not "
+                "fit into 32 bits: give a smaller bound"
             )
 
     @property
@@ -67,7 +67,9 @@ class FixedPoint:
         if clip_norm is not None and (norm := float(torch.linalg.vector_norm(wide))) > clip_norm:
             factor = clip_norm / norm
         if wide.numel() and not float(wide.abs().max()) * factor <= self.bound:  # NaN is not
-            raise OutOfRange(f"an element is beyond {self.bound:g} (secure_aggregation.bound), or not finite")
+            raise OutOfRange(
+                f"an element of the update is larger than {self.bound:g} (secure_aggregation.bound), or not finite"
+            )
         return factor
 
     def encode(self, values: Tensor, share: float = 1.0, scale: float = 1.0) -> Tensor:

@@ -142,8 +142,9 @@ class SecureSum(Wrapped):
         if statistics and not isinstance(self.inner, Private):  # which says the same
             problems = [
                 *problems,
-                f"secure_aggregation: the model has running statistics ({statistics[0]}), which no bound holds for: set "
-                "submodels.batch_norm to static, or use GroupNorm or LayerNorm in the place of BatchNorm",
+                f"secure_aggregation: the model has running statistics ({statistics[0]}), which secure aggregation "
+                "cannot bound: set submodels.batch_norm to static, or use GroupNorm or LayerNorm in the place of "
+                "BatchNorm",
             ]
         return problems
 
@@ -152,8 +153,9 @@ class SecureSum(Wrapped):
         own = [] if isinstance(self.inner, Private) else joint_notes(self.inner)
         return [
             *super().notes(state, num_clients), *own,
-            f"secure aggregation: changes up to {self.point.bound:g} in steps of 2^-{self.point.bits}, sums of at most "
-            f"{self.point.num_members} clients, opened where {self.min_cover} have contributed; metrics of clients stay with them",
+            f"secure aggregation: changes up to {self.point.bound:g} in steps of 2^-{self.point.bits}, sums of at "
+            f"most {self.point.num_members} clients, read where {self.min_cover} or more contribute; clients send "
+            "no metrics",
         ]  # fmt: skip
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:

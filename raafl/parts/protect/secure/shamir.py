@@ -45,7 +45,8 @@ def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
     """
     if not 1 <= threshold <= num <= MAX_SHARES:
         raise ValueError(
-            f"threshold is {threshold} of {num} shares: give 1 to {MAX_SHARES} shares, all or fewer to restore"
+            f"threshold is {threshold} of {num} shares: give 1 to {MAX_SHARES} shares, and a threshold of at most "
+            "as many"
         )
     # coefficients in Horner's order: the secret is the constant term
     texts = [*(secrets.token_bytes(len(secret)) for _ in range(threshold - 1)), secret]

@@ -72,7 +72,7 @@ class SiteBooks:
                 pass
         except OSError as error:
             raise BadInput(
-                f"policy.state is '{folder}', in which nothing can be stored ({error.strerror}): name another"
+                f"policy.state is '{folder}', in which no file can be written ({error.strerror}): name another folder"
             ) from None
 
     def used(self) -> Used:
@@ -82,12 +82,12 @@ class SiteBooks:
             found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
             used = Used(**found)
             if not all(type(getattr(used, one.name)) is type(one.default) for one in fields(Used)):
-                raise ValueError("a value is of another type")
+                raise ValueError("a value has a wrong type")
             return used
         except (OSError, ValueError, TypeError) as error:
             raise BadInput(
-                f"policy.state is '{self._folder}', whose {FILE} cannot be read ({error}): restore it from a copy, "
-                "since only this file has the bytes and the budget used so far"
+                f"policy.state is '{self._folder}', whose {FILE} cannot be read ({error}): restore it from a copy; "
+                "without it the used budget is unknown"
             ) from None
 
     def add_bytes(self, num: int, day: date) -> None:

@@ -42,7 +42,8 @@ class Consents:
                 Path(consent.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
             except OSError as error:
                 raise BadInput(
-                    f"policy.consent.folder is '{consent.folder}', which cannot be made ({error.strerror}): name another"
+                    f"policy.consent.folder is '{consent.folder}', which cannot be created ({error.strerror}): name "
+                    "another folder"
                 ) from None
 
     def given(self, every: Literal["run", "task", "update"], request: Mapping[str, Any]) -> bool:

@@ -230,7 +230,8 @@ class SiteGate(Gate):
         if most is not None and used + num > most:
             self._day_is_over = _midnight_after(self._now())
             raise PolicyRefusal(
-                f"a task: it has {size(num)} beside today's {size(used)}, and policy.bytes_per_day is {size(most)}",
+                f"a task: it has {size(num)} in addition to today's {size(used)}, and policy.bytes_per_day is "
+                f"{size(most)}",
                 "wait",
             )
 
@@ -243,7 +244,7 @@ class SiteGate(Gate):
         now = self._now()
         opens = opens_at(self._hours, now)
         if opens is not None:
-            return opens, "the time is outside policy.hours"
+            return opens, "policy.hours allows no task now"
         if self._day_is_over is not None and now < self._day_is_over:
             return self._day_is_over, "the day's bytes (policy.bytes_per_day) are used up"
         most = self.policy.max_bytes
@@ -301,7 +302,8 @@ class SiteGate(Gate):
             return
         if update.extra:
             raise PolicyRefusal(
-                f"this run: its method sends {', '.join(update.extra)} beside tensors, and policy.privacy is given"
+                f"this run: its method sends {', '.join(update.extra)} beside tensors, which policy.privacy does "
+                "not cover"
             )
         if update.refusal is not None:
             raise PolicyRefusal("a task: its update is not finite", "go on")
@@ -325,7 +327,7 @@ class SiteGate(Gate):
 
     def _check_hours(self) -> None:
         if (closed := opens_at(self._hours, self._now())) is not None:
-            raise PolicyRefusal(f"a task: the time is outside policy.hours until {closed:%a %H:%M}", "wait")
+            raise PolicyRefusal(f"a task: policy.hours allows no task until {closed:%a %H:%M}", "wait")
 
     def _check_bytes(self, assignment: Assignment) -> None:
         most = self.policy.max_bytes
@@ -335,7 +337,8 @@ class SiteGate(Gate):
         if used + answer > most:
             self._day_is_over = _midnight_after(self._now())
             raise PolicyRefusal(
-                f"a task: its answer has {size(answer)} beside today's {size(used)}, and policy.bytes_per_day is {size(most)}",
+                f"a task: its answer has {size(answer)} in addition to today's {size(used)}, and "
+                f"policy.bytes_per_day is {size(most)}",
                 "wait",
             )
 

@@ -48,13 +48,13 @@ def problem(trainer: LocalTrainer) -> str | None:
     """Explain why adding noise to tensors does not make this trainer's updates private; None if it does."""
     local, submodels = trainer.local, trainer.submodels
     if local.exchange(submodels) is not None:
-        return "its method sends activations in the middle of a task"
+        return "its method sends activations during a task"
     if local.up_as is not None:
         return f"its method sends {local.up_as} in the place of values"
     if trainer.payload.is_resident:
         return "its method goes on from what the last task has left on the client, which noise would spoil"
     if local.masked:
-        return "its method tells which classes the client has"
+        return "its method sends which classes the client has"
     entries = submodels.layout(part="trained").entries
     if statistics := [entry.name for entry in entries if entry.name not in submodels.parameter_names]:
         return f"its model sends running statistics ({statistics[0]}), which noise would spoil"

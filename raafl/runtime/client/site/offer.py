@@ -71,10 +71,10 @@ def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
         f"it comes with at most {size(trainer.payload.layout().num_bytes)} (compressed: {compress.down})",
         f"its answer has at most {size(trainer.payload.layout(way='trained').num_bytes)} (compressed: {compress.up}), what the "
         f"module logs, and the number of samples and steps",
-        f"on joining, the server is told the number of samples and the device: {sanitize_text(setup.info.profile.name)}",
+        f"on joining, the server learns the number of samples and the device: {sanitize_text(setup.info.profile.name)}",
     ]
     if local.exchange(submodels) is not None:
-        lines.append("in the middle of a task activations go to the server, and gradients come back")
+        lines.append("during a task activations are sent to the server, and gradients come back")
     if data.test is not None:
         lines.append(
             f"the trained model is measured on {data.test.num_samples} samples of the client's, and the means are sent"

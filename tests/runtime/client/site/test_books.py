@@ -51,7 +51,7 @@ def test_books_that_cannot_be_read_are_no_empty_books(tmp_path, text):
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match=r"policy.state is '.*', in which nothing can be stored"):
+    with pytest.raises(BadInput, match=r"policy.state is '.*', in which no file can be written"):
         SiteBooks(str(tmp_path / "file" / "site"))
 
 

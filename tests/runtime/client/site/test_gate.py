@@ -87,11 +87,11 @@ def test_nothing_is_trained_and_nothing_leaves_outside_the_hours():
     clock, told = Clock(), []
     gate = site_gate(fed_avg(), clock, say=told.append, hours=["thu 20:00-22:00"])
     assert refusal(gate, lambda gate: gate.before(task())) == (
-        "wait", "a task: the time is outside policy.hours until Thu 20:00"
+        "wait", "a task: policy.hours allows no task until Thu 20:00"
     )  # fmt: skip
     assert gate.wait() is True
     assert (clock.at, clock.slept) == (datetime(2026, 11, 26, 20), 8 * 3600)
-    assert told == ["the time is outside policy.hours: waiting until Thu 26 Nov 20:00"]
+    assert told == ["policy.hours allows no task now: waiting until Thu 26 Nov 20:00"]
     assert gate.wait() is False
     gate.before(task())
     clock.at = datetime(2026, 11, 26, 22)
@@ -125,7 +125,7 @@ def test_the_days_bytes_end_the_work_until_midnight_also_after_a_restart(tmp_pat
     gate.before(task())
     SiteBooks(str(tmp_path)).add_bytes(1, NOON.date())
     said = refusal(gate, lambda gate: gate.before(task()))
-    assert said == ("wait", "a task: its answer has 4 B beside today's 997 B, and policy.bytes_per_day is 1 kB")
+    assert said == ("wait", "a task: its answer has 4 B in addition to today's 997 B, and policy.bytes_per_day is 1 kB")
     SiteBooks(str(tmp_path)).add_bytes(3, NOON.date())
     for one in (gate, site_gate(fed_avg(), clock, **policy)):
         clock.at = NOON
@@ -142,7 +142,7 @@ def test_a_download_that_the_day_has_no_bytes_for_is_not_received(tmp_path):
     with TcpConnection(theirs, 5.0) as server, gate.connection(TcpConnection(ours, 5.0)) as pair:
         server.send(Message(Kind.ASSIGN, 1, tensors=storage))
         said = refusal(gate, lambda gate: pair.recv(lambda *_: storage, 5.0))
-        assert said == ("wait", "a task: it has 4 kB beside today's 200 B, and policy.bytes_per_day is 1 kB")
+        assert said == ("wait", "a task: it has 4 kB in addition to today's 200 B, and policy.bytes_per_day is 1 kB")
         assert pair.closed and pair.received_bytes < 800
     assert gate.wait() is True  # until midnight
 
@@ -179,7 +179,10 @@ def test_an_update_leaves_clipped_and_accounted_for_and_what_noise_does_not_cove
     assert update.tensors["line.weight"].item() == 3.5
     assert SiteBooks(str(tmp_path)).used().releases == 1
     then, said = refusal(gate, lambda gate: gate.after(task(), answer(7.0, extra={"classes": [1]}), RECEIVED))
-    assert (then, said) == ("end", "this run: its method sends classes beside tensors, and policy.privacy is given")
+    assert (then, said) == (
+        "end",
+        "this run: its method sends classes beside tensors, which policy.privacy does not cover",
+    )
     assert refusal(gate, lambda gate: gate.after(task(), answer(7.0, refusal="non-finite"), RECEIVED))[0] == "go on"
     assert SiteBooks(str(tmp_path)).used().releases == 1
 

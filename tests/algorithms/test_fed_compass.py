@@ -44,7 +44,7 @@ def test_every_argument_reaches_its_part():
     ("wrong", "message"),
     [
         ({"min_steps": 0}, "min_steps is 0: give a number above 0"),
-        ({"min_steps": 9, "max_steps": 8}, "max_steps is 8: give 9 (min_steps) or more"),
+        ({"min_steps": 9, "max_steps": 8}, r"max_steps is 8: give 9 \(min_steps\) or more"),
         ({"momentum": 0.0}, "momentum is 0"),
         ({"late": 0.9}, "late is 0.9: give a multiple of the expected time, 1 or more"),
     ],

@@ -247,10 +247,7 @@ class Run:
         notes += [Warn(f"{len(refuted) - 10} more axes stay whole: see kept_whole")] if len(refuted) > 10 else []
         if len(self._logs) > MAX_LOGGED:
             notes.append(
-                Warn(
-                    f"training_step logs {len(self._logs)} metrics: only the first {MAX_LOGGED} of each task are "
-                    "recorded"
-                )
+                Warn(f"training_step logs {len(self._logs)} metrics: only the first {MAX_LOGGED} are recorded")
             )
         guessed = self.parts.submodels.cost(FULL, fleet.batch_size).guessed
         notes += [Warn(f"predicted times and memory are a guess: {guessed}")] if guessed else []

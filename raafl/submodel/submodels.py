@@ -305,10 +305,7 @@ class Submodels:
         form._table, form.discovered = self._table, self.discovered
         form.attach_base(module)
         if form.layout(part="trained") != self.layout(part="trained"):
-            raise BadInput(
-                f"submodel_hold('{base}') of {type(module).__name__} changes parameters that are not frozen: change "
-                "only frozen ones"
-            )
+            raise BadInput(f"submodel_hold('{base}') of {type(module).__name__} must change only frozen parameters")
         return form
 
     def base_of(self, spec: Spec) -> FrozenBase | None:

@@ -153,7 +153,7 @@ def test_what_changes_more_than_the_base_is_refused(words):
             self.half()
 
     submodels = Submodels(Wrong(), BATCH)
-    with pytest.raises(BadInput, match=r"submodel_hold\('bf16'\) of Wrong changes parameters that are not frozen"):
+    with pytest.raises(BadInput, match=r"submodel_hold\('bf16'\) of Wrong must change only frozen parameters"):
         submodels.layout(on("bf16"))
 
 

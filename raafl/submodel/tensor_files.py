@@ -95,8 +95,8 @@ def zeros_in(folder: str, layout: Layout) -> FlatTensors:
         return _in_files(folder, layout)
     except OSError as error:
         raise RunFailed(
-            f"memory_folder is '{folder}', where there is no room for the latest update of one more client "
-            f"({layout.num_bytes:,} bytes): {error.strerror}; make room, and go on with --resume"
+            f"memory_folder is '{folder}', which has no room for the latest update of another client "
+            f"({layout.num_bytes:,} bytes): {error.strerror}; make room, and continue with --resume"
         ) from error
 
 

@@ -39,8 +39,8 @@ def test_a_path_that_is_missing_is_no_name_on_the_hub(monkeypatch, path, what):
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (2 * GOOD + '{"text": "b", \n' + GOOD, "line 3 is no JSON: Expecting property name"),
-        (GOOD + "not json\n", "line 2 is no JSON: Expecting value"),
+        (2 * GOOD + '{"text": "b", \n' + GOOD, "line 3 is not JSON: Expecting property name"),
+        (GOOD + "not json\n", "line 2 is not JSON: Expecting value"),
         (GOOD + "[1, 2]\n", "line 2 is not a JSON object: give one sample on each line"),
         ("", "it is empty: give one sample on each line"),
     ],

@@ -119,7 +119,7 @@ def test_a_flipped_bit_of_any_file_is_found_and_named(run, name, finding):
         (lambda run: (run / "clients.csv").unlink(), "clients.csv was removed"),
         (lambda run: (run / "events.jsonl").unlink(), "events.jsonl was removed"),
         (lambda run: cut(run / "clients.csv", 1), "clients.csv: 1 of its last 4 sealed lines are missing"),
-        (lambda run: cut(run / "events.jsonl", 1), "events.jsonl: rows 4 to 4, which seal 4 stands for, are missing"),
+        (lambda run: cut(run / "events.jsonl", 1), "events.jsonl: rows 4 to 4, which seal 4 covers, are missing"),
         (lambda run: cut(run / "seals.jsonl", 1), "seals.jsonl: the run has ended, and its end is not sealed"),
         (lambda run: rename_column(run / "metrics.csv"), "metrics.csv: its header was altered"),
     ],

@@ -269,7 +269,7 @@ def interrupted(tmp_path_factory):
         (("coordinator",), None, "KeyError: 'coordinator'"),
         (("clock",), 5, "TypeError"),
         (("clock", "now"), float("nan"), "now is nan"),
-        (("clock", "now"), "late", "now is no number"),
+        (("clock", "now"), "late", "now is not a number"),
         (("clock", "heap", 0, 0), -1.0, "timers is -1.0"),
         (("clock", "heap", 0, 3), "x", "Error"),
         (("record", "num_rows"), -5, "num_rows is -5"),

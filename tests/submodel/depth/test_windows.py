@@ -266,7 +266,7 @@ def test_a_models_own_exit_takes_the_place_of_its_head():
     both = filled(submodels, FULL, full).module
     assert torch.equal(both(x), module(x))
     module.net.submodel_exits = {"early": {"head": "nothing"}}
-    with pytest.raises(SpecError, match="names 'nothing' for 'early', which is no module"):
+    with pytest.raises(SpecError, match="names 'nothing' for 'early', which is not a module"):
         Submodels(module).exits  # noqa: B018
 
 

@@ -68,7 +68,7 @@ CASES = [
     (lambda: MLP(6, (4,), 3), None),
     (Named, None),
     (Inside, "the loss of Inside is not computed from the logits that its forward returns"),
-    (Scalar, "Scalar.forward gives no logits of shape (batch, classes)"),
+    (Scalar, "Scalar.forward returns no logits of shape (batch, classes)"),
     (Around, "Around.training_step does not call the module itself"),
 ]
 

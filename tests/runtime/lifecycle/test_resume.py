@@ -292,7 +292,7 @@ def test_a_checkpoint_that_somebody_altered_is_refused_in_a_line(tmp_path, inter
         place[where[-1]] = value
     torch.save(content, file)
     with pytest.raises(
-        BadInput, match=rf"^resume: the last checkpoint .* was altered \(.*{re.escape(says)}.*: take an"
+        BadInput, match=rf"^resume: the last checkpoint .* was altered \(.*{re.escape(says)}.*: use an"
     ) as refused:
         simulated("--resume", str(folder))
     assert "\n" not in str(refused.value)

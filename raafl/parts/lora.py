@@ -184,7 +184,7 @@ class Starting(WrappedSelect):
     """Wrapper of a select part that records from which version of the model each client starts."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work, and record the version."""
+        """Return the wrapped select part's work, and record the version."""
         work = super().__call__(client, fleet)
         fleet.state.memory.of(LoraMemory).at_work[client.id] = fleet.state.version
         return work
@@ -200,7 +200,7 @@ class Alternating(WrappedSelect):
     """Wrapper of a select part for alternating training: only B in even versions of the model, only A in odd ones."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work without one of the factors."""
+        """Return the wrapped select part's work without one of the factors."""
         work, submodels = super().__call__(client, fleet), fleet.state.submodels
         frozen = {pair.b if fleet.state.version % 2 else pair.a for pair in pairs(submodels)}
         names = (entry.name for entry in submodels.layout(work.spec, "trained").entries)

@@ -95,7 +95,7 @@ class PrunedRanks(WrappedSelect):
     share: float
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work with fewer ranks, and note the tail of what is sent."""
+        """Return the wrapped select part's work with fewer ranks, and note the tail of what is sent."""
         work, state = super().__call__(client, fleet), fleet.state
         memory = state.memory.of(RankMemory)
         chosen, sent = dict(work.spec.kept), []

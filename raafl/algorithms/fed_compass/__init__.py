@@ -61,7 +61,7 @@ class StepsByGroup(WrappedSelect):
     pace: Pace = field(default_factory=Pace)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work, with as many steps as the client's group allows."""
+        """Return the wrapped select part's work, with as many steps as the client's group allows."""
         work = super().__call__(client, fleet)
         memory = fleet.state.memory.of(CompassMemory)
         return replace(work, num_epochs=None, num_steps=memory.start(client.id, fleet.state.now_s, self.pace))

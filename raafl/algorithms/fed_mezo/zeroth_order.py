@@ -260,7 +260,7 @@ class ForwardOnly(WrappedSelect):
     """
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work with all parameters frozen, and record how many scalars the client may send."""
+        """Return the wrapped select part's work with all parameters frozen, and record how many scalars the client may send."""
         work = self.inner(client, fleet)
         expected = _num_batches(client, work, fleet)
         fleet.state.memory.of(Expected).value[client.id] = expected

@@ -130,7 +130,7 @@ class InTurn(WrappedSelect):
     in_rounds: bool = True
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work with the fragments to send and to receive."""
+        """Return the wrapped select part's work with the fragments to send and to receive."""
         work, state = super().__call__(client, fleet), fleet.state
         turns, num = state.memory.of(TurnMemory).value, self.fragments.count(state.submodels)
         last = turns.get(client.id)
@@ -159,7 +159,7 @@ class InTurn(WrappedSelect):
 
 @dataclass(frozen=True)
 class ByFragment(Wrapped):
-    """Merge wrapper that passes one fragment of each update to the inner merge, which sees an update of a submodel.
+    """Merge wrapper that passes one fragment of each update to the wrapped merge, which sees an update of a submodel.
 
     The task says which fragment, not the client.
 
@@ -178,7 +178,7 @@ class ByFragment(Wrapped):
         return replace(update, tensors=FlatTensors.empty(layout, update.tensors.device).take_(update.tensors)), spec
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the inner merge's problems, and one for running statistics of layers that have nothing to train."""
+        """Return the wrapped merge's problems, and one for running statistics of layers that have nothing to train."""
         found = {name for names in self.fragments.names(state.submodels) for name in names}
         covered: set[str] = set()
         for index in range(self.fragments.count(state.submodels)):
@@ -192,7 +192,7 @@ class ByFragment(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the inner merge's notes, and one on the bytes of the largest fragment."""
+        """Return the wrapped merge's notes, and one on the bytes of the largest fragment."""
         submodels = state.submodels
         specs = [self.fragments.spec(submodels, index) for index in range(self.fragments.count(submodels))]
         largest = max(submodels.layout(spec, "trained").num_bytes for spec in specs)
@@ -204,15 +204,15 @@ class ByFragment(Wrapped):
         ]
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the inner merge's reason to refuse the fragment; None = it accepts it."""
+        """Return the wrapped merge's reason to refuse the fragment; None = it accepts it."""
         return self.inner.reject_reason(state, *self._part(state, update), staleness)
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Check whether the inner merge expects the fragment to overflow."""
+        """Check whether the wrapped merge expects the fragment to overflow."""
         return self.inner.overflows(state, *self._part(state, update), staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass the fragment to the inner merge."""
+        """Pass the fragment to the wrapped merge."""
         self.inner.receive(state, *self._part(state, update), staleness)
 
     def __str__(self) -> str:

@@ -86,7 +86,7 @@ class RecordingSelect(WrappedSelect):
     """Wrapper of a select part that records each client's task and start, for `ImportanceMerge` and `WithScores`."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work, and record it."""
+        """Return the wrapped select part's work, and record it."""
         work = self.inner(client, fleet)
         record_work(fleet.state, client.id, work)
         return work

@@ -29,7 +29,7 @@ class Wrapped(Merge):
     sends: Literal["values", "delta"] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Take over what the inner merge wants clients to send."""
+        """Take over what the wrapped merge wants clients to send."""
         object.__setattr__(self, "sends", self.inner.sends)
 
     def check(self, state: GlobalState) -> list[str]:
@@ -113,11 +113,11 @@ class WrappedSelect(Select):
 
     @property
     def needs_last_update(self) -> bool:
-        """Whether the inner select's work depends on a client's last update."""
+        """Whether the wrapped select part's work depends on a client's last update."""
         return self.inner.needs_last_update
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work."""
+        """Return the wrapped select part's work."""
         return self.inner(client, fleet)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:

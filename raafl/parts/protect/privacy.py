@@ -306,7 +306,7 @@ class Private(Wrapped):
     def _feed(
         self, state: GlobalState, received: Sequence[tuple[Spec, int, int, int]], means: Mapping[Spec, FlatTensors]
     ) -> None:
-        """Pass the noisy mean on each submodel to the inner merge, plus the global values if that takes values."""
+        """Pass the noisy mean on each submodel to the wrapped merge, plus the global values if that takes values."""
         if self.inner.sends == "values":
             for spec, part in means.items():
                 current = state.submodels.plan(spec).gather(state.values)

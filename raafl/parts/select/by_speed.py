@@ -52,7 +52,7 @@ class BySpeed(WrappedSelect):
         positive("least_steps", self.least)
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
-        """Return the inner select's work with as many steps as suit the client's speed."""
+        """Return the wrapped select part's work with as many steps as suit the client's speed."""
         work = super().__call__(client, fleet)
         most = work.num_steps or fleet.training.num_steps
         if most is None or work.num_epochs is not None:

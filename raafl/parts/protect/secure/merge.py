@@ -90,7 +90,7 @@ class SecureSum(Wrapped):
         return self.options.clip_norm
 
     def __post_init__(self) -> None:
-        """Ask clients for differences, whatever the inner merge takes."""
+        """Ask clients for differences, whatever the wrapped merge takes."""
         object.__setattr__(self, "sends", "delta")
 
     # ---- weights, and what a client makes of them ----

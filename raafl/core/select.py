@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -139,6 +140,24 @@ class SelectContext:
         """
         draw = partial(derive_seed, self.seed, "device", client.id)
         return real_time(client.profile, predicted, now, task, draw, up_from_s)
+
+    def time_ratio(self, client: ClientInfo, assignment: Assignment, seconds: float) -> float | None:
+        """Return the measured time of a task divided by its predicted time; None if either is not positive.
+
+        On a virtual clock, sums of seconds differ by rounding. A ratio that close to 1 becomes 1, so that what follows from it
+        does not depend on rounding.
+
+        Args:
+            client: client that trained the task.
+            assignment: assignment of the task.
+            seconds: measured time of the task.
+        """
+        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
+        predicted_s = self.cost_s(client, work)
+        if predicted_s <= 0 or seconds <= 0:
+            return None
+        ratio = seconds / predicted_s
+        return 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
 
     def task_options(self, client: ClientInfo) -> dict[str, Any]:
         """Return the entries of `Work.extra` that all tasks of ``client`` share; see `Local.task_options`."""

@@ -7,17 +7,13 @@ import urllib.request
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from raafl.atomic_file import atomic_file
 from raafl.data import readers
 from raafl.data.sources import DOWNLOAD_TIMEOUT_S, Classes
-from raafl.data.tokens import TensorWindows
+from raafl.data.tokens import windows_of
 from raafl.errors import BadInput
-
-Codes = npt.NDArray[np.uint8]
 
 _ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
@@ -100,28 +96,18 @@ class Shakespeare(Classes):
         text = self.file.read_text(encoding="utf-8")
         self.characters = "".join(sorted(set(text)))
         codes = {character: code for code, character in enumerate(self.characters)}
-        train, test, train_names, test_names = [], [], [], []
-        for speaker, speeches in sorted(speeches_of(text).items()):
-            if len(speeches) < self.min_speeches:
-                continue
-            said = np.array([codes[character] for character in "\n".join(speeches)], np.uint8)
-            windows = cut(said, self.length)
-            num_test = max(1, round(self.test_share * len(windows)))
-            if len(windows) <= num_test:
-                continue
-            train.append(windows[:-num_test])
-            test.append(windows[-num_test:])
-            train_names += [speaker] * len(train[-1])
-            test_names += [speaker] * len(test[-1])
-        if not train:
+        texts = (
+            (speaker, torch.tensor([codes[character] for character in "\n".join(speeches)], dtype=torch.uint8))
+            for speaker, speeches in sorted(speeches_of(text).items())
+            if len(speeches) >= self.min_speeches
+        )
+        sets = windows_of(texts, self.length, self.test_share)
+        if sets is None:
             raise BadInput(
                 f"Shakespeare: no speaker has {self.min_speeches} speeches and 2 windows of {self.length} characters: "
                 "lower min_speeches or length"
             )
-        self._set(
-            TensorWindows(torch.from_numpy(np.concatenate(train)), train_names),
-            TensorWindows(torch.from_numpy(np.concatenate(test)), test_names),
-        )
+        self._set(*sets)
 
     def _missing(self, reason: str) -> BadInput:
         return BadInput(
@@ -138,11 +124,3 @@ def speeches_of(text: str) -> dict[str, list[str]]:
         if head.endswith(":") and speech:
             found.setdefault(head[:-1], []).append(speech)
     return found
-
-
-def cut(codes: Codes, length: int) -> Codes:
-    """Cut the codes of a text into windows `(n, length + 1)` that overlap by one character; drop the remainder."""
-    num_windows = max(0, (len(codes) - 1) // length)
-    starts = np.arange(num_windows)[:, None] * length
-    windows: Codes = codes[starts + np.arange(length + 1)]
-    return windows

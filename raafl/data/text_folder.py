@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from raafl.data import readers
 from raafl.data.sources import Classes
-from raafl.data.tokens import TensorWindows, Tokenizer, load_tokenizer, located
+from raafl.data.tokens import Tokenizer, load_tokenizer, located, windows_of
 from raafl.errors import BadInput, at_least
 
 _PARTS = ("tokens", "starts")
@@ -74,22 +73,14 @@ class TextFolder(Classes):
         tokens, starts = readers.cached(
             facts, readers.data_root(None), "text-folder", lambda: self._read(files), _PARTS
         )
-        train: list[torch.Tensor] = []
-        test: list[torch.Tensor] = []
-        names: tuple[list[str], list[str]] = ([], [])
-        for file, (start, end) in zip(files, zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True), strict=True):
-            windows = self._cut(tokens[start:end])
-            num_test = max(1, round(self.test_share * len(windows)))
-            if len(windows) <= num_test:
-                continue
-            for rows, into, speakers in ((windows[:-num_test], train, names[0]), (windows[-num_test:], test, names[1])):
-                into.append(rows)
-                speakers += [file.name] * len(rows)
-        if not train:
+        bounds = starts.tolist()
+        texts = ((file.name, tokens[start:end]) for file, start, end in zip(files, bounds, bounds[1:], strict=False))
+        sets = windows_of(texts, self.length, self.test_share)
+        if sets is None:
             raise BadInput(
                 f"TextFolder: none of the {len(files)} files of {self.path} has 2 windows of {self.length} tokens: lower length"
             )
-        self._set(TensorWindows(torch.cat(train), names[0]), TensorWindows(torch.cat(test), names[1]))
+        self._set(*sets)
 
     def _files(self) -> list[Path]:
         folder = Path(located(self.path))
@@ -117,9 +108,3 @@ class TextFolder(Classes):
             found.append(np.array([*ids, *end], np.int32))
             starts.append(starts[-1] + len(found[-1]))
         return np.concatenate(found), np.array(starts, np.int64)
-
-    def _cut(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return windows `(n, length + 1)`, which overlap by one token; the remainder is left out."""
-        if len(tokens) <= self.length:
-            return tokens.new_empty((0, self.length + 1))
-        return tokens.unfold(0, self.length + 1, self.length)

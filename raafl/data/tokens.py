@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,38 @@ class TensorWindows(GatherDataset):
         """Return int64 tokens and targets, both `(n, length)`; the targets are the tokens shifted by one."""
         windows = self.windows.index_select(0, indices).to(torch.int64)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def windows_of(
+    texts: Iterable[tuple[str, torch.Tensor]], length: int, test_share: float
+) -> tuple[TensorWindows, TensorWindows] | None:
+    """Cut texts into windows, of which the last ones of each text are the test set; None if no text is long enough.
+
+    A window has ``length + 1`` tokens and shares one with the next window; tokens that fill no window are left out.
+
+    Args:
+        texts: speaker or file of each text, and the text's tokens.
+        length: number of tokens to predict in a window.
+        test_share: share of each text's windows that is held out, at least one.
+
+    Returns:
+        The training set and the test set.
+    """
+    train: list[tuple[str, torch.Tensor]] = []
+    test: list[tuple[str, torch.Tensor]] = []
+    for name, tokens in texts:
+        num_windows = max(0, (len(tokens) - 1) // length)
+        num_test = max(1, round(test_share * num_windows))
+        if num_windows > num_test:
+            windows = tokens.unfold(0, length + 1, length)
+            train.append((name, windows[:-num_test]))
+            test.append((name, windows[-num_test:]))
+    return (_joined(train), _joined(test)) if train else None
+
+
+def _joined(parts: Sequence[tuple[str, torch.Tensor]]) -> TensorWindows:
+    names = [name for name, windows in parts for _ in range(len(windows))]
+    return TensorWindows(torch.cat([windows for _, windows in parts]), names)
 
 
 @dataclass(frozen=True)

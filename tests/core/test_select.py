@@ -1,12 +1,16 @@
-"""Samples that clients evaluate on, and problems collected over all clients."""
+"""Samples that clients evaluate on, and measured times beside predicted ones."""
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
-from raafl.core.algorithm import OwnTests
-from raafl.core.types import ClientInfo
+from raafl.core.algorithm import OwnTests, SelectContext
+from raafl.core.types import Assignment, ClientInfo
 from raafl.devices.profiles import Profile
+from raafl.submodel.spec import FULL
 
 
 def client(number, num_samples, own_data=False):
@@ -20,3 +24,13 @@ def test_own_tests_are_counted_for_the_run_s_data_and_estimated_for_a_client_s_o
     assert tests.of(client(3, 40, own_data=True)) == pytest.approx(10.0)
     assert tests.most(client(3, 40, own_data=True)) == 11 and tests.most(client(1, 28)) == 7
     assert OwnTests().of(client(3, 40, own_data=True)) == 0.0
+
+
+def test_a_ratio_of_times_is_exact_but_for_rounding_about_1():
+    predicted = SimpleNamespace(cost_s=lambda _, work: 2.0 * work.num_steps)
+    task = Assignment(1, 1, 0, 0, 0, FULL, 0, None, 3, seed=5, assigned_s=0.0)
+    ratio = partial(SelectContext.time_ratio, predicted, client(1, 10), task)
+    assert ratio(9.0) == 1.5 and ratio(6.0 + 1e-9) == 1.0 and ratio(6.001) == 6.001 / 6.0
+    assert ratio(0.0) is None, "no time has passed"
+    predicted.cost_s = lambda *_: 0.0
+    assert ratio(9.0) is None, "the profile predicts no time"

@@ -1,9 +1,8 @@
-import numpy as np
 import pytest
 import torch
 
 from raafl.data import ByColumn, FederatedData, Shakespeare
-from raafl.data.shakespeare import cut, speeches_of
+from raafl.data.shakespeare import speeches_of
 from raafl.errors import BadInput
 
 TEXT = "Amy:\nabcdef\n\nBob:\nab\n\nAmy:\nghi\nAll: jk\n\nBob:\ncd\n\nCat:\nx\n"
@@ -23,11 +22,6 @@ def set_up(module):
 
 def test_speeches_are_parted_by_blank_lines():
     assert speeches_of(TEXT) == {"Amy": ["abcdef", "ghi\nAll: jk"], "Bob": ["ab", "cd"], "Cat": ["x"]}
-
-
-def test_windows_share_a_character_and_leave_out_the_rest():
-    assert cut(np.arange(8, dtype=np.uint8), 3).tolist() == [[0, 1, 2, 3], [3, 4, 5, 6]]
-    assert cut(np.arange(3, dtype=np.uint8), 3).shape == (0, 4)
 
 
 def test_each_speaker_keeps_the_last_windows_for_the_test(tmp_path):

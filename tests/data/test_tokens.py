@@ -4,7 +4,7 @@ import torch
 
 from raafl.data import ClientData, TensorTokens, TensorWindows
 from raafl.data.labels import Columns, labels_of
-from raafl.data.tokens import Tokenizer, vocabulary
+from raafl.data.tokens import Tokenizer, vocabulary, windows_of
 from raafl.errors import BadInput
 
 TEXTS = ["The cat sat, the CAT ran", "a dog sat"]
@@ -88,6 +88,15 @@ def test_windows_and_their_targets():
     x, y = windows.gather(torch.tensor([1, 0]))
     assert x.tolist() == [[4, 5], [1, 2]] and y.tolist() == [[5, 6], [2, 3]] and x.dtype == y.dtype == torch.int64
     assert Columns(windows)["speaker"] == ["Bob", "Amy"] and windows.labels.tolist() == [1, 0]
+
+
+def test_windows_of_a_text_share_a_token_and_leave_out_the_rest():
+    train, test = windows_of(
+        [("Amy", torch.arange(8)), ("Bob", torch.arange(3)), ("Cat", torch.arange(10, 14))], 3, 0.5
+    )
+    assert train.windows.tolist() == [[0, 1, 2, 3]] and test.windows.tolist() == [[3, 4, 5, 6]]
+    assert train.speaker == test.speaker == ["Amy"]  # Bob's text has no window, Cat's the one that would be held out
+    assert windows_of([("Bob", torch.arange(3))], 3, 0.5) is None
 
 
 @pytest.mark.parametrize("copied", [True, False])

@@ -218,14 +218,13 @@ class Timely(Select):
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Update the client's ratio of measured to predicted time from its task."""
-        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps)
-        predicted_s = fleet.cost_s(client, work)
-        if not self.adaptive or predicted_s <= 0 or seconds <= 0:
+        ratio = fleet.time_ratio(client, assignment, seconds) if self.adaptive else None
+        if ratio is None:
             return
-        ratio, memory = seconds / predicted_s, fleet.state.memory.of(TimelyMemory)
+        memory = fleet.state.memory.of(TimelyMemory)
         if self.most_slack is not None and client.id in memory.ratio:
             memory.late.append(ratio / memory.ratio[client.id] - 1)
-        fleet.state.memory.of(TimelyMemory).ratio[client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
+        memory.ratio[client.id] = ratio
 
     def report(self, client: ClientInfo, fleet: SelectContext) -> TimeReport:
         """Return the times t_cmp and t_com of a client, predicted from its profile and corrected by its last task."""

@@ -77,13 +77,10 @@ class BySpeed(WrappedSelect):
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Update the client's ratio of measured to predicted time from its task."""
         super().on_update(client, assignment, seconds, fleet)
-        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
-        predicted_s = fleet.cost_s(client, work)
-        if predicted_s <= 0 or seconds <= 0:
-            return
-        memory, ratio = fleet.state.memory.of(SpeedMemory), seconds / predicted_s
-        # on a virtual clock sums of seconds differ in the last bits alone, and steps must not
-        memory.latest = memory.ratio[client.id] = 1.0 if math.isclose(ratio, 1.0, rel_tol=1e-6) else ratio
+        ratio = fleet.time_ratio(client, assignment, seconds)
+        if ratio is not None:
+            memory = fleet.state.memory.of(SpeedMemory)
+            memory.latest = memory.ratio[client.id] = ratio
 
     def check(self, fleet: SelectContext) -> list[str]:
         """Return the wrapped select part's problems, and one if local training is not set in steps."""

@@ -159,13 +159,10 @@ class RateSelect(Select):
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Update the client's ratio of measured to predicted time, if sizes depend on measured speed."""
-        if not self.measured:
+        ratio = fleet.time_ratio(client, assignment, seconds) if self.measured else None
+        if ratio is None:
             return
-        work = Work(assignment.spec, assignment.region, assignment.num_epochs, assignment.num_steps, assignment.extra)
-        predicted_s, memory = fleet.cost_s(client, work), fleet.state.memory.of(RateMemory)
-        if predicted_s <= 0 or seconds <= 0:
-            return
-        ratio = seconds / predicted_s
+        memory = fleet.state.memory.of(RateMemory)
         if abs(ratio / memory.ratio.get(client.id, 1.0) - 1) > _NOTICED:
             memory.ratio[client.id] = ratio
             self.forget(client, fleet)

@@ -51,23 +51,27 @@ def streaming_diloco(
     cohort: int | None = None,
     concurrency: int | None = None,
 ) -> Algorithm:
-    """Return Streaming DiLoCo, whose clients keep their model and exchange one fragment of it with each task.
+    """Return Streaming DiLoCo: clients keep their own copy of the model, and exchange only one fragment of it with each task.
 
     Args:
-        fragments: number of fragments (P); a model of fewer layers has as many fragments as layers.
-        pattern: strided = layer l is in fragment l mod P; sequential = runs of layers of about equal size.
-        alpha: share of the client's own values where a fragment is mixed in (alpha), 0 to below 1; 0 = the global values.
-        sync_delay: local steps after which a received fragment is mixed in (tau); at the latest at the end of the task.
+        fragments: number of fragments P into which the model's layers are divided; at most as many as there are layers.
+        pattern: assignment of layers to fragments: strided = layer l is in fragment l mod P; sequential = neighbouring
+            layers, in fragments of about equal size.
+        alpha: weight of the client's own values when a received fragment is mixed in (alpha), 0 to below 1; 0 = take
+            the global values.
+        sync_delay: number of local steps after which a received fragment is mixed in (tau); at the end of the task at
+            the latest.
         outer_lr: outer learning rate (eta).
         outer_momentum: outer momentum (beta); 0 = none.
-        trigger: all (rounds) or each (asynchronous, delayed Nesterov).
-        delay: number of updates from one step with momentum to the next, for trigger each; None = clients times fragments.
-        steps: local steps of each client: equal (H/P) or speed (H/P for the fastest client, fewer for slower ones).
-        least_steps: smallest number of steps of a task, for steps speed.
-        inner_state: new = the inner optimizer starts anew in each task; kept = it goes on from the client's last task (Adam and
-            AdamW), whose moments stay on the client and never travel.
-        cohort: number of clients in a round, or at work, drawn uniformly; None = all. A client that is seldom drawn trains on with
-            old fragments, since it receives no other than it has sent.
+        trigger: time of a merge: all (when the whole round has reported) or each (at each arrival, with delayed
+            Nesterov momentum).
+        delay: number of updates between two steps with momentum, for trigger each; None = clients times fragments.
+        steps: number of local steps of a client: equal (H/P) or speed (H/P for the fastest, fewer for slower clients).
+        least_steps: smallest number of local steps of a task; for steps speed.
+        inner_state: state of the clients' Adam or AdamW: new = it starts anew in each task; kept = it continues from
+            the client's last task; its moments stay on the client.
+        cohort: number of clients in a round, or at work in an asynchronous run, drawn uniformly; None = all. A client
+            that is rarely drawn trains on with old fragments, since it only receives the one that it has sent before.
         concurrency: largest number of clients that work at the same time; None = no limit.
     """
     for name, value, allowed in (

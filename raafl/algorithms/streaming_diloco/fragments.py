@@ -23,14 +23,15 @@ UP, DOWN = "up", "down"
 
 @dataclass(frozen=True)
 class Fragments:
-    """Division of a model into P fragments of whole layers (section 2.1 of the paper).
+    """Division of a model into P fragments, each of whole layers (section 2.1 of the paper).
 
-    A layer is a member of a stack, such as a transformer's block, or another module that has tensors of its own. A model of fewer
-    layers has as many fragments as layers.
+    A layer is a block of the model, such as a transformer's, or another module that has tensors of its own. There are
+    at most as many fragments as layers.
 
     Attributes:
         num: number of fragments (P).
-        pattern: strided = layer l is in fragment l mod P; sequential = runs of layers with about equally many elements.
+        pattern: assignment of layers to fragments: strided = layer l is in fragment l mod P; sequential = neighbouring
+            layers, in fragments of about equal size.
     """
 
     num: int = 4
@@ -41,7 +42,7 @@ class Fragments:
         one_of("pattern", self.pattern, Pattern)
 
     def names(self, submodels: Submodels) -> tuple[frozenset[str], ...]:
-        """Return the names of each fragment's tensors: parameters that train, and the running statistics of their layers."""
+        """Return the names of the tensors in each fragment: trained parameters, and the running statistics of their layers."""
         return submodels.cached("fragments", self, lambda: self._names(submodels))
 
     def _names(self, submodels: Submodels) -> tuple[frozenset[str], ...]:
@@ -59,21 +60,26 @@ class Fragments:
         return tuple(map(frozenset, found))
 
     def count(self, submodels: Submodels) -> int:
-        """Return the number of fragments of this model."""
+        """Return the number of fragments of this model, at most the number of its layers."""
         return len(self.names(submodels))
 
     def spec(self, submodels: Submodels, index: int) -> Spec:
-        """Return the spec that trains one fragment."""
+        """Return the submodel that trains only one fragment.
+
+        Args:
+            submodels: submodels of the model.
+            index: number of the fragment, from 0.
+        """
         names = self.names(submodels)
         return FULL if len(names) == 1 else Spec.select(trained=names[index] & submodels.parameter_names)
 
     def of(self, submodels: Submodels, extra: Mapping[str, Any], key: str) -> frozenset[str] | None:
-        """Return the names of the fragment that a task names; None = it names none.
+        """Return the names of the tensors in the fragment that a task receives or sends; None = the task names no fragment.
 
         Args:
             submodels: submodels of the model.
-            extra: `Work.extra` of the task.
-            key: `UP` or `DOWN`.
+            extra: entries `Work.extra` of the task.
+            key: direction of travel: `UP` = the fragment to send, `DOWN` = the one to receive.
 
         Raises:
             SpecError: there is no such fragment.
@@ -108,7 +114,7 @@ def _layer(name: str) -> str:
 
 @dataclass
 class TurnMemory(OneValue[dict[int, int]]):
-    """For each client that is present, the fragment that its last task sends."""
+    """For each client that is present, the fragment that it sends with its latest task."""
 
     key = "fragment_turns"
     value: dict[int, int] = field(default_factory=dict)
@@ -123,7 +129,7 @@ class InTurn(WrappedSelect):
 
     Attributes:
         fragments: division of the model.
-        in_rounds: whether clients work in rounds.
+        in_rounds: whether clients work in synchronous rounds.
     """
 
     fragments: Fragments = field(default_factory=Fragments)
@@ -140,16 +146,16 @@ class InTurn(WrappedSelect):
 
     @property
     def needs_last_update(self) -> bool:
-        """Return True, since a client's next task continues from its replica as the last one left it."""
+        """Return True: a client's next task continues from its own copy of the model, as the last task left it."""
         return True
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget the client's fragment: it has no model yet."""
+        """Delete the record of the client's fragment, since a newly joined client has no copy of the model yet."""
         super().on_join(client, fleet)
         fleet.state.memory.of(TurnMemory).value.pop(client.id, None)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Forget the client's fragment."""
+        """Delete the record of the lost client's fragment."""
         super().on_loss(client, fleet)
         fleet.state.memory.of(TurnMemory).value.pop(client.id, None)
 
@@ -232,5 +238,5 @@ class DelayedByFragment(DelayedNesterov):
     fragments: Fragments = field(default_factory=Fragments)
 
     def period(self, state: GlobalState) -> int:
-        """Return the number of updates from one step with momentum to the next."""
+        """Return the number of updates between two steps with momentum."""
         return self.every or state.num_clients * self.fragments.count(state.submodels)

@@ -29,8 +29,8 @@ class Replica(Local):
 
     Attributes:
         fragments: division of the model.
-        alpha: share of the client's own values where a received fragment is mixed in (alpha), 0 to below 1.
-        sync_delay: number of steps after which a received fragment is mixed in (tau).
+        alpha: weight of the client's own values when a received fragment is mixed in (alpha), 0 to below 1.
+        sync_delay: number of local steps after which a received fragment is mixed in (tau).
     """
 
     resident: ClassVar[bool] = True
@@ -48,15 +48,15 @@ class Replica(Local):
         at_least("sync_delay", self.sync_delay, 0)
 
     def travels(self, submodels: Submodels, extra: Mapping[str, Any], way: Way) -> frozenset[str] | None:
-        """Return the names of the fragment that a task receives or sends; see `Local.travels`."""
+        """Return the names of the tensors that a task receives or sends; see `Local.travels`."""
         return self.fragments.of(submodels, extra, DOWN if way == "sent" else UP)
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
-        """Return the layout of a bundle: one number for the steps; for the others that of the trained parameters."""
+        """Return the layout of a bundle: one number for the steps; all other bundles have the layout of the trained parameters."""
         return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that loads the replica, mixes, and stores it again."""
+        """Return the hook that loads the client's copy of the model, mixes in the received fragment, and stores the copy again."""
         return _Streaming(task, self)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Replica(Local):
 
 @dataclass(frozen=True)
 class ReplicaWithMoments(Replica):
-    """`Replica` whose moments of Adam or AdamW stay on the client as well."""
+    """Like `Replica`, but the moments of Adam or AdamW stay on the client, too."""
 
     down: ClassVar[tuple[str, ...]] = (REPLICA, STEPS, *MOMENTS)
     up: ClassVar[tuple[str, ...]] = (REPLICA, STEPS, *MOMENTS)
@@ -112,14 +112,14 @@ class _Streaming(Hook):
                 tensor.lerp_(self.task.received[name].to(tensor.device), 1.0 - self._local.alpha)
 
     def update(self) -> None:
-        """Make a step; mix the received fragment in if it was the last before that."""
+        """Make one step; after the right number of steps, mix in the received fragment."""
         self.task.update()
         self._made += 1
         if self._waits and self._made >= self._local.sync_delay:
             self._mix()
 
     def finish(self) -> dict[str, Any]:
-        """Write the replica and its optimizer's moments to the bundles, which stay on the client."""
+        """Write the client's copy of the model and the optimizer's moments into bundles that stay on the client."""
         if self._waits:  # a task of fewer steps
             self._mix()
         up = self.task.up

@@ -44,7 +44,7 @@ class Budget:
             positive(name, getattr(self, name))
 
     def needs(self, cost: Cost) -> dict[str, float]:
-        """Return the needs of a task with this cost, by the name of the limit to which each is compared."""
+        """Return the amounts (bytes, FLOPs, seconds) that a task with this cost needs, by the name of their limit."""
         return {
             "memory_bytes": cost.peak_bytes,
             "flops": cost.flops_per_sample * self.samples,
@@ -54,7 +54,7 @@ class Budget:
         }
 
     def over(self, cost: Cost) -> dict[str, float]:
-        """Return the needs that exceed their limit, by the limit's name; empty if the task fits the budget."""
+        """Return the amounts that exceed their limit, by the limit's name; empty if a task with this cost fits the budget."""
         return {name: need for name, need in self.needs(cost).items() if need > getattr(self, name)}
 
 

@@ -61,9 +61,9 @@ def site(num_tasks: int, num_steps: int, share: float) -> Row:
     """Return CPU seconds of a client's tasks, and the shares that receipts and an audit of them take.
 
     Args:
-        num_tasks: in each turn.
-        num_steps: of a task.
-        share: of the tasks whose inputs are kept, and that are trained again.
+        num_tasks: number of tasks in each turn.
+        num_steps: number of steps of a task.
+        share: share of the tasks whose inputs are kept, and that are trained again.
     """
     parsed = parse("simulate", ["--config", CONFIG, "--progress=quiet"])
     setup = ClientSetup.build(parsed.experiment, parsed.config_yaml, 1, own_data=False)
@@ -107,8 +107,8 @@ def rows(num_rows: int = 50_000, share: float = 0.05) -> list[Row]:
     """Measure both, with a state folder of its own.
 
     Args:
-        num_rows: of a journal.
-        share: of the tasks that are kept and trained again.
+        num_rows: number of rows of a journal.
+        share: share of the tasks that are kept and trained again.
     """
     with tempfile.TemporaryDirectory() as state, mock.patch.dict(os.environ, {"XDG_STATE_HOME": state}):
         return [append(num_rows), site(60, 100, share), site(20, 400, share)]

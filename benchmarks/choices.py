@@ -104,11 +104,11 @@ def candidate(
     """Return a method of the grid as a candidate, with the settings that the search of one task found.
 
     Args:
-        label: of its rows.
+        label: label of its rows.
         method: its options.
         grid: result of the grid.
         task: name of that task.
-        fleet: of its cells.
+        fleet: fleet of its cells.
     """
     rows = [row for cell in grid["cells"] if cell["task"] == task for row in cell["rows"] if row["row"] == label]
     searched = [row["searched"]["settings"] for row in rows if row.get("searched")]

@@ -97,9 +97,9 @@ def workload(name: str, make: Callable[[], LightningModule], *shape: int, **more
     """Return a workload of 200 clients, a hundred of which are at work; five steps on batches of ten.
 
     Args:
-        name: of the row.
+        name: name of the row.
         make: returns the model.
-        shape: of a sample.
+        shape: shape of a sample.
         more: fields of `Workload` that differ.
     """
     plain: dict[str, Any] = {
@@ -207,11 +207,11 @@ def run(
 
     Args:
         work: the workload.
-        data: of all clients.
-        algorithm: of the run.
+        data: data of all clients.
+        algorithm: algorithm of the run.
         batch_clients: as in the config.
-        folder: of the run.
-        device: of the model and of the clients.
+        folder: folder of the run.
+        device: device of the model and of the clients.
     """
     experiment = Experiment(
         model=work.model, data=lambda: data, algorithm=algorithm, partition=Iid(), clients=work.clients,
@@ -279,8 +279,8 @@ def on_device(device: str, folder: Path, short: bool = False) -> list[Row]:
     """Measure whole runs of three models on a device, client by client and as one batch, each after one to warm up.
 
     Args:
-        device: of the model and of the clients.
-        folder: of the runs.
+        device: device of the model and of the clients.
+        folder: folder of the runs.
         short: a few tasks of one model alone, which show that it works.
     """
     rows = []

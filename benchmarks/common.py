@@ -68,8 +68,8 @@ def in_process(name: str, arguments: list[str], threads: int) -> Any:
     """Run a part of a benchmark in a process of its own, and return the JSON that it printed last.
 
     Args:
-        name: of the benchmark.
-        arguments: of its command line.
+        name: name of the benchmark.
+        arguments: arguments of its command line.
         threads: that torch may use.
     """
     done = subprocess.run(
@@ -115,7 +115,7 @@ def main(name: str, rows_fn: Callable[[], Sequence[Row]], argv: Sequence[str] | 
     """Run a benchmark from the command line: ``--json`` prints one object and nothing else, ``--out FILE`` saves it.
 
     Args:
-        name: of the benchmark.
+        name: name of the benchmark.
         rows_fn: measures.
         argv: arguments; None = those of the process.
     """

@@ -36,10 +36,10 @@ class Picture:
         """Write one line of text.
 
         Args:
-            x: of the anchor, in pixels.
-            y: of the baseline, in pixels.
+            x: horizontal position of the anchor, in pixels.
+            y: vertical position of the baseline, in pixels.
             text: to write.
-            size: of the font, in pixels.
+            size: size of the font, in pixels.
             anchor: start, middle or end.
             fill: colour.
             bold: whether the font is bold.
@@ -55,12 +55,12 @@ class Picture:
         """Draw a filled rectangle.
 
         Args:
-            x: of the left side, in pixels.
-            y: of the top, in pixels.
-            width: in pixels.
-            height: in pixels.
+            x: horizontal position of the left side, in pixels.
+            y: vertical position of the top, in pixels.
+            width: width in pixels.
+            height: height in pixels.
             fill: colour.
-            radius: of the corners, in pixels.
+            radius: radius of the corners, in pixels.
             more: further attributes of the SVG element.
         """
         self.parts.append(
@@ -73,7 +73,7 @@ class Picture:
         Args:
             points: x and y in pixels.
             stroke: colour.
-            width: in pixels.
+            width: width in pixels.
             more: further attributes of the SVG element.
         """
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -85,9 +85,9 @@ class Picture:
         """Draw an upright arrow.
 
         Args:
-            x: in pixels.
-            from_y: in pixels.
-            to_y: of the tip, in pixels.
+            x: horizontal position, in pixels.
+            from_y: vertical position of the start, in pixels.
+            to_y: vertical position of the tip, in pixels.
             stroke: colour.
         """
         back = 9.0 if to_y < from_y else -9.0

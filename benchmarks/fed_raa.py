@@ -68,10 +68,10 @@ class Setting:
     """One run: what it changes in the config.
 
     Attributes:
-        part: of the report the row belongs to.
+        part: part of the report the row belongs to.
         algorithm: name of the factory.
         arguments: the factory's arguments that are not its defaults.
-        seed: of the run.
+        seed: seed of the run.
         beta: share of clients of capability 1.
         lr: learning rate; None = the config's.
         limit_s: simulated seconds after which the run is given up; None = only the config's max_updates.
@@ -146,7 +146,7 @@ def run_all(settings: Sequence[Setting], jobs: int = 1, config: Path = CONFIG) -
     """Run every setting, and report each result on standard error.
 
     Args:
-        settings: of the runs.
+        settings: settings of the runs.
         jobs: runs at a time.
         config: that all share.
     """
@@ -191,7 +191,7 @@ def comparison(seeds: Sequence[int] = SEEDS, beta: float = 0.3, options: tuple[s
 
     Args:
         seeds: a run for each.
-        beta: of the partition.
+        beta: beta of the partition.
         options: further options of the command line.
     """
     return [Setting("comparison", name, seed=s, beta=beta, options=options) for name in METHODS for s in seeds]
@@ -235,7 +235,7 @@ def search(jobs: int = 1, seeds: Sequence[int] = SEARCH_SEEDS, config: Path = CO
 
     Args:
         jobs: runs at a time.
-        seeds: of the search; the first is that of the whole grid.
+        seeds: seeds of the search; the first is that of the whole grid.
         config: that all share.
     """
     tried = {

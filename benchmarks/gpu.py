@@ -46,7 +46,7 @@ def begin(name: str, device: str, limit_s: float) -> Row:
     """Run a step in a process of its own and return its record.
 
     Args:
-        name: of the step.
+        name: name of the step.
         device: on which it runs.
         limit_s: seconds after which it is ended.
     """
@@ -93,8 +93,8 @@ def accept(
 
     Args:
         out: folder of the report.
-        names: of the steps.
-        num_gpus: of this machine; 0 = a dry run.
+        names: names of the steps.
+        num_gpus: number of GPUs of this machine; 0 = a dry run.
         known: rows of steps from an earlier report, which are not run again; None = none.
         total_s: seconds for all steps.
     """

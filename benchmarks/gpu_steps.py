@@ -28,7 +28,7 @@ class Where:
 
     Attributes:
         device: cuda:0, or cpu in a dry run.
-        folder: of its own, empty.
+        folder: folder of its own, empty.
     """
 
     device: str

@@ -71,7 +71,7 @@ class Players:
         """Build what a client knows of the run, once for all.
 
         Args:
-            config: of the run.
+            config: config of the run.
             address: ``HOST:PORT`` of the server.
             certs: folder with the site's certificate.
         """
@@ -263,7 +263,7 @@ def stage(clients: int, at_work: int | None = None, hidden: int = 200, options: 
         clients: number of clients of the run.
         at_work: largest number of them that work at once; None = all.
         hidden: units of the model, 300 bytes each.
-        options: of the server, beside those of the load.
+        options: options of the server, beside those of the load.
     """
     cores = sorted(os.sched_getaffinity(0))
     from benchmarks.wire import certify  # it imports torch

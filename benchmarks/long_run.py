@@ -131,8 +131,8 @@ def measure(way: str, folder: Path, updates: int) -> Row:
 
     Args:
         way: a key of `WAYS`.
-        folder: of the run.
-        updates: in the journal.
+        folder: folder of the run.
+        updates: updates in the journal.
     """
     before, begun = status_bytes("VmRSS"), time.process_time()
     WAYS[way](folder, updates)

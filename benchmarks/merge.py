@@ -177,10 +177,10 @@ def rows(shape: Shape | None = None, repeats: int = 7, threads: int = 1, device:
     """Measure every case, each merge in turn with a copy.
 
     Args:
-        shape: of the model; None = the default.
-        repeats: of each measurement.
+        shape: shape of the model; None = the default.
+        repeats: repeats of each measurement.
         threads: that torch may use.
-        device: of the global model.
+        device: device of the global model.
     """
     torch.set_num_threads(threads)
     state = make_state(shape or Shape(), device)

@@ -192,11 +192,11 @@ def raafl_seconds(
 
     Args:
         work: the workload.
-        data: of all clients.
-        algorithm: of the run.
+        data: data of all clients.
+        algorithm: algorithm of the run.
         workers: processes that train.
-        folder: of the run.
-        device: of the model and its clients.
+        folder: folder of the run.
+        device: device of the model and its clients.
     """
     experiment = Experiment(
         model=work.model, data=lambda: data, algorithm=algorithm, partition=Iid(), clients=work.clients,
@@ -237,7 +237,7 @@ def measure(work: Workload, data: RandomData, bare: Bare, processes: int) -> lis
 
     Args:
         work: the workload.
-        data: of all clients.
+        data: data of all clients.
         bare: the loop to compare with.
         processes: that train.
     """

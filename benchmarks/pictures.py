@@ -59,7 +59,7 @@ def mean_curve(runs: Sequence[RecordedRun], seconds: float, points: int = 300) -
 
     Args:
         runs: as recorded.
-        seconds: at which the curve ends.
+        seconds: seconds at which the curve ends.
         points: number of times.
     """
     times = np.linspace(0, seconds, points)
@@ -220,9 +220,9 @@ def simulated(folder: Path, seeds: int, seconds: float) -> dict[str, list[Record
     """Return runs of the quick start by algorithm, one for each seed; runs that are in the folder already are read, others made.
 
     Args:
-        folder: of the runs.
-        seeds: of the runs.
-        seconds: of virtual time that each lasts.
+        folder: folder of the runs.
+        seeds: seeds of the runs.
+        seconds: seconds of virtual time that each lasts.
     """
     runs: dict[str, list[RecordedRun]] = {}
     for algorithm, seed in itertools.product(ALGORITHMS, range(seeds)):

@@ -34,7 +34,7 @@ def rows(config: str = CONFIG, cases: dict[str, int] | None = None, options: Seq
     """Plan and run each algorithm; return a row for each.
 
     Args:
-        config: of the runs.
+        config: config of the runs.
         cases: updates for each algorithm; None = `CASES`.
         options: further options of the command line.
     """

@@ -114,7 +114,7 @@ def experiment(output: Path, guard: str, partition: str, seed: int, rounds: int)
         output: folder of the run.
         guard: a key of `GUARDS`.
         partition: a key of `PARTITIONS`.
-        seed: of the run.
+        seed: seed of the run.
         rounds: merges.
     """
     from model_zoo import MLP
@@ -134,7 +134,7 @@ def accuracy(guard: str, attack: str, partition: str, seed: int, rounds: int) ->
         guard: a key of `GUARDS`.
         attack: name of the attack.
         partition: a key of `PARTITIONS`.
-        seed: of the run.
+        seed: seed of the run.
         rounds: merges.
     """
     assembled = attacked(*ATTACKS[attack])

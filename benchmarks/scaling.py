@@ -86,7 +86,7 @@ def once(key: str, case: Case, way: str, num: int) -> Row:
     """Run a case, or return the result that an earlier start of this benchmark has stored.
 
     Args:
-        key: of the result.
+        key: key of the result.
         case: to measure.
         way: workers or ranks.
         num: processes.

@@ -40,7 +40,7 @@ def measure(hidden: int, clients: int, seconds: float, options: list[str]) -> Ro
         hidden: units of the model, 300 bytes each.
         clients: number of them.
         seconds: duration of a phase, at least.
-        options: of the server.
+        options: options of the server.
     """
     with stage(clients, hidden=hidden, options=["--checkpoint_s=null", *options]) as on:
         on.ask("join 1 1")

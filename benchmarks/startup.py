@@ -39,7 +39,7 @@ def rows(ranks: int = 5, repeats: int = 5, options: Sequence[str] = (), timeout_
         ranks: 1 aggregator and its clients.
         repeats: starts that are timed.
         options: more options of `raafl fit`.
-        timeout_s: for each start.
+        timeout_s: limit in seconds for each start.
     """
     timed = [_times(ranks, options, timeout_s) for _ in range(repeats)]
     row: Row = {"ranks": ranks, "repeats": repeats}

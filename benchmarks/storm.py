@@ -114,7 +114,7 @@ def phase(address: str, folder: Path, server: psutil.Process, seconds: float, pe
 
     Args:
         address: ``HOST:PORT`` of the server.
-        folder: of its run.
+        folder: folder of its run.
         server: its process.
         seconds: duration.
         per_s: largest number of connections per second.

@@ -90,7 +90,7 @@ def rows(
 
     Args:
         models: names of workloads.
-        rates: of the submodels.
+        rates: rates of the submodels.
         turns: repeats of a measurement; None = as many as the clock needs.
         threads: that torch may use.
         resident: measure resident memory, too, each in a process of its own; else the needed memory alone.
@@ -136,7 +136,7 @@ def time_steps(model: str, rates: Sequence[float], turns: int | None, clock: Cal
 
     Args:
         model: name of the workload.
-        rates: of the submodels.
+        rates: rates of the submodels.
         turns: repeats of a measurement; None = as many as the clock needs.
         clock: returns seconds.
     """
@@ -200,7 +200,7 @@ def on_device(models: Sequence[str], rates: Sequence[float], device: str, num_st
 
     Args:
         models: names of workloads.
-        rates: of the submodels.
+        rates: rates of the submodels.
         device: that computes.
         num_steps: steps of each measurement.
     """

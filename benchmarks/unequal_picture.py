@@ -22,7 +22,7 @@ def cell_text(behind: Mapping[str, Any] | None, label: str) -> tuple[str, bool, 
     """Return the text of a cell, whether it is bold, and its shade, 0 to 1.
 
     Args:
-        behind: of the row, see `raafl.compare.grid_result.standings`; None = no row of the cell got there.
+        behind: behind of the row, see `raafl.compare.grid_result.standings`; None = no row of the cell reached the target.
         label: the row's method.
     """
     if behind is None or behind["ratio"] is None:

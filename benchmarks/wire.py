@@ -59,7 +59,7 @@ def trips(device: str = "cpu", sizes: dict[int, int] = SIZES, only: str | None =
     """Measure round trips with a second process as the client.
 
     Args:
-        device: of the tensors of Gloo and TCP connections.
+        device: device of the tensors of Gloo and TCP connections.
         sizes: repeats for each number of bytes.
         only: the one transport that is measured beside the raw transfer; None = all.
     """

@@ -16,7 +16,7 @@ class Workload:
         make: returns the model; with True the tiny one.
         batch: returns so many random samples.
         batch_size: samples per step.
-        windows: of the submodels below rate 1.
+        windows: windows of the submodels below rate 1.
     """
 
     make: Callable[[bool], Any]
@@ -93,7 +93,7 @@ def spec_of(submodels: Any, rate: float, window: str) -> Any:
     """Return the submodel that keeps sqrt(rate) of every axis and of the blocks, at least one of each.
 
     Args:
-        submodels: of the model.
+        submodels: submodels of the model.
         rate: share of the parameters; 1 = the whole model.
         window: blocks that train, "bottom" or "top"; used for models with stacks of blocks.
     """
@@ -161,10 +161,10 @@ class Client:
         """Run one task; return the seconds before its first step, and of each step.
 
         Args:
-            trainer: of this process.
-            spec: of the submodel.
+            trainer: trainer of this process.
+            spec: spec of the submodel.
             received: its values.
-            num_steps: of the task.
+            num_steps: number of steps of the task.
         """
         from raafl.core.types import Assignment
 
@@ -185,7 +185,7 @@ def client_of(work: Workload, clock: Callable[[], float], options: Any = None) -
     Args:
         work: the workload.
         clock: returns seconds.
-        options: of Fabric.
+        options: options of Fabric.
     """
     import torch
     from torch.utils.data import TensorDataset

@@ -53,8 +53,8 @@ def filled(state: GlobalState, value: float, spec: Spec | None = None) -> FlatTe
 
     Args:
         state: the global model.
-        value: of every element.
-        spec: of the submodel; None = the whole model.
+        value: value of every element.
+        spec: spec of the submodel; None = the whole model.
     """
     tensors = FlatTensors.empty(state.submodels.layout(spec or Spec(), "trained"))
     for buffer in tensors.buffers.values():
@@ -70,7 +70,7 @@ def update_for(
     Args:
         state: the global model.
         assignment: that it answers.
-        value: of every element.
+        value: value of every element.
         num_samples: it was trained on.
         refusal: reason for which the client refuses; None = it trained.
     """
@@ -90,9 +90,9 @@ def coordinator_for(
     """Return a coordinator for a tiny model.
 
     Args:
-        algorithm: of the run.
+        algorithm: algorithm of the run.
         state: the global model; None = a line's.
-        seed: of the run.
+        seed: seed of the run.
         limits: fields of `Limits`.
     """
     return Coordinator(
@@ -111,9 +111,9 @@ def join(
     """Let clients join; return all actions.
 
     Args:
-        coordinator: of the run.
+        coordinator: coordinator of the run.
         clients: their ids.
-        speed: in FLOPs per second; None = their profiles say nothing of it.
+        speed: speed in FLOPs per second; None = their profiles have no speed.
         now: seconds on the run's clock.
     """
     actions: list[Action] = []
@@ -134,9 +134,9 @@ def answer(
     """Answer an assignment with equal elements; return the actions.
 
     Args:
-        coordinator: of the run.
+        coordinator: coordinator of the run.
         assignment: that is answered.
-        value: of every element.
+        value: value of every element.
         now: seconds on the run's clock.
         num_samples: the client trained on.
     """
@@ -156,8 +156,8 @@ def cut_in_the_middle(
     Args:
         fresh: makes a coordinator.
         cut: steps before the save.
-        value: of every element at a step.
-        steps: in all.
+        value: value of every element at a step.
+        steps: steps in all.
     """
 
     def play(coordinator: Coordinator, tasks: dict[int, Assignment], steps: Iterable[int]) -> None:

@@ -46,9 +46,9 @@ def crashed(monkeypatch: pytest.MonkeyPatch, num_settled: int, *options: str) ->
     """Simulate a run that crashes.
 
     Args:
-        monkeypatch: of the test.
+        monkeypatch: pytest's fixture of this name.
         num_settled: settled tasks after which it crashes.
-        options: of the command line.
+        options: options of the command line.
     """
     with crash(monkeypatch, num_settled):
         simulated(*options)

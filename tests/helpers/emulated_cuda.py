@@ -114,11 +114,11 @@ class Emulated(TorchDispatchMode):
     """Dispatch mode that runs every operation on emulated devices.
 
     Attributes:
-        counts: of copies ``to device``, ``to host`` and ``between``, and of ``waits``.
-        num_bytes: of these copies.
-        generators: of each device.
+        counts: counts of copies ``to device``, ``to host`` and ``between``, and of ``waits``.
+        num_bytes: number of bytes of these copies.
+        generators: generators of each device.
         made_for: the devices of generators that were made while it is in use, by their addresses.
-        streams: of all devices.
+        streams: streams of all devices.
     """
 
     def __init__(self) -> None:

@@ -28,8 +28,8 @@ class Stream:
     """One queue of a GPU's work, done in its order.
 
     Attributes:
-        number: of its last piece of work.
-        after: of the others', what it has waited for.
+        number: number of its last piece of work.
+        after: last piece of work of each other stream for which this stream has waited.
     """
 
     def __init__(self, of: Streams, index: int) -> None:
@@ -100,7 +100,7 @@ class Streams:
 
     Attributes:
         counts: counts ``late`` copies, the ``events`` that the CPU waited for, and its ``waits`` for all of a stream.
-        all: in the order in which they were made.
+        all: all streams, in the order in which they were made.
         pending: what late copies do that the CPU has not waited for.
         host: what the CPU knows to be done.
     """

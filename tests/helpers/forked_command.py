@@ -126,7 +126,7 @@ def command(
     """Run `raafl ARGV` in a process group of its own, which is killed at the end.
 
     Args:
-        folder: of its output and working directory.
+        folder: folder of its output and working directory.
         argv: arguments.
         before: called in the process first; None = nothing is.
         entry: what is run in place of the command line's main function.

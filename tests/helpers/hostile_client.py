@@ -233,8 +233,8 @@ class Play(Driver):
 
         Args:
             client: its id.
-            reason: of the loss.
-            incarnation: of the client.
+            reason: reason of the loss.
+            incarnation: incarnation of the client.
         """
         self._given_up(client)
         self._tell(Lost(client, reason, incarnation))
@@ -244,10 +244,10 @@ def world(folder: Path, algorithm: Any, seed: int, **fields: Any) -> Play:
     """Build a run of a method for random events.
 
     Args:
-        folder: of the run.
-        algorithm: of the run.
-        seed: of the random events.
-        fields: of the experiment.
+        folder: folder of the run.
+        algorithm: algorithm of the run.
+        seed: seed of the random events.
+        fields: fields of the experiment.
     """
     made = experiment(folder / "config", algorithm, max_updates=10**9, eval_every=10**9, **fields)
     parts = build(made, pace=True, min_clients=1, count_lost=False)

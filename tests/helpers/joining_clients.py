@@ -217,14 +217,14 @@ def remote(
     """Run a server and clients that join it; all are killed at the end.
 
     Args:
-        experiment: of the clients.
+        experiment: experiment of the clients.
         config_yaml: its config as text.
-        folder: of the run.
+        folder: folder of the run.
         clients: ids, or pairs of an id and its options.
         held_back: places in ``clients`` of those that join only when `Joiner.begin` is called; the others join at
             once.
         servers: experiments of servers to fork beside the clients, maybe with the version of raafl that each is of.
-        port: of the server; None = any free one.
+        port: port of the server; None = any free one.
     """
     with cached_models.reuse_findings():
         started = Remote(experiment, config_yaml, folder, clients, servers, port)

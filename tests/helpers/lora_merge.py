@@ -57,7 +57,7 @@ def started(algorithm, clients=3, state=None):
     """Return a coordinator whose clients are at work, and their tasks.
 
     Args:
-        algorithm: of the run.
+        algorithm: algorithm of the run.
         clients: how many.
         state: the global model; None = a new one.
     """
@@ -82,7 +82,7 @@ def trained(coordinator, task, num_samples=1):
     """Return an update with random values, and the product of its adapters; its tensors are valid until the next call.
 
     Args:
-        coordinator: of the run.
+        coordinator: coordinator of the run.
         task: that is answered.
         num_samples: the client trained on.
     """
@@ -112,7 +112,7 @@ def give(coordinator, task, num_samples=1):
     """Answer a task; return the product of its adapters, and the tasks that follow.
 
     Args:
-        coordinator: of the run.
+        coordinator: coordinator of the run.
         task: that is answered.
         num_samples: the client trained on.
     """

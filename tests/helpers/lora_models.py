@@ -59,8 +59,8 @@ def lora_run(output: Path, algorithm: Any, **fields: Any) -> Experiment:
 
     Args:
         output: folder of the run.
-        algorithm: of the run.
-        fields: of the experiment that differ.
+        algorithm: algorithm of the run.
+        fields: fields of the experiment that differ.
     """
     return experiment(output, algorithm, **{"model": lora_bert, "data": Tokens, **fields})
 

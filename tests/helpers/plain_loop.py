@@ -19,7 +19,7 @@ def run(tmp_path, name, algorithm, **fields):
 
     Args:
         tmp_path: folder for the run's.
-        name: of the run's folder.
+        name: name of the run's folder.
         algorithm: what runs.
         fields: further fields of the experiment.
     """
@@ -55,7 +55,7 @@ def train(theta, x, y, seed, steps, prox=0.0):
         theta: where it starts, tensors by name.
         x: images, (samples, ...).
         y: labels, (samples,).
-        seed: of the batches.
+        seed: seed of the batches.
         steps: number of steps.
         prox: pull towards the start.
     """

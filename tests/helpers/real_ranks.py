@@ -190,7 +190,7 @@ def ranks(
     """Run the experiment's clients on real ranks, or ranks that train for a simulation; all are killed at the end.
 
     Args:
-        experiment: of the run.
+        experiment: experiment of the run.
         before: called in each rank first, with its number; None = nothing is.
         fork_server: fork rank 0, too; else the test is rank 0.
         simulating: number of ranks of a simulation; 0 = a run of real clients.

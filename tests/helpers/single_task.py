@@ -35,10 +35,10 @@ def task_of(algorithm: Algorithm, module, sent: dict[str, torch.Tensor], steps: 
     """Train on one sample (1, y); return the tensors that are sent to the server, and the update.
 
     Args:
-        algorithm: of the run.
+        algorithm: algorithm of the run.
         module: the model.
         sent: tensors by name, those of a bundle as BUNDLE/NAME.
-        steps: of the task.
+        steps: steps of the task.
         y: target of the sample.
     """
     submodels = Submodels(module, (torch.ones(1, 1), torch.zeros(1, 1)))
@@ -56,9 +56,9 @@ def give(coordinator, assignment: Assignment, value: float, num_samples: int = 1
     """Answer a task with equal elements; return the new assignments.
 
     Args:
-        coordinator: of the run.
+        coordinator: coordinator of the run.
         assignment: that is answered.
-        value: of every element of the submodel.
+        value: value of every element of the submodel.
         num_samples: the client trained on.
         extra: `Update.extra`; None = empty.
         bundles: value of every element of each bundle.

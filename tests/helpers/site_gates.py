@@ -45,8 +45,8 @@ def site_gate(
     """Return the gate of a client with ten samples in batches of two, which a run's parts have passed.
 
     Args:
-        algorithm: of the run.
-        clock: of the site; None = it stands at noon.
+        algorithm: algorithm of the run.
+        clock: clock of the site; None = it stands at noon.
         module: the model; None = one weight.
         say: is told what the user of the site is.
         policy: fields of the site's policy.
@@ -70,9 +70,9 @@ def answer(value: float = 1.0, num_steps: int = 3, **fields: Any) -> Update:
     """Return the update of `task`.
 
     Args:
-        value: of its weight.
+        value: value of its weight.
         num_steps: that it says it made.
-        fields: of the update that differ.
+        fields: fields of the update that differ.
     """
     tensors = FlatTensors.from_named({"line.weight": torch.full((1, 1), value)})
     return Update(1, 1, 0, tensors, 10, num_steps, **fields)

@@ -12,9 +12,9 @@ def federation(folder=None, algorithm="fed_avg", **settings):
     """Return a federation of four unequal clients that ends after eight updates.
 
     Args:
-        folder: of the run; None = the default.
+        folder: folder of the run; None = the default.
         algorithm: its name, or the algorithm.
-        settings: of `raafl.Federation` that differ.
+        settings: settings of `raafl.Federation` that differ.
     """
     settings = {"max_updates": 8, "num_steps": 3, "progress": "quiet", "output": folder, **settings}
     return raafl.Federation(algorithm, **{"devices": unequal(), **settings})

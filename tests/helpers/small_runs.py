@@ -64,7 +64,7 @@ def experiment(output: Path, algorithm: Algorithm | str = "fed_avg", **fields: A
     Args:
         output: folder of the run.
         algorithm: its name, or the algorithm.
-        fields: of the experiment that differ.
+        fields: fields of the experiment that differ.
     """
     if isinstance(algorithm, str):
         algorithm = ALGORITHMS[algorithm](**SHORT_TASKS.get(algorithm, {}))

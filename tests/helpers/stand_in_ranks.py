@@ -42,8 +42,8 @@ def command(code: str, folder: Path, name: str) -> list[str]:
 
     Args:
         code: that it runs.
-        folder: of its records.
-        name: of its record.
+        folder: folder of its records.
+        name: name of its record.
     """
     return [sys.executable, "-S", "-c", f"{PRELUDE}\nnote(f'pid {{os.getpid()}}')\n{code}", str(folder), name]
 
@@ -52,7 +52,7 @@ def supervisor(folder: Path, plan: dict[str, Any], say: Any) -> Any:
     """Return the supervisor of a plan.
 
     Args:
-        folder: of the records.
+        folder: folder of the records.
         plan: code of each process.
         say: called with each message.
     """

@@ -8,6 +8,7 @@ anonymous memory is told from mapped files, which the system takes back when it 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -15,46 +16,52 @@ from pathlib import Path
 import psutil
 
 from benchmarks.common import Row, main
-from benchmarks.load import stage
+from benchmarks.load import Stage, stage
 
 UNITS = 1_000_000
 """Of the model: 300 MB."""
 CLIENTS = 4
 
 
-def rows(hidden: int = UNITS, clients: int = CLIENTS, seconds: float = 20.0) -> list[Row]:
+def rows(hidden: int = UNITS, clients: int = CLIENTS) -> list[Row]:
     """Measure a server with all payloads in memory, and one with the default.
 
     Args:
         hidden: units of the model, 300 bytes each.
         clients: number of them.
-        seconds: duration of a phase, at least.
     """
-    return [measure(hidden, clients, seconds, options) for options in (["--payload_memory_bytes=null"], [])]
+    return [measure(hidden, clients, options) for options in (["--payload_memory_bytes=null"], [])]
 
 
-def measure(hidden: int, clients: int, seconds: float, options: list[str]) -> Row:
+def measure(hidden: int, clients: int, options: list[str]) -> Row:
     """Return the growth of a server's memory for each client that joins after the first.
 
     Args:
         hidden: units of the model, 300 bytes each.
         clients: number of them.
-        seconds: duration of a phase, at least.
         options: options of the server.
     """
     with stage(clients, hidden=hidden, options=["--checkpoint_s=null", *options]) as on:
         on.ask("join 1 1")
-        on.ask(f"play {seconds} 0")
+        work(on, 2)
         before = resident(on.server)
         on.ask(f"join 2 {clients}")
         with Peak(on.server) as peak:
-            on.phase("closed", clients, seconds, 0.0)
+            num_updates = work(on, 3 * clients)
         on.server.kill()  # it would save its model first
         anonymous, mapped = ((most - first) / (clients - 1) for most, first in zip(peak.most, before, strict=True))
         return {
             "held": "in memory" if options else "in files", "clients": clients, "update_bytes": 300 * hidden + 40,
-            "anonymous_bytes_a_session": round(anonymous), "mapped_bytes_a_session": round(mapped),
+            "updates": num_updates, "anonymous_bytes_a_session": round(anonymous), "mapped_bytes_a_session": round(mapped),
         }  # fmt: skip
+
+
+def work(on: Stage, num_updates: int) -> int:
+    """Let the clients work until they have sent so many updates; return their number."""
+    sent = 0
+    while sent < num_updates:
+        sent += json.loads(on.ask("play 2 0"))["num_updates"]
+    return sent
 
 
 def resident(process: psutil.Process) -> tuple[int, int]:

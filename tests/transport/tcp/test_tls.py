@@ -54,6 +54,22 @@ def test_both_ways_at_once(ends):
     assert [end._stream.num_read for end in ends] == [end._stream.num_written for end in ends] == [len(data)] * 2
 
 
+def test_records_that_have_come_are_read_together(ends, monkeypatch):
+    """Three records of 16 KiB under one lock."""
+    server, client = ends
+    data, calls = os.urandom(48 << 10), []
+    attempt = server._stream._attempt
+    monkeypatch.setattr(server._stream, "_attempt", lambda *words: calls.append(words) or attempt(*words))
+    client._stream.write([data])
+    until = time.monotonic() + WAIT_S
+    while client._stream._num_queued() or not server._stream._readable.poll(0):  # until the server's end has it all
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    got = bytearray(len(data))
+    server._stream.read_into(memoryview(got))
+    assert got == data and len(calls) == 1 and server._stream.num_read == len(data)
+
+
 def test_a_slow_reader_is_not_a_silent_one(ends):
     """A write of 256 KiB says nothing of what it has sent; the system does. The reader takes longer than the timeout, slowly."""
     server, client = ends

@@ -4,7 +4,7 @@ The result is that of `raafl compare benchmarks/unequal/small.yaml`; what is lea
 (`raafl/plan/choices.json`), and its error goes to `benchmarks/results/auto.json`.
 
     python -m benchmarks.choices [GRID.json] [--check]
-    python -m benchmarks.choices --unseen GRID/result.json
+    python -m benchmarks.choices --unseen GRID/result.json [GRID/result.json ...]
 """
 
 from __future__ import annotations
@@ -228,40 +228,86 @@ def rules(shown: Mapping[str, Any]) -> list[Row]:
     return [auto_row, *({"rule": f"always {label}", **one} for label, one in always)]
 
 
-def unseen(path: Path) -> list[Row]:
+def unseen(paths: Sequence[Path]) -> list[Row]:
     """Return a row for each cell of a grid of which one row is auto itself: what it chose, and its time over the others'.
 
     Args:
-        path: result of `raafl compare benchmarks/unequal/auto.yaml`, beside its run folders.
+        paths: results of `raafl compare benchmarks/unequal/auto.yaml`, each beside its run folders; of rows that several have,
+            the first result's count.
     """
+    cells: dict[Key, dict[str, tuple[Path, Mapping[str, Any]]]] = {}
+    for path in paths:
+        for cell in json.loads(path.read_text())["cells"]:
+            known = cells.setdefault((cell["fleet"], cell["task"]), {})
+            for row in cell["rows"]:
+                known.setdefault(row["row"], (path.parent, row))
     rows = []
-    for cell in json.loads(path.read_text())["cells"]:
-        here = {row["row"]: one for row in cell["rows"] if (one := MethodRuns.of(row)) is not None}
+    for (fleet, task), known in cells.items():
+        here = {label: one for label, (_, row) in known.items() if (one := MethodRuns.of(row)) is not None}
         if "auto" not in here:
             continue
-        runs = next(row["runs"] for row in cell["rows"] if row["row"] == "auto")
-        journals = [path.parent / run["folder"] / JOURNAL for run in runs if "error" not in run]
+        folder, row = known["auto"]
+        journals = [folder / run["folder"] / JOURNAL for run in row["runs"] if "error" not in run]
         firsts = [json.loads(next(iter(journal.open()))) for journal in journals]
+        adjusted = [sum('"event":"adjusted"' in line for line in journal.open()) for journal in journals]
         rows.append({
-            "fleet": cell["fleet"], "task": cell["task"], "seeds": len(here["auto"].seconds), "reached": here["auto"].reached,
-            "chosen": " or ".join(sorted({first["chosen"]["method"] for first in firsts})),
+            "fleet": fleet, "task": task, "seeds": len(here["auto"].seconds), "reached": here["auto"].reached,
+            "chosen": " or ".join(sorted({first["chosen"]["method"] for first in firsts})), "adjusted": median(adjusted),
             **{f"over_{label.lower().replace(', ', '-')}": math.exp(fmean(_logs(here, "auto", label)))
                for label in here if label != "auto" and _logs(here, "auto", label)},
         })  # fmt: skip
     return rows
 
 
+def by_fleet(name: str, rows: Sequence[Row]) -> Row:
+    """Return auto's time over that of FedBuff's defaults, as a geometric mean over fleets, each by the mean over its tasks.
+
+    Args:
+        name: name of these fleets.
+        rows: rows of cells, with the fleet and the time over the defaults'.
+    """
+    logs: dict[str, list[float]] = {}
+    for row in rows:
+        logs.setdefault(row["fleet"], []).append(math.log(row["over_fedbuff-defaults"]))
+    found = geometric([math.exp(fmean(values)) for values in logs.values()])
+    return {
+        "fleets": name,
+        "number": len(logs),
+        "cells": len(rows),
+        **found,
+        "slower": sum(fmean(v) > 0 for v in logs.values()),
+    }
+
+
+def all_fleets(rows: Sequence[Row], left: Sequence[Row]) -> list[Row]:
+    """Return rows of `by_fleet` for the fleets that the table does not know, those that were left out of it, and all of them.
+
+    Args:
+        rows: result of `unseen`.
+        left: rows of the cells that were left out, of `benchmarks/results/auto.json`.
+    """
+    known = [{**row, "over_fedbuff-defaults": row["over_fedbuff-10"]} for row in left]
+    groups = {"unknown to the table": rows, "left out of it in turn": known, "all of them": [*rows, *known]}
+    return [by_fleet(name, group) for name, group in groups.items()]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the table and its error, or with ``--check`` only print them."""
     parser = ArgumentParser(prog="python -m benchmarks.choices")
     parser.add_argument("grid", type=Path, nargs="?", default=GRID, help="result of the grid")
-    parser.add_argument("--unseen", type=Path, help="result of the grid auto.yaml: write results/auto-unseen.json")
+    parser.add_argument(
+        "--unseen", type=Path, nargs="+", help="results of the grid auto.yaml: write results/auto-unseen.json"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing")
     options = parser.parse_args(argv)
     if options.unseen is not None:
         rows = unseen(options.unseen)
-        print(table(rows))
-        UNSEEN.write_text(json.dumps(report(rows), indent=2) + "\n")
+        left = [row for row in json.loads(RESULT.read_text())["rows"] if row["part"] == "cell"]
+        groups = all_fleets(rows, left)
+        print(table(rows), table(groups), sep="\n\n")
+        if not options.check:
+            parts = [{"part": "cell", **row} for row in rows] + [{"part": "fleets", **row} for row in groups]
+            UNSEEN.write_text(json.dumps(report(parts), indent=2) + "\n")
         return
     grid = json.loads(options.grid.read_text())
     found, seen, experiments = learn(grid)

@@ -110,11 +110,12 @@ class Trigger(Part, ABC):
         """
         return self.restart == "merge"
 
-    def on_update(self, assignment: Assignment, state: GlobalState) -> Adjusted | None:
+    def on_update(self, assignment: Assignment, num_active: int, state: GlobalState) -> Adjusted | None:
         """Observe that an update was accepted at ``state.now_s``; return a change of one of this part's settings, or None.
 
         Args:
             assignment: task of the update.
+            num_active: number of clients at work until now, including this one.
             state: the global model; its memory holds this part's measurements.
         """
         return None

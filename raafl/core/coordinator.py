@@ -121,12 +121,12 @@ class Coordinator(Admission):
         if problem is not None or assignment is None:
             self._refuse(update, assignment, problem or "", now)
             return
-        waits = self.algorithm.trigger.client_waits(assignment, self.state.memory)
+        waits, num_active = self.algorithm.trigger.client_waits(assignment, self.state.memory), len(self.roster.active)
         self.roster.release(assignment, back=not waits)
         self.backoff.accept(assignment.client)
         self.waiting.append((assignment, update, self.state.version - assignment.version))
         self.arrived_s.append(now)
-        adjusted = self.algorithm.trigger.on_update(assignment, self.state)
+        adjusted = self.algorithm.trigger.on_update(assignment, num_active, self.state)
         if adjusted is not None:
             self._actions.append(adjusted)
 

@@ -44,16 +44,18 @@ class BufferMemory(MergeMemory):
 
     Attributes:
         size: number of updates in a merge at present.
-        since_s: time of the last adjustment of the size, in seconds on the run's clock.
-        num_updates: number of updates that have arrived since that time.
-        task_s: total duration in seconds of the tasks of these updates.
+        since_s: time of the last comparison with the size, in seconds on the run's clock.
+        until_s: time of the latest update.
+        num_updates: number of updates that have arrived since ``since_s``.
+        work_s: total seconds that clients were at work since then, summed over clients.
     """
 
     key = "buffer"
     size: int
     since_s: float = 0.0
+    until_s: float = 0.0
     num_updates: int = 0
-    task_s: float = 0.0
+    work_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Buffered(Trigger):
 
     With L clients at work, an update is on average (L - 1) / K merges old when it is merged, whatever the clients'
     speeds (Alahyane et al. 2025, arXiv 2502.08206). With `at_work` set, K is kept in proportion to L - 1, so that this
-    stays the same. L is measured as the total duration of finished tasks divided by the time that has passed.
+    stays the same. L is measured as a mean over time.
 
     Attributes:
         size: number of updates in a merge (K); with `at_work` only the initial number.
@@ -88,17 +90,19 @@ class Buffered(Trigger):
         record = None if self.at_work is None else memory.find(BufferMemory)
         return self.size if record is None else record.size
 
-    def on_update(self, assignment: Assignment, state: GlobalState) -> Adjusted | None:
+    def on_update(self, assignment: Assignment, num_active: int, state: GlobalState) -> Adjusted | None:
         """Measure the number of clients at work, and adjust the buffer size K if it is far from the right one."""
         if self.at_work is None:
             return None
-        record = state.memory.of(BufferMemory, lambda: BufferMemory(self.size, assignment.assigned_s))
+        start_s = assignment.assigned_s
+        record = state.memory.of(BufferMemory, lambda: BufferMemory(self.size, start_s, start_s))
         record.num_updates += 1
-        record.task_s += state.now_s - assignment.assigned_s
+        record.work_s += num_active * (state.now_s - record.until_s)
+        record.until_s = state.now_s
         if record.num_updates < _TASKS_EACH * self.at_work or state.now_s <= record.since_s:
             return None
-        at_work, before = record.task_s / (state.now_s - record.since_s), record.size
-        record.since_s, record.num_updates, record.task_s = state.now_s, 0, 0.0
+        at_work, before = record.work_s / (state.now_s - record.since_s), record.size
+        record.since_s, record.num_updates, record.work_s = state.now_s, 0, 0.0
         wanted = self.size_for(at_work)
         if abs(wanted - before) <= max(_SLACK, _SLACK_SHARE * before):
             return None

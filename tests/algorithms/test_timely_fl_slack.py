@@ -20,7 +20,7 @@ def test_the_slack_follows_how_late_four_fifths_of_the_tasks_are():
 
     def after(late):
         memory.late += late
-        return trigger.on_update(task, state)
+        return trigger.on_update(task, 1, state)
 
     assert after([0.01 * i for i in range(1, 20)]) is None and memory.slack is None
     assert after([0.2]) == Adjusted("slack", 0.0, 0.16, 0.16, 0.0, "the share of its time by which a task is late")

@@ -113,21 +113,38 @@ def test_a_fleet_is_chosen_for_by_the_others_alone(learnt):
 
 
 def test_of_a_grid_with_auto_its_choice_and_its_time_are_told(tmp_path):
-    """auto's 40 s and 50 s over 80 s and 100 s of another row, seed by seed."""
+    """auto's 40 s and 50 s over 80 s and 100 s of another row, seed by seed, which another result has."""
     (tmp_path / "runs" / "a").mkdir(parents=True)
-    (tmp_path / "runs" / "a" / "events.jsonl").write_text(json.dumps({"chosen": {"method": "fed_avg"}}) + "\n{}\n")
+    (tmp_path / "runs" / "a" / "events.jsonl").write_text(
+        json.dumps({"chosen": {"method": "fed_avg"}}) + '\n{"event":"adjusted"}\n'
+    )
     rows = [
         {"row": "auto", "runs": [{**run(i, 100.0, 50, 40.0 + 10 * i), "folder": "runs/a"} for i in range(2)]},
         {"row": "FedBuff, defaults", "runs": [run(i, 100.0, 50, 80.0 + 20 * i) for i in range(2)]},
     ]
-    (tmp_path / "result.json").write_text(json.dumps({"cells": [{"fleet": "f", "task": "t", "rows": rows}]}))
-    assert choices.unseen(tmp_path / "result.json") == [
+    for name, row in zip(("a.json", "b.json"), rows, strict=True):
+        (tmp_path / name).write_text(json.dumps({"cells": [{"fleet": "f", "task": "t", "rows": [row]}]}))
+    assert choices.unseen([tmp_path / "a.json", tmp_path / "b.json"]) == [
         {
             "fleet": "f",
             "task": "t",
             "seeds": 2,
             "reached": 2,
             "chosen": "fed_avg",
+            "adjusted": 1,
             "over_fedbuff-defaults": pytest.approx(0.5),
         }
     ]
+
+
+def test_a_fleet_counts_once_whatever_its_tasks():
+    """1/2 and 2 on one fleet are 1 together; beside 1/4 of another that is 1/2. The one left out has 4: (1 x 1/4 x 4)^(1/3) = 1."""
+    rows = [
+        {"fleet": "a", "over_fedbuff-defaults": 0.5},
+        {"fleet": "a", "over_fedbuff-defaults": 2.0},
+        {"fleet": "b", "over_fedbuff-defaults": 0.25},
+    ]
+    new, left, together = choices.all_fleets(rows, [{"fleet": "c", "over_fedbuff-10": 4.0}])
+    assert new["ratio"] == pytest.approx(0.5) and (new["number"], new["cells"], new["slower"]) == (2, 3, 0)
+    assert left["ratio"] == pytest.approx(4.0) and left["low"] is None
+    assert together["ratio"] == pytest.approx(1.0) and (together["number"], together["slower"]) == (3, 1)

@@ -109,31 +109,28 @@ def test_a_round_that_could_close_before_its_median_is_refused(fields, named):
 # ---- a buffer in proportion to the clients at work ----
 
 
-def arrivals(trigger, state, num, task_s):
-    """Let ``num`` updates arrive, one a second, whose tasks took ``task_s`` each; return what was changed."""
+def arrivals(trigger, state, num, at_work):
+    """Let ``num`` updates arrive, one a second, while ``at_work`` clients are at work; return what was changed."""
     found = []
     for _ in range(num):
+        task = Assignment(1, 1, 0, 0, 0, FULL, 0, None, None, 0, assigned_s=state.now_s)
         state.now_s += 1.0
-        task = Assignment(1, 1, 0, 0, 0, FULL, 0, None, None, 0, state.now_s - task_s)
-        found.append(trigger.on_update(task, state))
+        found.append(trigger.on_update(task, at_work, state))
     return [one for one in found if one is not None]
 
 
 def test_a_buffer_keeps_its_proportion_to_the_clients_at_work():
-    """By Little's law L = 1 update a second x the seconds of a task. K = 4 is meant for L = 9, so that K = 4 (L - 1) / 8.
+    """K = 4 is meant for 9 clients at work, so that for L of them it is 4 (L - 1) / 8; after 8 x 9 updates L is compared with it.
 
-    It is looked at after 8 x 9 updates: L = 6 asks for 2.5, which is 1.5 away; then 6.4 asks for 2.7, which is near enough.
+    L = 6 asks for 2.5, which is 1.5 away; (36 x 6 + 36 x 7) / 72 = 6.5 for 2.75, which is near enough; 7 for 3.
     """
     trigger, state = Buffered(4, at_work=9.0), line_state()
-    state.now_s = 5.0  # when the first task is assigned
-    first = arrivals(trigger, state, 71, task_s=6.0)
-    assert first == [] and trigger._size(state.memory) == 4
-    (changed,) = arrivals(trigger, state, 1, task_s=6.0)
-    at_work = 72 * 6.0 / 77  # the first task began 5 s before the first arrival
-    assert changed == Adjusted("buffer_size", 4, 2, pytest.approx(at_work), 9.0, "the mean number of clients at work")
-    assert trigger.size_for(at_work) == pytest.approx(4 * (at_work - 1) / 8)
-    assert arrivals(trigger, state, 72, task_s=6.4) == []
-    assert [one.after for one in arrivals(trigger, state, 72, task_s=7.0)] == [3]
+    state.now_s = 5.0
+    assert arrivals(trigger, state, 71, at_work=6) == [] and trigger._size(state.memory) == 4
+    (changed,) = arrivals(trigger, state, 1, at_work=6)
+    assert changed == Adjusted("buffer_size", 4, 2, 6.0, 9.0, "the mean number of clients at work")
+    assert arrivals(trigger, state, 36, at_work=6) + arrivals(trigger, state, 36, at_work=7) == []
+    assert [one.after for one in arrivals(trigger, state, 72, at_work=7)] == [3]
     context = TriggerContext([1.0, 2.0, 3.0], 6, 9, 0.0, 3.0, state.memory)
     assert trigger.due(context) and not Buffered(4).due(context)
 
@@ -142,7 +139,7 @@ def test_a_buffer_stays_between_half_and_twice_its_size():
     """One of several updates never becomes one of a single update, which no robust mean protects."""
     assert [Buffered(6, at_work=5.0).size_for(at_work) for at_work in (0.0, 4.0, 5.0, 50.0)] == [3, 4.5, 6, 12]
     assert [Buffered(size, at_work=5.0).size_for(1.0) for size in (1, 2, 3)] == [1, 2, 2]
-    assert arrivals(Buffered(4), state := line_state(), 500, task_s=9.0) == []
+    assert arrivals(Buffered(4), state := line_state(), 500, at_work=9) == []
     assert state.memory.find(BufferMemory) is None
 
 

@@ -353,7 +353,7 @@ class Interval(Trigger):
         memory = waiting.memory.of(TimelyMemory)
         return waiting.opened_s + memory.T_k * (SLACK + (self.slack if memory.slack is None else memory.slack))
 
-    def on_update(self, assignment: Assignment, state: GlobalState) -> Adjusted | None:
+    def on_update(self, assignment: Assignment, num_active: int, state: GlobalState) -> Adjusted | None:
         """Adjust the slack to recent delays, so that four fifths of the tasks are in time, once enough tasks were measured."""
         memory = state.memory.of(TimelyMemory)
         if self.most_slack is None or len(memory.late) < self._num_tasks(state.num_clients):

@@ -79,7 +79,7 @@ def notes_of(model):
 
 def test_what_is_not_of_co_s2p_is_said(submodels):
     notes = notes_of(submodels)
-    assert "no masks are trained" in notes[0] and "nothing is distilled" in notes[0]
+    assert "no masks are trained" in notes[0] and "there is no distillation" in notes[0]
     assert notes[1:] == ["the model has no exits: its own last layers end windows of blocks of every depth"]
     with_exits = Submodels(with_every_exit(vit()))
     assert len(with_exits.exits) == 1 and notes_of(with_exits) == notes[:1]

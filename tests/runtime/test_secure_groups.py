@@ -135,7 +135,7 @@ def test_an_update_out_of_range_is_refused_and_the_others_are_summed(tmp_path):
         (fed_avg(), {"guard": Guard(combine="median")}, "guard is on, .*: leave guard out"),
         (fed_avg(), {"rounds": Rounds(close_at=0.5)}, "rounds may end early, .*: leave rounds out"),
         (fed_avg(), {"compress": Compress(up="int8")}, "compress.up is int8, .*: set compress.up to none"),
-        (fed_avg(concurrency=2), {}, "sums 4 clients at a time, .* but 2 work at once"),
+        (fed_avg(concurrency=2), {}, "sums 4 clients at a time, .* but only 2 work at once"),
         (fed_avg(), {"secure_aggregation": SecureAggregation(min_cover=5)}, "min_cover is 5 for groups of 4 clients"),
         (fed_buff(2), {}, "groups of 2 clients: use 3 clients or more"),
         (fed_avg(), {"secure_aggregation": SecureAggregation(2, bound=1e9)}, "give a smaller bound"),

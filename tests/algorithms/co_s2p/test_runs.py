@@ -119,7 +119,7 @@ def test_a_model_without_blocks_is_cut_in_width_and_the_run_says_so(tmp_path):
     made = build(experiment(tmp_path / "again", co_s2p()), pace=False)
     said = made.coordinator.algorithm.notes(made.coordinator.fleet, 4)
     assert any("no stack of blocks: its depth stays whole" in line for line in said)
-    assert any("nothing is distilled" in line for line in said)
+    assert any("there is no distillation" in line for line in said)
 
 
 def test_after_a_task_of_masks_no_client_measures_a_model(tmp_path):

@@ -175,7 +175,7 @@ def test_two_lost_of_four_are_too_many_and_everyone_is_told(aggregator):
         one.lose(hand.assignment.client, hand.assignment.incarnation)
     assert one.look(0.0) == [] and not one.is_running
     assert [hand.heard() for hand in hands[:2]] == [None, None]
-    assert notes == ["a sum was not opened: too-few: 2 of 4 clients are left, 3 must help"]
+    assert notes == ["a sum could not be read: too-few: 2 of 4 clients are left, 3 must help"]
 
 
 def test_one_that_opens_nothing_counts_if_enough_others_do(aggregator):
@@ -204,7 +204,7 @@ def test_a_wrong_share_ends_the_sum_and_every_update_in_it(aggregator):
         hand.reveal()
     updates = one.look(0.0)
     assert [update.refusal for update in updates] == ["not-opened"] * 4 and not one.is_running
-    assert notes == ["a sum was not opened: bad-share: of a seed of member 1"]
+    assert notes == ["a sum could not be read: bad-share: of a seed of member 1"]
 
 
 def test_a_client_that_left_before_the_group_formed_is_not_in_it(aggregator):

@@ -204,7 +204,7 @@ def test_a_trial_that_something_ended_decides_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(runs.Runner, "_start", start)
     search = {"grid": {"--model.lr": [0.05, 0.1]}, "seeds": [10]}
     file = written(tmp_path, rows={"A": None}, search=search)
-    with pytest.raises(RunFailed, match=r"a trial of A \(search\), seed 10, was cut off .*same command again"):
+    with pytest.raises(RunFailed, match=r"a trial of A \(search\), seed 10, was interrupted .*same command again"):
         compare([file, "--output", str(tmp_path / "out"), "--no_page"])
     assert not (tmp_path / "out" / "result.json").exists()
 

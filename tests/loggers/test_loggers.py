@@ -184,7 +184,7 @@ def test_a_full_queue_drops_and_counts(monkeypatch, released):
         many.on_evaluate(version, 0.0, {})
     assert 45 <= many._workers[0]._failed <= 48  # of 52 calls four wait, and up to three were taken
     assert warned == [
-        "logger Hanging: 4 calls wait for it, and what comes is dropped; the run goes on, and the summary counts what "
+        "logger Hanging: 4 calls are waiting for it, and further calls are dropped; the run goes on, and the summary counts what "
         "is not logged"
     ]
     RELEASED.set()

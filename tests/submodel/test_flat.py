@@ -126,7 +126,7 @@ def test_copies_are_independent_and_prefixes_are_not():
         ({"tensors": [["a", [True], "float32"]]}, "has the tensor"),
         ({"tensors": [["a", [2], "float33"]]}, "has the tensor"),
         ({"tensors": [["a", [2], ["float32"]]]}, "has the tensor"),
-        ({"tensors": [["a", [2], "float32"], ["a", [2], "float32"]]}, "'a' is twice"),
+        ({"tensors": [["a", [2], "float32"], ["a", [2], "float32"]]}, "'a' occurs twice"),
     ],
 )
 def test_bad_layouts_are_refused(data, message):

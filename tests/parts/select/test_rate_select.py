@@ -307,7 +307,7 @@ def test_in_words():
 # ---- in algorithms ----
 
 
-FIXED = {"ada_vit", "fiarse", "platon", "split_fed", "timely_fl"}
+FIXED = {"ada_vit", "fiarse", "platon", "split_fed", "streaming_diloco", "timely_fl"}
 """Methods whose submodels, or whole models, are what they are about."""
 
 

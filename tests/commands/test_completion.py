@@ -61,7 +61,7 @@ def test_bash_offers(script, typed, offered, tmp_path):
 
 def test_the_command_prints_a_script_or_says_what_is_wrong(capsys):
     assert main(["--print_completion", "fish"]) == 2
-    assert "print_completion is 'fish': give bash, zsh or tcsh" in capsys.readouterr().err
+    assert "print_completion is 'fish', not a supported shell: give bash, zsh or tcsh" in capsys.readouterr().err
     assert main(["--print_completion=zsh"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("#compdef raafl") and all(name in shown for name in ALGORITHMS)

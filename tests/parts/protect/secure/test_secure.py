@@ -94,7 +94,7 @@ def test_the_largest_sum_does_not_overflow():
 
 @pytest.mark.parametrize("value", [8.1, -9.0, math.nan, math.inf])
 def test_an_element_beyond_the_bound_is_refused(value):
-    with pytest.raises(OutOfRange, match=r"beyond 8 \(secure_aggregation.bound\)"):
+    with pytest.raises(OutOfRange, match=r"larger than 8 \(secure_aggregation.bound\)"):
         FixedPoint(8.0, 10).scale(torch.tensor([0.0, value]))
 
 

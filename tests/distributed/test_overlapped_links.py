@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.cut_link import Relay
 from raafl.commands.replay import replay
+from raafl.local.train import LocalTrainer
 from raafl.transport import frames
 from raafl.transport.tcp import stream
 from tests.distributed.test_come_and_go import settled, wait_for
@@ -83,3 +85,30 @@ def test_a_server_killed_with_two_tasks_in_flight_resumes_without_them(tmp_path,
     assert run.summary["finished"] == "max_updates" and run.summary["updates_lost_by_reason"] == {"restart": 2}
     settled(run)
     assert replay(run.folder)["equal"] is True
+
+
+def updates_per_s(tmp_path, port, overlap):
+    """Let a client do six tasks whose training waits a second, and whose update takes a second to send."""
+    tmp_path.mkdir()
+    relay, options = Relay(port, RATE / 6, None), [*OVERLAP, "--model.hidden=[3333]", "--max_updates=6"]
+    with fleet_over(relay, tmp_path, port, options=[*options, f"--overlap={overlap}"]) as fleet, relay:
+        run = fleet.serve(listener=f"127.0.0.1:{port}")
+    at_s = [row["time_s"] for row in run.events("arrived")]
+    return (len(at_s) - 1) / (at_s[-1] - at_s[0])
+
+
+@pytest.mark.long(
+    "tests/runtime/test_overlapped_simulation.py::test_a_device_that_is_slower_than_its_uplink_never_waits"
+)
+def test_a_client_whose_uplink_is_as_slow_as_its_device_answers_more_often(tmp_path, free_port, monkeypatch):
+    """Two seconds a task become one: here, with what both ways have in common, at least 1.3 times as many updates."""
+    run = LocalTrainer.run
+
+    def slow(*args, **more):
+        time.sleep(1.0)
+        return run(*args, **more)
+
+    monkeypatch.setattr(LocalTrainer, "run", slow)
+    off, on = (updates_per_s(tmp_path / overlap, free_port, overlap) for overlap in ("false", "true"))
+    print(f"{off:.2f} updates/s one after the other, {on:.2f} overlapped: {on / off:.2f} times as many")
+    assert on > 1.3 * off

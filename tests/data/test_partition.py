@@ -118,7 +118,7 @@ def test_dirichlet_is_not_repaired_when_a_draw_will_do(caplog):
 def test_classes_per_client_are_exact_and_balanced(num_classes, num_clients, seed):
     partition = ClassesPerClient(num_classes)
     if num_classes * num_clients < 10:
-        with pytest.raises(BadInput, match="to nobody"):
+        with pytest.raises(BadInput, match="without a client"):
             partition.split(LABELS, num_clients, seed)
         return
     parts = partition.split(LABELS, num_clients, seed)

@@ -21,7 +21,7 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"events\.jsonl:2: not a line of JSON"):
         list(JournalReader(tmp_path).written())
     journal.write_text("[1]\n")
-    with pytest.raises(ValueError, match=r"events\.jsonl:1: a list where an event"):
+    with pytest.raises(ValueError, match=r"events\.jsonl:1: the line is a list, but an event"):
         list(JournalReader(tmp_path).written())
 
 

@@ -259,7 +259,7 @@ class UplinkCodec(_End):
         if received is not None:
             for entry in self._plan.added_back(out.layout):
                 out.view(entry).add_(received[entry.name].to(out.device))
-        if not out.is_finite():
+        if out.device.type != "meta" and not out.is_finite():  # a dry run has shapes alone
             raise InvalidPayload("non-finite")
         return out
 

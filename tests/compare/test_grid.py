@@ -132,7 +132,7 @@ def test_a_method_of_ones_own_stands_beside_a_result(finished, tmp_path):
     mine = file.parent / "methods" / "mine.yaml"
     argv = [str(file), "--add", str(mine), "--rows", "mine", "--beside", str(out / "result.json")]
     argv += ["--output", str(tmp_path / "mine"), "--json"]
-    with pytest.raises(BadInput, match=r"'mine' needs task_s.digits of fleet 'alike'"):
+    with pytest.raises(BadInput, match=r"'mine' needs task_s.digits in fleet 'alike'"):
         compare(argv)
     written(file.parent, **{"fleets/alike": FILES["fleets/alike"] | {"task_s": {"digits": 0.3}}})
     try:

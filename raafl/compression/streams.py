@@ -312,7 +312,8 @@ class CompressedSnapshots(Snapshots):
         is_new = assignment.version != self._version or assignment.spec not in self._current
         snapshot, (down, _) = super().cut(assignment), self._both(assignment)
         if one is None or one.draws or one.feeds_back or is_resident:
-            out = self._room(self._plan.payload.layout(assignment.spec, "sent"))
+            payload = self._plan.payload
+            out = self._room(payload.layout(assignment.spec, "sent") if is_resident else snapshot.layout)
             self._users[id(out)] = 1
             num_bytes = self._carry_down(down, assignment, snapshot, out)
             if self._has_first:

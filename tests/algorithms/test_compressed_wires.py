@@ -48,8 +48,9 @@ def shares_of(algorithm, run):
 
 
 @pytest.mark.parametrize("plan", WIRES)
-@pytest.mark.parametrize("name", each_method(but=["split_fed"], parts=["local", "select"]))
+@pytest.mark.parametrize("name", each_method(but=["split_fed", "streaming_diloco"], parts=["local", "select"]))
 def test_fewer_bytes_travel_and_all_that_arrives_is_merged(tmp_path, name, plan):
+    """split_fed's and streaming_diloco's bytes follow from the task: their own tests count them."""
     algorithm, compress = ALGORITHMS[name](), WIRES[plan]
     settings = experiment(tmp_path / "run", algorithm, clients=2, max_updates=4, compress=compress)
     if name in FIXED_UP and compress.up != "none":

@@ -161,7 +161,7 @@ def test_after_the_last_restart_a_client_stays_away_and_the_run_goes_on(run, tmp
     assert code == 0
     assert len(noted(tmp_path, "client-1")) == 3
     assert said[2:] == [
-        "client 1 was killed by SIGKILL and stays away after 2 restarts in all. The end of its output:",
+        "client 1 was killed by SIGKILL and is not started again after 2 restarts in all. The end of its output:",
         "\n".join(["  line one", "  line two"] * 3),
     ]
 

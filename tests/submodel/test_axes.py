@@ -50,7 +50,10 @@ def test_objects_are_taken_as_they_are():
     [
         ({"a": [("fc1.wieght", 0)]}, "no such parameter or buffer; did you mean 'fc1.weight'"),
         ({"a": [("fc1.weight", 2)]}, r"its shape is \(6, 4\): give a dimension from 0 to 1"),
-        ({"a": [("fc1.weight", 0), ("fc2.weight", 1)]}, "has 12 indices .* but 6 in another|has 6 indices .* but 12 in another"),
+        (
+            {"a": [("fc1.weight", 0), ("fc2.weight", 1)]},
+            "has 12 indices .* but 6 in another|has 6 indices .* but 12 in another",
+        ),
         ({"a": ["fc1.weight"]}, "give \\(parameter name, dim"),
         ({"a": [("fc1.weight", "0")]}, "give \\(parameter name, dim"),
         ({"a": []}, "without members"),

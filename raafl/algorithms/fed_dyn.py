@@ -126,7 +126,7 @@ class Corrected(WithVariates):
         self.inner.receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the wrapped mean, then subtract h / alpha from all elements that were trained."""
+        """Apply the wrapped mean, then subtract the correction h / alpha (Algorithm 1) from all elements that were trained."""
         super().apply(state)
         whole = state.submodels.layout(part="trained")
         covered, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))

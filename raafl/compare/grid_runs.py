@@ -42,7 +42,8 @@ def run_grid(
 ) -> GridRuns:  # fmt: skip
     """Run everything in a grid that has not finished yet.
 
-    First come the searches of all tasks, then all runs with the first seed and their replays, then those with the
+    First come the trials that search each row's settings, then all runs with the first seed and the replays that verify
+    them, then those with the
     second seed, and so on. So a grid that is interrupted lacks only its last seeds.
 
     Args:

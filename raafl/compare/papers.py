@@ -35,7 +35,7 @@ class Exhibit:
     note: str = ""
 
     def comparison(self, scale: Scale) -> Comparison:
-        """Read the comparison file for a scale; raise `BadInput` if there is none."""
+        """Read the comparison file of this table at the scale "small" or "full"; raise `BadInput` if there is none."""
         if self.missing:
             raise BadInput(f"table is '{self.name}', which cannot be reproduced: {self.missing}")
         if scale not in self.scales:

@@ -27,16 +27,16 @@ WAYS: tuple[Way, Way] = ("sent", "trained")
 class CompressionPlan:
     """Compressors of a run in both directions, and the layouts on the wire; the same on server and clients.
 
-    Parameters and bundles are compressed. Running statistics and other buffers are sent unchanged, since they are small
-    and not gradients or steps.
+    Parameters and bundles are compressed; bundles are extra tensors that a method sends beside the model. Running
+    statistics and other buffers are sent unchanged, since they are small and not gradients or steps.
 
     Attributes:
         payload: layouts of the tensors that travel, before compression.
         submodels: submodels of the model, or of the part of it that travels.
         down: compressor of tensors for clients; None = no compression.
         up: compressor of tensors from clients; None = no compression.
-        adds_back: whether clients send differences although the merge wants values, so that the server must add the
-            values that it had sent.
+        adds_back: whether clients send differences from the values that they received although the merge wants values.
+            The server then adds the values that it sent.
     """
 
     def __init__(

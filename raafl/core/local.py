@@ -153,8 +153,8 @@ class Local(Part):
         super().__init_subclass__(**more)
         if cls.exchange is not Local.exchange and (cls.down or cls.up):
             raise TypeError(
-                f"{cls.__name__} has both an exchange and bundles ({', '.join((*cls.down, *cls.up))}): use only one "
-                "of them"
+                f"{cls.__name__} exchanges messages during a task and also sends bundles of extra tensors "
+                f"({', '.join((*cls.down, *cls.up))}): use only one of them"
             )
 
     @property

@@ -295,7 +295,7 @@ class ByColumn(Partition):
     def assign(
         self, labels: Ints, num_clients: int, rng: np.random.Generator, columns: Mapping[str, Sequence[Any]]
     ) -> list[Ints]:
-        """Give each client whole values of the column; see `Partition.assign`."""
+        """Give all samples that share a value of the column to one client; see `Partition.assign`."""
         if self.column not in columns:
             known = ", ".join(sorted(columns)) or "none"
             raise BadInput(f"ByColumn: the training data has no column {self.column!r} (columns: {known})")

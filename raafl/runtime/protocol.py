@@ -100,7 +100,7 @@ class Hello:
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
-        """Build a client's first message; a recorded series in its profile becomes a digest, as the server has the series.
+        """Build a client's first message. A recorded series of speeds in its profile is sent as a digest only.
 
         Args:
             identity: identity of this process: config, model and version.

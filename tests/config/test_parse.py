@@ -171,7 +171,7 @@ WRONG = {
         "algorithm.fragments is ['a', 'b']: give a whole number or a list of numbers"
     ),
     "algorithm: {class_path: raafl.fed_raa, init_args: {fragments: 9}}": (
-        "fragments is 9: give 1 to 5 (Table 4), or a list of ratios such as [0.2, 0.3, 0.5]"
+        "fragments is 9: give 1 to 5 (the splits of Fed-RAA's Table 4), or a list of ratios such as [0.2, 0.3, 0.5]"
     ),
     "algorithm: {class_path: raafl.fed_opt, init_args: {optimizer: sgd}}": (
         "algorithm.optimizer is 'sgd': give one of adam, yogi, adagrad"

@@ -69,7 +69,10 @@ def test_a_bundle_of_its_own_layout_is_as_the_task_says_and_not_compressed():
 
 
 def test_a_method_has_bundles_or_an_exchange():
-    with pytest.raises(TypeError, match=r"Both has both an exchange and bundles \(scores\): use only one of them"):
+    with pytest.raises(
+        TypeError,
+        match=r"Both exchanges messages during a task and also sends bundles of extra tensors \(scores\): use only one of them",
+    ):
 
         class Both(Local):
             up = ("scores",)

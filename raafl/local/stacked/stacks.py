@@ -55,13 +55,14 @@ def outside() -> Iterator[Callable[[Tensor], Tensor]]:
 def within(
     num: int, function: Callable[[Callable[[Tensor], Tensor]], tuple[Any, list[Any]]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Call a function inside vmap over several clients; return the stacked tensors of its loss and its values.
+    """Compute the losses of several clients at once; return the stacked losses and other values.
 
     `torch.func.vmap` would do the same, but takes as long for its checks as a small model's step.
 
     Args:
         num: number of clients in the stack.
-        function: function to call. It gets a function that turns a stack into a tensor inside vmap, and returns a loss
+        function: computation of one client, called once for all. Its argument converts a tensor that is stacked over
+            clients to that of one client, as inside vmap. It returns a loss
             and a list of values.
 
     Raises:

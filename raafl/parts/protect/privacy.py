@@ -333,7 +333,7 @@ class Private(Wrapped):
         return super().ends_run(state)
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
-        """Return the wrapped merge's numbers, and the epsilon of the client that has contributed most often."""
+        """Return the new version's columns of metrics.csv: those of the wrapped merge, and the largest epsilon of a client."""
         squares = state.memory.of(PrivacyMemory).squares
         return {**super().figures(state), "epsilon": self._epsilon(max(squares.values(), default=0))}
 

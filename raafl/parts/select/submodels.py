@@ -73,7 +73,8 @@ def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
     if isinstance(fragments, int):
         if fragments not in TABLE_4:
             raise BadInput(
-                f"fragments is {fragments}: give 1 to 5 (Table 4), or a list of ratios such as [0.2, 0.3, 0.5]"
+                f"fragments is {fragments}: give 1 to 5 (the splits of Fed-RAA's Table 4), "
+                "or a list of ratios such as [0.2, 0.3, 0.5]"
             )
         return TABLE_4[fragments]
     ratios = tuple(float(ratio) for ratio in fragments)

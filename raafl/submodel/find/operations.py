@@ -117,7 +117,10 @@ POINTWISE = {
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the decorated function as the rule of some operations: which of their dimensions have the same units."""
+    """Register the decorated function as the rule of some operations.
+
+    A rule tells which dimensions of an operation's tensors belong together, so that they must shrink together.
+    """
 
     def add(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))

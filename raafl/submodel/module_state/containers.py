@@ -185,7 +185,7 @@ class DictRecord(Record):
 
 
 class SetRecord(Record):
-    """Record of the elements of a set."""
+    """Record of the elements of a set that a module holds, from which the set is restored after a task."""
 
     def __init__(self, reached: Reached) -> None:
         super().__init__(reached)

@@ -65,7 +65,7 @@ class TcpTransport(Transport):
     def recheck(self) -> None:
         """Close each connection whose client `ConnectOptions.authorize` would refuse now; called after the rules have changed.
 
-        A broken connection gets the reason, too, since its session may be waiting for the client to come back.
+        A broken connection is closed with the reason, too, since its session may be waiting for the client to come back.
         """
         with self._lock:
             admitted = list(self._admitted.items())

@@ -128,7 +128,10 @@ class Coverage:
         self._cells: dict[Spec, np.ndarray] = {}
 
     def cells_of(self, key: int) -> np.ndarray:
-        """Return the number of the cell to which each element of a member's submodel belongs, in order."""
+        """Return, for each element of a member's submodel in order, the index of its cell.
+
+        A cell is a set of elements that the same members train.
+        """
         spec = self.specs[key]
         if spec not in self._cells:
             plan = self._ring.plan(spec, torch.int64)

@@ -56,12 +56,15 @@ class Member:
         self._has_revealed = False
 
     def join(self, group: Group, key: int, ring: Ring) -> tuple[dict[int, bytes], bytes]:
-        """Agree to a group: return encrypted shares for the other members, by key, and commitments to this client's seeds.
+        """Agree to a group, and return what the other members need in order to remove this client's masks if it is lost.
+
+        These are encrypted shares of the seeds from which its masks are drawn, by the key of the member that receives
+        them, and commitments to the seeds.
 
         Args:
             group: description of the group that the server sent.
             key: key of this member.
-            ring: layouts of the integers that replace the model's values.
+            ring: layouts of the integers by which the model's values are masked and summed.
 
         Raises:
             CannotOpen: bad-group: the group is too small, has another threshold or min_cover than agreed, or lacks this

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -69,6 +70,7 @@ class Pool(RankExecutor):
 
 def _worker(place: int, pairs: Sequence[tuple[socket.socket, socket.socket]], does: Work, num_threads: int) -> None:
     """Do what the parent asks for until it says that the run has ended, or is gone."""
+    gc.freeze()  # what waits for the parent's collector, such as connections whose threads are not here, is not ours to end
     for number in _PASSED_OVER:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_OVER)

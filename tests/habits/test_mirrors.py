@@ -21,7 +21,6 @@ ELSEWHERE = {
     "raafl/runtime/client/worker.py": "tests/runtime/test_exchange.py",
     "raafl/runtime/driver.py": "tests/runtime/test_simulation.py",
     "raafl/runtime/executors/base.py": "tests/conformance/test_executors.py",
-    "raafl/runtime/executors/pool.py": "tests/conformance/test_executors.py",
     "raafl/runtime/executors/rank_worker.py": "tests/runtime/executors/test_ranks.py",
     "raafl/runtime/executors/shared_evaluation.py": "tests/conformance/test_executors.py",
     "raafl/runtime/fields.py": "tests/runtime/test_protocol.py",

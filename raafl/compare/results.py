@@ -93,7 +93,10 @@ def _costs(summary: Summary) -> dict[str, Any]:
 
 
 def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
-    """Return what clients last measured on data of their own: means of all metrics, weighted by samples, and the worst value."""
+    """Return the last figures that clients measured on data of their own.
+
+    These are the means of all metrics, weighted by samples, and the worst value.
+    """
     last: dict[str, dict[str, str]] = {}
     with (folder / CLIENTS).open(newline="") as file:
         for row in csv.DictReader(file):

@@ -57,7 +57,7 @@ def real_time(
 
 
 def _rate(profile: Profile, name: Literal["speed", "link"], task: int, draw: Draw) -> _Rate | None:
-    """Return how a rate of a device varies; None for a steady one, which most tasks of large fleets have."""
+    """Return the variation of one rate of a device; None for a steady one, which most tasks of large fleets have."""
     changes, drift, jitter = _variation(profile, name)
     if changes is None and not drift and not jitter:
         return None

@@ -41,20 +41,32 @@ def fleet_over(relay, tmp_path, port, clients=1, servers=(), options=()):
     return remote(experiment, config, tmp_path, joiners, held_back=range(1, clients), servers=servers, port=port)
 
 
+def cuts(relay, *reached):
+    """Return a function that cuts the link as soon as each of these is true, in turn."""
+
+    def cut():
+        for is_reached in reached:
+            wait_for(is_reached, 100.0)
+            relay.cut()
+
+    return cut
+
+
+def served_while(fleet, port, action):
+    """Serve to the run's end while ``action`` goes on in a thread; return the run."""
+    thread = threading.Thread(target=action)
+    thread.start()
+    run = fleet.serve(listener=f"127.0.0.1:{port}")
+    thread.join()
+    return run
+
+
 def test_an_update_gets_over_a_link_that_is_cut_while_it_is_sent(tmp_path, free_port):
     """Cut at a third and at two; at most 5 % crosses the link twice. The run replays: its journal's events have no cut."""
     relay = Relay(free_port, RATE, None)
-
-    def cut():
-        for part in (1 / 3, 2 / 3):
-            wait_for(lambda part=part: relay.up_bytes > part * NUM_BYTES, 100.0)
-            relay.cut()
-
-    cutting = threading.Thread(target=cut)
+    parts = [lambda part=part: relay.up_bytes > part * NUM_BYTES for part in (1 / 3, 2 / 3)]
     with fleet_over(relay, tmp_path, free_port, options=["--max_updates=1"]) as fleet, relay:
-        cutting.start()
-        run = fleet.serve(listener=f"127.0.0.1:{free_port}")
-        cutting.join()
+        run = served_while(fleet, free_port, cuts(relay, *parts))
         assert fleet.joiners[0].exit_code() == 0, fleet.joiners[0].words()
     chunks = [row["chunks"] for row in run.events("back")]
     assert len(run.events("away")) == len(chunks) == 2 and 0 < chunks[0] < chunks[1] and not run.events("lost")
@@ -65,19 +77,6 @@ def test_an_update_gets_over_a_link_that_is_cut_while_it_is_sent(tmp_path, free_
     assert replay(run.folder)["equal"] is True
 
 
-def cut_at(relay, *reached):
-    """Cut the link as soon as each of these is true, in turn; return the thread, begun."""
-
-    def cut():
-        for is_reached in reached:
-            wait_for(is_reached, 100.0)
-            relay.cut()
-
-    thread = threading.Thread(target=cut)
-    thread.start()
-    return thread
-
-
 def test_a_question_and_its_reply_go_on_where_they_were_cut(tmp_path, free_port):
     """SplitFed: the activations of a batch go up, their gradient comes down; both are 256 kB, the client's half is 520 kB."""
     batch, half = 32 * 2000 * 4, 65 * 2000 * 4
@@ -86,9 +85,7 @@ def test_a_question_and_its_reply_go_on_where_they_were_cut(tmp_path, free_port)
     with fleet_over(relay, tmp_path, free_port, options=[*options, "--max_updates=1"]) as fleet, relay:
         in_question = lambda: relay.up_bytes > batch // 2  # noqa: E731
         in_reply = lambda: relay.down_bytes > half + batch + batch // 2  # noqa: E731
-        cutting = cut_at(relay, in_question, in_reply)
-        run = fleet.serve(listener=f"127.0.0.1:{free_port}")
-        cutting.join()
+        run = served_while(fleet, free_port, cuts(relay, in_question, in_reply))
         assert fleet.joiners[0].exit_code() == 0, fleet.joiners[0].words()
     chunks = [row["chunks"] for row in run.events("back")]
     assert len(chunks) == 2 and 0 < chunks[0] < batch // 8192 and not run.events("lost")
@@ -104,9 +101,8 @@ def test_a_masked_update_goes_on_where_it_was_cut(tmp_path, free_port):
     experiment, config = parsed(tmp_path, *options, second_s=0.02, waits=PATIENT)
     clients = [(1, at("north", address=f"127.0.0.1:{relay.port}")), (2, at("south")), (3, at("east"))]
     with remote(experiment, config, tmp_path, clients, port=free_port) as fleet, relay:
-        cutting = cut_at(relay, *(lambda part=part: relay.up_bytes > part for part in (400_000, 800_000)))
-        run = fleet.serve(listener=f"127.0.0.1:{free_port}")
-        cutting.join()
+        parts = [lambda part=part: relay.up_bytes > part for part in (400_000, 800_000)]
+        run = served_while(fleet, free_port, cuts(relay, *parts))
         assert [joiner.exit_code() for joiner in fleet.joiners] == [0, 0, 0], fleet.joiners[0].words()
     chunks = [row["chunks"] for row in run.events("back")]
     assert len(chunks) == 2 and 0 < chunks[0] < chunks[1] and not run.events("lost")
@@ -135,10 +131,7 @@ def test_a_client_killed_while_it_sends_comes_back_without_its_update(tmp_path, 
             first.send(signal.SIGKILL)
             second.begin()
 
-        killing = threading.Thread(target=kill)
-        killing.start()
-        run = fleet.serve(listener=f"127.0.0.1:{free_port}")
-        killing.join()
+        run = served_while(fleet, free_port, kill)
         assert [first.exit_code(), second.exit_code()] == [-signal.SIGKILL, 0], second.words()
     assert [(row["incarnation"], row["outcome"]) for row in run.rows()] == [("0", "lost:replaced"), ("1", "merged")]
     assert len(run.events("away")) == 1 and not run.events("back")

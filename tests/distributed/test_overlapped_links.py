@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from raafl.local.train import LocalTrainer
 from raafl.transport import frames
 from raafl.transport.tcp import stream
 from tests.distributed.test_come_and_go import settled, wait_for
-from tests.distributed.test_cut_links import NUM_BYTES, RATE, begun, fleet_over
+from tests.distributed.test_cut_links import NUM_BYTES, RATE, begun, fleet_over, served_while
 
 pytestmark = pytest.mark.timeout(120)
 OVERLAP = ("--algorithm=fed_async", "--overlap=true")
@@ -53,10 +52,7 @@ def test_a_link_is_cut_and_a_client_killed_with_two_tasks_in_flight(tmp_path, fr
             first.send(signal.SIGKILL)
             second.begin()
 
-        harming = threading.Thread(target=harm)
-        harming.start()
-        run = fleet.serve(listener=f"127.0.0.1:{free_port}")
-        harming.join()
+        run = served_while(fleet, free_port, harm)
         assert [first.exit_code(), second.exit_code()] == [-signal.SIGKILL, 0], second.words()
     assert run.events("back") and in_flight(run, "away") == 2
     outcomes = [(row["assignment"], row["outcome"]) for row in run.rows()]

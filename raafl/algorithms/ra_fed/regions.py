@@ -248,7 +248,7 @@ class Regions(Select):
 
 
 def _of_round(fleet: SelectContext, name: str, round: int, draw: Callable[[], Value]) -> Value:
-    """Return what is drawn once for a round, from the cache entry ``name`` after the first call.
+    """Return the value that is drawn once for a round, from the cache entry ``name`` after the first call.
 
     Args:
         fleet: context, whose cache stores recent rounds.

@@ -11,7 +11,7 @@ from raafl.submodel import FlatTensors
 class Sender:
     """Sender of a client's updates, one at a time, in the background.
 
-    The thread that trains calls it; another thread exists while an update is being sent.
+    Only the training thread calls these methods. Each update is sent by a thread of its own.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:

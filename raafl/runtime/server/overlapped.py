@@ -33,9 +33,9 @@ class _Sent:
 class OverlappedSession(Session):
     """The server's session with a client that trains its next task while the update of the last one is being sent.
 
-    When an update begins to arrive, its task is trained. While the session's thread receives it, another thread sends
-    the next task as soon as the coordinator assigns one. That thread ends before the next update is received. Two
-    updates may wait for the coordinator, so there is storage for two.
+    An update that begins to arrive shows that the client has finished training its task. While the session's thread
+    receives the update, another thread sends the next task as soon as the coordinator assigns one. That thread ends
+    before the next update is received. Two updates may wait for the coordinator, so there is storage for two.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -106,10 +106,10 @@ class OverlappedSession(Session):
         return following
 
     def next_task(self) -> Task | None:
-        """Take the next task from the queue; None if there is none soon. A stop request stays in the queue.
+        """Take the next task from the queue; return None after a short wait without one, or if asked to stop.
 
         Raises:
-            NoRoom: there is no room for the next task.
+            NoRoom: there is too little memory or disk space for the values of the next task.
         """
         try:
             command = self._outbox.get(timeout=_LOOK_S)
@@ -160,7 +160,7 @@ class _Ahead:
         return self._sent
 
     def stop(self, timeout_s: float | None = None) -> None:
-        """Tell the thread to wait for no task any longer, and wait until it has ended."""
+        """Tell the thread to stop waiting for a task, and wait until the thread has ended."""
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join(timeout=timeout_s)

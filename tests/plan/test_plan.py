@@ -121,7 +121,7 @@ def test_of_a_large_model_other_algorithms_are_predicted_when_asked_for(world, m
     assert len(planning.make_plan(world.experiment, None, 8).algorithms) == 1 + len(ALGORITHMS)
 
 
-@pytest.mark.quick_cases(3, 5, 6, 8)
+@pytest.mark.quick_cases(3, 5, 6, 8, 9)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -134,6 +134,7 @@ def test_of_a_large_model_other_algorithms_are_predicted_when_asked_for(world, m
         ("hetero_fl", []),
         ("fed_async", ["--algorithm.concurrency", "2"]),
         ("fed_compass", ["--algorithm.min_steps", "5", "--algorithm.max_steps", "25"]),
+        ("fed_buff", ["--algorithm.buffer_size", "3", "--overlap", "true"]),
     ],
 )
 def test_a_prediction_is_what_the_simulated_run_takes(name, options, tmp_path):

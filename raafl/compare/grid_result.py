@@ -14,7 +14,7 @@ from raafl.compare.grid import Cell, Grid
 from raafl.compare.grid_runs import GridRuns, replayed_seeds
 from raafl.compare.provenance import provenance
 from raafl.compare.report import result
-from raafl.compare.statistics import censored_median, geometric
+from raafl.compare.statistics import geometric
 from raafl.compare.tables import Cells, difference, short, time_cell, with_interval
 from raafl.errors import BadInput
 
@@ -221,12 +221,3 @@ def behind_cell(behind: Mapping[str, Any] | None, label: str) -> str:
         return f"{short(behind['ratio'])} x (one seed)"
     shown = "" if behind["shown"] else ", not shown"
     return f"{short(behind['ratio'])} x ({short(behind['low'])} to {short(behind['high'])}{shown})"
-
-
-def pooled_ranks(whole: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the median rank of each method by time, over all tasks and fleets in which it was run."""
-    ranks: dict[str, list[float | None]] = {label: [] for label in whole["methods"]}
-    for cell in whole["cells"]:
-        for row in cell["rows"]:
-            ranks[row["row"]].append(float(row["rank"]["time"]))
-    return {label: censored_median(values) for label, values in ranks.items()}

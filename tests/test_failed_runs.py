@@ -161,6 +161,8 @@ class FailsToValidate(MLP):
 def test_an_evaluation_that_fails_ends_a_simulation_as_a_task_does(tmp_path, monkeypatch):
     NUM_VALIDATED[0] = 0
     run = finish(experiment(tmp_path / "run", model=lambda: FailsToValidate(64, (8,), 10), eval_every=1))
-    assert run.summary["finished"].startswith("failed: evaluation of version 2: ZeroDivisionError: no share (tests/")
+    assert run.summary["finished"].startswith(
+        "failed: evaluation of the global model at version 2: ZeroDivisionError: no share (tests/"
+    )
     assert "in validation_step" in run.text("failure.txt")
     assert checkpoint.load(run.folder).raafl["finished"] is None and run.summary["versions"] == 2

@@ -8,7 +8,7 @@ from raafl.submodel import FlatTensors
 
 
 class Buffers:
-    """Buffers of a small module, stored as views into its flat storage."""
+    """Buffers of a submodel's module (such as running statistics), kept as views into the storage that is sent."""
 
     def __init__(self, module: nn.Module, present: FlatTensors) -> None:
         self._views = [
@@ -19,7 +19,7 @@ class Buffers:
         ]
 
     def gather(self) -> None:
-        """Copy buffers that a step has replaced into the flat storage, and make them views of it again."""
+        """Copy the tensors that a step has assigned to buffers into the storage, then make the buffers views of it again."""
         for part, name, view in self._views:
             buffer = part._buffers[name]
             if buffer is not view and buffer is not None:
@@ -27,6 +27,6 @@ class Buffers:
         self.restore()
 
     def restore(self) -> None:
-        """Make the buffers views of the flat storage again, and discard tensors that a step has assigned instead."""
+        """Make all buffers views into the storage again; discard tensors that a step has assigned to them."""
         for part, name, view in self._views:
             part._buffers[name] = view

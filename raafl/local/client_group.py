@@ -39,7 +39,7 @@ def num_processes() -> int:
 
 
 class ClientProcesses:
-    """One process's connection to the process group that trains one client together."""
+    """The group of processes that train one client together, as seen from one of them."""
 
     def __init__(
         self, rank: int, size: int, begin_sum: BeginSum,
@@ -87,9 +87,9 @@ class ClientProcesses:
 
     @contextmanager
     def summing(self, module: nn.Module) -> Iterator[None]:
-        """Return a context for the last backward pass before `average`.
+        """Return a context for a step's last backward pass: each gradient is summed over the processes once it is computed.
 
-        Within it, each gradient is summed over the processes as soon as it exists.
+        Call `average` afterwards, which waits for the sums.
         """
         self._buckets = buckets = Buckets((p for p in module.parameters() if p.requires_grad), self._begin_sum)
         register: Any = Tensor.register_post_accumulate_grad_hook
@@ -102,10 +102,15 @@ class ClientProcesses:
 
     @torch.no_grad()
     def average(self, stop: bool) -> bool:
-        """Replace the summed gradients by their mean; return whether any process wants to ``stop``.
+        """Set each gradient to its mean over the processes; return whether any process wants to stop the task.
+
+        If one does, the gradients are not changed.
+
+        Args:
+            stop: whether this process wants to stop the task.
 
         Raises:
-            BadInput: the method does not use the gradients of the module for its steps.
+            BadInput: the optimizer has not used the averaged gradients of the step before.
         """
         self._check_stepped()
         buckets, self._buckets = self._buckets, None
@@ -125,7 +130,7 @@ class ClientProcesses:
         return False
 
     def stepped(self) -> None:
-        """Record that the module's optimizer has made its step."""
+        """Record that the optimizer has used the averaged gradients; without this, the next `average` or `finish` fails."""
         self._stepped = True
 
     def _total(self, tensor: Tensor) -> None:
@@ -178,10 +183,11 @@ class ClientProcesses:
 
 
 class Buckets:
-    """Groups of gradients of one step, each summed over the processes at once.
+    """Gradients of one training step in groups (buckets), each of which one all-reduce sums over the processes.
 
-    A backward pass computes gradients in about the reverse order of parameters. The sum of a bucket starts when all of
-    its gradients exist and earlier buckets have started, so that all processes sum the same tensors at the same time.
+    A backward pass computes gradients in about the reverse order of the parameters. The sum of a bucket starts once all
+    of its gradients are computed and the sums of earlier buckets have started, so that all processes sum the same
+    bucket at a time.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], begin_sum: BeginSum) -> None:
@@ -202,7 +208,7 @@ class Buckets:
         self.again = False  # whether a parameter was come to twice: its sum may lack the second
 
     def arrived(self, parameter: nn.Parameter) -> None:
-        """Record that a parameter's gradient exists; start the sum of each bucket that is now complete."""
+        """Record that a parameter's gradient exists; start to sum the buckets (groups of gradients) that are now complete."""
         missing = self._missing[self._of[parameter]]
         self.again = self.again or parameter not in missing
         missing.discard(parameter)
@@ -210,7 +216,7 @@ class Buckets:
             self._begin()
 
     def end(self) -> None:
-        """Start the sums of the remaining buckets; missing gradients count as 0."""
+        """Start to sum the buckets (groups of gradients) that are still incomplete; missing gradients count as 0."""
         while len(self._begun) < len(self._buckets):
             self._begin()
 
@@ -223,11 +229,13 @@ class Buckets:
         self._begun.append((flat, self._begin_sum(flat)))
 
     def average(self, size: int, used: Iterable[float]) -> None:
-        """Wait for all sums and divide them by ``size``; parameters without a gradient in any process keep none.
+        """Wait for all sums, and set each parameter's gradient to the mean over the processes.
+
+        A parameter that has no gradient in any process keeps none.
 
         Args:
             size: number of processes.
-            used: number above 0 for each parameter of which any process has a gradient.
+            used: number of processes in which a parameter has a gradient, for each parameter.
         """
         counts = dict(zip(self.parameters, used, strict=True))
         for bucket, (flat, wait) in zip(self._buckets, self._begun, strict=True):

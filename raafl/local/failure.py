@@ -25,7 +25,7 @@ _LONG: Final = 20_000
 def attempt(
     trainer: LocalTrainer, assignment: Assignment, received: FlatTensors, data: ClientData, context: TaskContext = ALONE
 ) -> Update:
-    """Train a task; if memory runs out, free it and return an update that reports the refusal.
+    """Train a task and return its update. If memory runs out, free it, and return an empty update that says so.
 
     Args:
         trainer: trainer that runs the task.
@@ -56,11 +56,11 @@ def attempt(
 
 
 def unanswered(assignment: Assignment, refusal: str) -> Update:
-    """Return the empty update with which a client refuses a task.
+    """Return an empty update, which tells the server why the client has not done a task.
 
     Args:
         assignment: assignment of the task.
-        refusal: reason, one of `UNANSWERED`.
+        refusal: reason, one of `UNANSWERED`, such as that memory ran out.
     """
     nothing = FlatTensors.empty(Layout(()))
     return Update(assignment.id, assignment.client, assignment.incarnation, nothing, 0, refusal=refusal)
@@ -77,9 +77,9 @@ def _failed(device: torch.device, assignment: Assignment, context: TaskContext, 
     where = f"task {assignment.task}, {_in_words(assignment.spec)}, {context.progress.place}"
     if _is_lost(device):
         return GpuLost(
-            assignment.client, where, f"{format_error(error)}; its process can no longer use the GPU", in_full(error)
+            assignment.client, where, f"{format_error(error)}; its process can no longer use the GPU", _in_full(error)
         )
-    return TaskFailed(assignment.client, where, format_error(error), in_full(error))
+    return TaskFailed(assignment.client, where, format_error(error), _in_full(error))
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -94,11 +94,13 @@ def _is_lost(device: torch.device) -> bool:
 
 @contextmanager
 def measuring(version: int) -> Iterator[None]:
-    """Return a context that turns errors of the user's code into `CodeFailed`, while ``version`` is evaluated."""
+    """Return a context in which a version of the global model is evaluated: errors of the user's code become `CodeFailed`."""
     try:
         yield
     except Exception as error:
-        raise CodeFailed(f"evaluation of version {version}: {format_error(error)}", in_full(error)) from error
+        raise CodeFailed(
+            f"evaluation of the global model at version {version}: {format_error(error)}", _in_full(error)
+        ) from error
 
 
 def of_server(error: Exception, client: int | None = None) -> CodeFailed:
@@ -111,12 +113,12 @@ def of_server(error: Exception, client: int | None = None) -> CodeFailed:
     if isinstance(error, CodeFailed):
         return error
     over = "" if client is None else f", for client {client}"
-    failed = CodeFailed(f"the server{over}: {format_error(error)}", in_full(error))
+    failed = CodeFailed(f"the server{over}: {format_error(error)}", _in_full(error))
     failed.__cause__ = error
     return failed
 
 
-def in_full(error: BaseException) -> str:
+def _in_full(error: BaseException) -> str:
     """Return an error's traceback as text; of a long one, only the end."""
     return error.traceback if isinstance(error, CodeFailed) else "".join(traceback.format_exception(error))[-_LONG:]
 
@@ -136,7 +138,7 @@ def leave_traceback(folder: Path, reason: str, error: BaseException) -> str | No
     """
     try:
         with (folder / _FILE).open("a", encoding="utf-8", errors="replace") as file:
-            file.write(f"{reason}\n\n{in_full(error)}\n")
+            file.write(f"{reason}\n\n{_in_full(error)}\n")
     except OSError:  # what there is to say in a line is said elsewhere
         return None
     return _FILE

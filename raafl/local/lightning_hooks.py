@@ -79,7 +79,8 @@ class TaskHooks:
 
     Attributes:
         overridden: names of the hooks that the module overrides.
-        keeps_gradients: whether gradients stay after a step until the point at which Lightning clears them.
+        keeps_gradients: whether gradients are kept after a step, for hooks that read them, until Lightning would clear
+            them.
     """
 
     def __init__(self, module: nn.Module, overridden: frozenset[str]) -> None:
@@ -130,7 +131,8 @@ class TaskHooks:
             epoch: index of the epoch in the task, from 0.
             batch_idx: index of the batch within the epoch, from 0.
             closure: function that computes the gradients and returns the loss.
-            step: function that makes the actual step, called after the closure when the hook steps the optimizer.
+            step: function that updates the parameters, called when the hook calls ``optimizer.step``, after the
+                closure.
 
         Raises:
             BadInput: the hook does not call the closure.

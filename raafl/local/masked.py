@@ -13,11 +13,11 @@ from raafl.core.masked_loss import HasLogits, logits_of
 
 @contextmanager
 def masked(module: nn.Module, classes: Set[int] | None) -> Iterator[list[int]]:
-    """Return a context that masks absent classes: their logits are 0 and have no gradient; it yields the kept classes.
+    """Return a context that keeps classes without samples out of the loss: their logits are 0 and have no gradient.
 
-    The yielded list is ascending and is filled by the first forward pass; it stays empty if nothing is masked. The
-    module must return logits of shape (batch, num_classes), as a tensor or as the attribute ``logits``; other outputs
-    stay unchanged. If no class is absent, all bits stay the same.
+    The context yields a list, which the first forward pass fills with the classes that have samples, in ascending
+    order; if all classes have samples, it stays empty and nothing changes. The module must return logits of shape
+    (batch, num_classes), as a tensor or as the attribute ``logits``; other outputs stay unchanged.
 
     Args:
         module: module whose forward pass returns logits.

@@ -51,9 +51,10 @@ def problem(local: Local, options: FabricOptions, submodels: Submodels) -> str |
 
 
 def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> float:
-    """Return the memory in bytes that a task may need if the client's W processes share it.
+    """Return the memory in bytes that a task may use in all processes together that share one client.
 
-    This is W times what each process has besides the whole values, which the leader needs to receive and to send.
+    The first of the W processes also has to store two whole models, the received one and the one to send. The smallest
+    process must have room for these, so the result is W times the rest of its memory.
 
     Args:
         least_bytes: memory of the smallest process, in bytes.
@@ -61,7 +62,7 @@ def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> floa
         whole_bytes: bytes of all values of the model.
 
     Raises:
-        BadInput: the memory is too small even for the values.
+        BadInput: the smallest process has no room for two whole models.
     """
     room = num_processes * (least_bytes - 2 * whole_bytes)
     if room <= 0:
@@ -74,7 +75,7 @@ def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> floa
 
 
 class Shards:
-    """Processes over which a client's submodel is sharded, with the exchanges that FSDP2 does not make.
+    """Processes over which a client's submodel is sharded (FSDP2): each has a part of every trained parameter.
 
     Attributes:
         mesh: device mesh of the processes.
@@ -127,11 +128,11 @@ class Shards:
 
 
 class ShardedSubmodel(TrainableSubmodel):
-    """A small module that is sharded over the processes of a client.
+    """A submodel's module whose parameters are sharded over the processes of a client.
 
     Attributes:
         present: tensors that are not sharded: buffers and frozen parameters.
-        trained: values to send after a task; only the leading process has any, and only then.
+        trained: values to send, which `gather` collects in the leading process; empty before, and in other processes.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class ShardedSubmodel(TrainableSubmodel):
         self.buffers.gather()
         self.module.zero_grad()
         self.optimizer.state.clear()
-        reshard(self.module)
+        _reshard(self.module)
         self.trained = FlatTensors.empty(self._sent if self._shards.leads else Layout(()), self._device)
         with torch.no_grad():
             for entry in self._sent.entries:
@@ -206,15 +207,15 @@ class _ShardedState(ModuleState):
         self._module = module
 
     def restore(self) -> None:
-        reshard(self._module)
+        _reshard(self._module)
         super().restore()
 
     def check(self) -> None:
-        reshard(self._module)
+        _reshard(self._module)
         super().check()
 
 
-def reshard(module: nn.Module) -> None:
+def _reshard(module: nn.Module) -> None:
     """Free the gathered parameters of ``module``, so that each process has only its part again."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -227,19 +228,22 @@ class ShardedProcesses(ClientProcesses):
     """Processes that train a sharded client. FSDP2 averages gradients; this class synchronises everything else."""
 
     def begin(self, assignment: Assignment, received: FlatTensors, data: ClientData) -> Share:
-        """Start a task in all processes, which evaluate the client's test samples together; see `ClientProcesses.begin`."""
+        """Start a task in all processes of the client; return this process's share of the client's data.
+
+        All processes evaluate the client's test samples together. For arguments see `ClientProcesses.begin`.
+        """
         share = super().begin(assignment, received, data)
         share.test = data.test
         return share
 
     @contextmanager
     def summing(self, module: nn.Module) -> Iterator[None]:
-        """Return a context for a backward pass; FSDP2 itself averages the gradients."""
+        """Return a context that does nothing, since FSDP2 averages the gradients; it replaces `ClientProcesses.summing`."""
         yield
 
     @torch.no_grad()
     def average(self, stop: bool) -> bool:
-        """Check whether any process wants to ``stop``; FSDP2 has already averaged the gradients."""
+        """Return True if any process wants to ``stop`` the task. The gradients are means already, since FSDP2 averages them."""
         self._check_stepped()
         known = torch.tensor([float(stop)])
         self._total(known)

@@ -19,13 +19,8 @@ def takes_sparse(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, SparseAdam)
 
 
-def dense_by(local: Local, clip: float | None) -> str | None:
-    """Name the part of a run that reads or changes gradients before the step, which needs dense ones; None if nothing does.
-
-    Args:
-        local: local part of the algorithm.
-        clip: largest gradient norm; None = no clipping.
-    """
+def _dense_by(local: Local, clip: float | None) -> str | None:
+    """Name the part of a run that reads or changes gradients before the step, which needs dense ones; None if nothing does."""
     if local.prox:
         return "the proximal term"
     if clip is not None:
@@ -42,7 +37,7 @@ def check_optimizer(optimizer: Optimizer, local: Local, clip: float | None, num_
         clip: largest gradient norm; None = no clipping.
         num_processes: number of processes of one client.
     """
-    reader = dense_by(local, clip) or ("a client of several processes" if num_processes > 1 else None)
+    reader = _dense_by(local, clip) or ("a client of several processes" if num_processes > 1 else None)
     if isinstance(optimizer, SparseAdam) and reader is not None:
         raise BadInput(
             f"configure_optimizers gives {type(optimizer).__name__}, which accepts only sparse gradients, but "
@@ -58,7 +53,7 @@ def backward_of(
     clip: float | None,
     num_processes: int,
 ) -> Callable[[Tensor], None]:
-    """Return the function for the backward pass, which makes sparse gradients dense unless only the optimizer reads them.
+    """Return a function that runs the backward pass, and makes sparse gradients dense unless only the optimizer reads them.
 
     Args:
         run: backward pass of Fabric's strategy; its second argument is None.
@@ -72,7 +67,7 @@ def backward_of(
         BadInput: the optimizer needs sparse gradients; see `check_optimizer`.
     """
     check_optimizer(optimizer, local, clip, num_processes)
-    stays_sparse = dense_by(local, clip) is None and takes_sparse(optimizer)
+    stays_sparse = _dense_by(local, clip) is None and takes_sparse(optimizer)
 
     def backward(loss: Tensor) -> None:
         run(loss, None)

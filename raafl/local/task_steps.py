@@ -37,15 +37,15 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PreparedTask:
-    """A task together with the small module that trains it.
+    """A task together with the module that trains it.
 
     Attributes:
         assignment: assignment of the task.
         received: values of the submodel, without bundles; not changed.
-        down: received bundles (extra tensors of the method), by name; not changed.
+        down: tensors that the method sends besides the submodel (bundles), by name; not changed.
         data: data of the client, or this process's share of it.
         context: stop event, link to the server, and processes of the task.
-        built: small module of the task, with its optimizer.
+        built: module of the task's submodel, with its optimizer.
     """
 
     assignment: Assignment
@@ -75,10 +75,12 @@ class TaskSteps:
         return (epochs, None) if steps is None else (None, steps)
 
     def announce(self, built: TrainableSubmodel, assignment: Assignment, data: ClientData) -> None:
-        """Tell a module's stand-in Trainer how long the task is, before `TrainableSubmodel.reset` rebuilds the optimizer.
+        """Set a task's length in the object that stands in for the module's Lightning Trainer.
+
+        Call it before `TrainableSubmodel.reset`, which rebuilds an optimizer or scheduler that reads this length.
 
         Args:
-            built: small module that trains the task.
+            built: module that trains the task.
             assignment: assignment of the task.
             data: data of the client.
         """

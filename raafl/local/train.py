@@ -32,10 +32,10 @@ __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
 
 class LocalTrainer(TaskSteps):
-    """Trainer of tasks for any client. It reuses small modules between tasks, but no results.
+    """Trainer that runs the tasks of any clients. It keeps submodels' modules for reuse, but no values between tasks.
 
     Attributes:
-        shards: processes over which each small module is sharded; None = this process holds the whole module.
+        shards: processes over which each module is sharded; None = this process holds whole modules.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class LocalTrainer(TaskSteps):
         with masking as classes:
             num_steps, loss, extra = self._steps(task)
         loss = loss if process_group is None else process_group.finish(built.module, loss or 0.0, built.recorder)
-        return self.ended(task, num_steps, loss, extra, classes)
+        return self.build_update(task, num_steps, loss, extra, classes)
 
-    def ended(
+    def build_update(
         self, task: PreparedTask, num_steps: int, loss: float | None, extra: dict[str, Any], classes: list[int]
     ) -> Update:
         """Build the update of a task after its last step.
@@ -132,7 +132,7 @@ class LocalTrainer(TaskSteps):
             task: task that was trained.
             num_steps: number of optimizer steps that were made.
             loss: mean loss over the batches; None = every batch was skipped.
-            extra: plain data for the server, which the hook returned.
+            extra: plain data for the server, which the method's hook returned after the steps.
             classes: classes that a masked loss has kept; empty = nothing was masked.
         """
         built, assignment, data = task.built, task.assignment, task.data
@@ -194,24 +194,24 @@ class LocalTrainer(TaskSteps):
         return nullcontext() if self._pooling is None or not len(trained) else self._pooling.as_sent(trained)
 
     def release(self) -> None:
-        """Release all small modules, and return freed memory to the system."""
+        """Release all modules that are kept for reuse, and return freed memory to the system."""
         self._built.clear()
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
         give_back(0)
 
-    def make_built(self, spec: Spec) -> TrainableSubmodel:
-        """Build a small module that no other code uses."""
+    def build(self, spec: Spec) -> TrainableSubmodel:
+        """Build a new module for a submodel, which the trainer itself does not use or keep."""
         if self.shards is not None:
             return ShardedSubmodel(self.shards, self.submodels, spec, self.local, self.payload, self.fabric)
         return TrainableSubmodel(self.submodels, spec, self.local, self.payload, self.fabric)
 
     def built(self, spec: Spec) -> TrainableSubmodel:
-        """Return the small module for tasks of ``spec``, which is reused from task to task."""
+        """Return the module that trains submodel ``spec``: one from an earlier task, with its old values, or else a new one."""
         built = self._built.get(spec)
         if built is None:
             while len(self._built) >= self._max_built:
                 self._built.popitem(last=False)
-            built = self._built[spec] = self.make_built(spec)
+            built = self._built[spec] = self.build(spec)
         self._built.move_to_end(spec)
         return built

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class TrainableSubmodel:
-    """A small module with its optimizer, reused from task to task while only its values change.
+    """A submodel's module with its optimizer, reused from task to task: only its values change.
 
     Attributes:
-        trainer: stand-in for the module's Trainer.
+        trainer: object that stands in for the module's Lightning Trainer.
         hooks: object that calls the Lightning hooks which the module overrides; None = it overrides none.
         transfer: function object that moves batches to its device.
         state: record of the module's initial state other than the values that it receives.
@@ -60,7 +60,7 @@ class TrainableSubmodel:
         return ModuleState(self.module, submodels)
 
     def gather(self) -> None:
-        """Write the results of the last steps into `trained`."""
+        """Complete `trained`, the values to send, with buffers that steps have replaced by new tensors."""
         self.buffers.gather()
 
     def load(self, values: FlatTensors) -> None:

@@ -71,7 +71,9 @@ class Evaluator:
         self._present.copy_(values)
 
     def restarted(self, values: FlatTensors) -> list[str]:
-        """List the module's state that has changed since `fill` and is reset for each task: attributes and most integer buffers.
+        """Return the names of attributes and integer buffers that have changed since `fill`; each task resets these.
+
+        Counters of batches in batch norms are left out.
 
         Raises:
             BadInput: a step has changed state that cannot be reset.
@@ -101,7 +103,10 @@ class Evaluator:
         return not any(overrides(self.module, f"on_validation_{end}") for end in ends)
 
     def begin(self, values: FlatTensors) -> FlatTensors:
-        """Start to evaluate a model; return the values that are evaluated, which are valid until the next evaluation."""
+        """Load the model to evaluate into the module; return its values, which stay valid until the next evaluation.
+
+        The evaluator's argument ``prepare`` may have changed them first.
+        """
         self.fill(values)
         with torch.no_grad():
             self._prepare(self._present)
@@ -139,9 +144,14 @@ class Evaluator:
         try:
             step(self.module, recorder, self._numbered(start, stop), self.device)
             if not same_generators(drawn, generators()):
-                raise NotMergeable("validation_step draws random numbers")
+                raise NotMergeable(
+                    "validation_step draws random numbers: do without, so that several processes can share the evaluation"
+                )
             if changed := self._state.changed(metrics=False):
-                raise NotMergeable(f"validation_step changes the attribute {changed[0]}")
+                raise NotMergeable(
+                    f"validation_step changes the attribute {changed[0]}: do without, so that several processes can share "
+                    "the evaluation"
+                )
             return recorder.partials()
         finally:
             recorder.clear()

@@ -16,7 +16,7 @@ class NotMergeable(Exception):
 
 
 class PartialRecorder(Recorder):
-    """Recorder that stores each logged number separately, so that another process can add them up in order."""
+    """Recorder for a share of an evaluation: it keeps every logged number, so that another process can sum all in one order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,14 +68,20 @@ def _states(name: str, metric: object) -> dict[str, Any]:
     for state, value in states.items():
         is_sum = getattr(reductions.get(state), "__name__", "") == "dim_zero_sum"
         if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or not is_sum:
-            raise NotMergeable(f"the metric '{name}' has a state '{state}' that is not a sum of whole numbers")
+            raise NotMergeable(
+                f"the metric '{name}' has a state '{state}' that is not a sum of integers, so several processes cannot share "
+                "the evaluation: use a metric that counts"
+            )
     if not states:
-        raise NotMergeable(f"the metric '{name}' is not a torchmetrics Metric with registered states")
+        raise NotMergeable(
+            f"the metric '{name}' is not a torchmetrics Metric with registered states (add_state), so several processes "
+            "cannot share the evaluation: give it such states, or log numbers"
+        )
     return {state: value.tolist() for state, value in states.items()}
 
 
 def _plain(value: Tensor | float) -> str:
     """Return a number as text, which JSON has of infinities and NaN too."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
-        raise NotMergeable("a logged value is not a single number")
+        raise NotMergeable("a logged value is not a single number: log one number")
     return repr(float(value))

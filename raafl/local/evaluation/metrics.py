@@ -29,14 +29,13 @@ _RETURNED = "validation_step: "
 
 
 def peak_bytes(device: torch.device, *, anew: bool = False) -> int:
-    """Return the peak memory in bytes: of tensors for a GPU, of this whole process for a CPU.
+    """Return the peak memory in bytes: of tensors on a GPU, or of this whole process with its libraries on a CPU.
 
-    On a GPU the peak counts since the last call with ``anew``; on a CPU it counts since the process started and
-    includes libraries.
+    On a GPU it is the peak since the last call with ``anew=True``, on a CPU since the process started.
 
     Args:
         device: device whose memory is measured.
-        anew: whether to start a new measurement on a GPU.
+        anew: whether to reset a GPU's peak before it is read.
     """
     if device.type == "cuda":
         if anew:
@@ -138,10 +137,10 @@ def measure_part(
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     on_batch: Iterable[str] = (),
 ) -> dict[str, float]:
-    """Evaluate a submodel on a client's own test samples; return metrics as ``test/...`` and their number, ``test/num_samples``.
+    """Evaluate a submodel on a client's own test samples; return its metrics, named ``test/...``, and ``test/num_samples``.
 
-    The model is the same afterwards: buffers are restored, even if the module changes its weights for inference;
-    attributes are restored before the next task.
+    The model stays the same: this function restores parameters and buffers that the evaluation changes; attributes are
+    restored before the next task.
 
     Args:
         module: the trained submodel.

@@ -20,7 +20,7 @@ def check_tensors(module: nn.Module) -> None:
     """
     problem = next(_problems(module), None)
     if problem is not None:
-        raise BadInput(f"{type(module).__name__}{problem}")
+        raise BadInput(f"the model cannot be copied, cut and sent: {type(module).__name__}{problem}")
 
 
 def _problems(module: nn.Module) -> Iterator[str]:

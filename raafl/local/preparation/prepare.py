@@ -82,7 +82,7 @@ def uncompiled(module: object) -> Any:
 
 
 def with_methods(module: nn.Module, **methods: Any) -> object:
-    """Replace methods of this one object, by a subclass of its class; `given_class` returns the original class.
+    """Replace methods of one module, but not of its class; `given_class` still returns the class that it had.
 
     Args:
         module: module that is changed in place.

@@ -23,11 +23,10 @@ Rows = Iterator[Tensor]
 
 
 class Batch:
-    """Batches of several clients for one step of joint training.
+    """Batches of several clients that are trained together, for one step.
 
     Attributes:
-        kinds: positions of the clients, grouped by the form of their batches; clients of a group have equally many
-            samples.
+        kinds: positions of the clients, grouped by the structure, shapes and dtypes of their batches.
         sizes: number of samples in each client's batch.
         num: number of clients in the batch.
     """
@@ -41,10 +40,11 @@ class Batch:
         for client, kind in enumerate(kinds):
             self.kinds[kind].append(client)
 
-    def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
-        """Return the tensors of these clients' batches, stacked, and the structure from which a batch can be rebuilt.
+    def stacked(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
+        """Return these clients' batches as a flat list of stacked tensors, with the structure that rebuilds a batch from it.
 
-        The batches must have the same form. Values that are not tensors are those of the first client.
+        The batches must have the same structure and shapes. Values that are not tensors are taken from the first
+        client.
         """
         columns = zip(*(self._leaves[client] for client in clients), strict=True)
         stacks = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
@@ -52,15 +52,15 @@ class Batch:
 
 
 class Stack(Batch):
-    """Batches of one form that were gathered directly as stacked tensors."""
+    """Batches of several clients for one step, all of one size, held as tensors that are already stacked."""
 
     def __init__(self, size: int, num: int, tensors: Sequence[Tensor], forms: dict[Any, TreeSpec]) -> None:
         """Take the batches of ``num`` clients, of ``size`` samples each, one behind the other."""
         super().__init__([size] * num, [], forms, [size] * num)
         self._stacks: list[Any] = [_aligned(one).view(num, size, *one.shape[1:]) for one in tensors]
 
-    def columns(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
-        """Return the stacked tensors, restricted to these clients, and the structure of a batch."""
+    def stacked(self, clients: Sequence[int]) -> tuple[list[Any], TreeSpec]:
+        """Return these clients' batches as a flat list of stacked tensors, with the structure that rebuilds a batch from it."""
         form = self._forms[self._all[0]]
         if len(clients) == self.num:
             return self._stacks, form
@@ -148,7 +148,10 @@ def _one_by_one(clients: Sequence[ClientData], rows: Sequence[Rows], counts: Seq
             leaves, form = tree_flatten(client.fetch(numbers))
             strange = [one for one in leaves if not isinstance(one, Tensor) and batch_tensors(one)]
             if strange:
-                raise Unstackable(f"a batch has tensors inside a {type(strange[0]).__name__}")
+                raise Unstackable(
+                    f"a batch has tensors inside a {type(strange[0]).__name__}: return tuples, lists or dicts of tensors to "
+                    "train clients as one batch"
+                )
             alike = tuple((one.shape, one.dtype) if isinstance(one, Tensor) else repr(one) for one in leaves)
             kind = len(numbers), form, alike
             forms[kind] = form

@@ -16,7 +16,7 @@ def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
     """Scale gradients in place so that no client's total norm exceeds a bound.
 
     Args:
-        known: record of which operations give equal bits when computed for all clients at once.
+        known: results of earlier checks, whether an operation on stacked tensors gives the bits of separate ones.
         gradients: stacked gradients of shape (clients, ...).
         most: largest norm of each client's gradients.
     """

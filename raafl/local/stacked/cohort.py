@@ -59,8 +59,8 @@ def refusal_of_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
     return None if type(optimizer) in OPTIMIZERS else f"its optimizer is {type(optimizer).__name__}"
 
 
-def refusal_of_built(built: TrainableSubmodel) -> str | None:
-    """Explain why tasks cannot be trained together in this small module; None = they can."""
+def _refusal_of_built(built: TrainableSubmodel) -> str | None:
+    """Explain why tasks cannot be trained together in this submodel's module; None = they can."""
     if built.hooks is not None:
         return f"the module overrides {min(built.hooks.overridden)}"
     if built.transfer.is_own:
@@ -73,10 +73,10 @@ def refusal_of_built(built: TrainableSubmodel) -> str | None:
 
 
 class Trained:
-    """Result of joint training, from which each client's update is taken when it is due.
+    """Result of training several clients as one batch; each client's update is taken from it when it is due.
 
     Attributes:
-        seen: forms of the batches, each with the tasks that had it.
+        seen: structures and shapes of batches that occurred, each with the ids of the assignments that had them.
     """
 
     def __init__(self, trainer: LocalTrainer, steps: Steps, classes: Sequence[list[int]]) -> None:
@@ -111,7 +111,7 @@ class Trained:
         num_steps = self._num_steps[place]
         loss = float(self._losses[place]) / max(num_steps, 1)
         task = PreparedTask(assignment, received, {}, data, context, built)
-        return self._trainer.ended(task, num_steps, loss, {}, self._classes[place])
+        return self._trainer.build_update(task, num_steps, loss, {}, self._classes[place])
 
 
 class CohortTrainer:
@@ -130,7 +130,7 @@ class CohortTrainer:
 
     @property
     def num_known(self) -> int:
-        """Number of operations for which it is known whether computing all clients at once gives equal bits."""
+        """Number of operations for which it was checked whether stacked tensors give the same bits as separate ones."""
         return len(self._known)
 
     def num_bytes(self, spec: Spec) -> int:
@@ -161,13 +161,23 @@ class CohortTrainer:
             steps = Steps(trainer, built, places, self._known, members, counts, masking.choose)
             steps.run()
             if not same_generators(before, generators()):
-                raise Unstackable("training draws random numbers without torch, for example with numpy")
+                raise Unstackable(
+                    "training draws random numbers without torch, for example with numpy: draw them with torch to train "
+                    "clients as one batch"
+                )
         if asked := built.trainer.asked_of_task:
-            raise Unstackable(f"the training step reads self.trainer.{asked[0]}")
+            raise Unstackable(
+                f"the training step reads self.trainer.{asked[0]}, which may differ between clients: do without it to train "
+                "clients as one batch"
+            )
         if changed := built.state.changed():
-            raise Unstackable(f"the training step changes the attribute {changed[0]}")
+            raise Unstackable(
+                f"the training step changes the attribute {changed[0]}: make it a buffer to train clients as one batch"
+            )
         if versions != [p._version for _, p in built.frozen]:
-            raise Unstackable("the training step writes to a frozen parameter")
+            raise Unstackable(
+                "the training step writes to a frozen parameter: make it a buffer, or set requires_grad=True"
+            )
         return Trained(trainer, steps, masking.left)
 
     def _num_batches(self, task: Member) -> int:
@@ -179,8 +189,8 @@ class CohortTrainer:
         if spec not in self._built:
             while len(self._built) >= self._max_built:
                 self._built.popitem(last=False)
-            built = self._trainer.make_built(spec)
-            if (reason := refusal_of_built(built)) is not None:
+            built = self._trainer.build(spec)
+            if (reason := _refusal_of_built(built)) is not None:
                 raise Unstackable(reason)
             names = {id(tensor): name for name, tensor in built.module.named_parameters()}
             names |= {id(tensor): name for name, tensor in built.module.named_buffers()}

@@ -38,15 +38,18 @@ class Logged:
         self, name: str, value: Any, *args: object, reduce_fx: str | Callable[..., Any] = "mean",
         batch_size: int | None = None, **kwargs: object,
     ) -> None:  # fmt: skip
-        """Record one value of all clients, called inside vmap; see `Recorder.log`."""
+        """Record a value that the clients' common step logs, called inside vmap; see `Recorder.log`."""
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
         if callable(getattr(value, "compute", None)) or how not in _START:
-            raise Unstackable(f"the model logs '{name}', which is not a number, or is not averaged over batches")
+            raise Unstackable(
+                f"the training step logs '{name}', which is no number, or has reduce_fx '{how}': log a number with reduce_fx "
+                f"{', '.join(_START)} to train clients as one batch"
+            )
         value = widened(value) if isinstance(value, Tensor) else torch.tensor(float(value), dtype=torch.float64)
         self._step.append((name, value, self.weight if batch_size is None else float(batch_size), how))
 
     def log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Record several values of all clients, called inside vmap; see `Recorder.log_dict`."""
+        """Record values that the clients' common step logs, called inside vmap; see `Recorder.log_dict`."""
         for name, value in values.items():
             self.log(name, value, **kwargs)
 

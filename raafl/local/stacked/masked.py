@@ -22,7 +22,7 @@ class _Masking:
 
     @contextmanager
     def choose(self, clients: Sequence[int]) -> Iterator[None]:
-        """Return a context that masks the absent classes of these clients, in the order of the stack."""
+        """Return a context for a forward pass of these clients, in the order of the stack; each one's own classes are masked."""
         self._clients = clients
         yield
 
@@ -49,7 +49,9 @@ class _Masking:
 
 @contextmanager
 def masked_together(module: nn.Module, classes: Sequence[Set[int] | None]) -> Iterator[_Masking]:
-    """Return a context that masks each client's absent classes; it yields an object that selects the clients to compute.
+    """Return a context that keeps, for each client, the classes without samples out of the loss: their logits are 0.
+
+    It yields an object whose method `choose` says for which clients the next forward pass is computed.
 
     Args:
         module: module whose `training_step` calls the module itself.

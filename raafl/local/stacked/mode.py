@@ -57,7 +57,7 @@ _DROPOUTS: frozenset[Any] = frozenset((
 
 
 class Stacked(TorchFunctionMode):
-    """Mode inside vmap over clients, in which every torch function returns, to the bit, what each client alone would get."""
+    """Context inside vmap over clients, in which torch functions give exactly the bits of separate calls for each client."""
 
     def __init__(self, num: int, states: list[Tensor], known: Known) -> None:
         """Compute for ``num`` clients.
@@ -93,7 +93,9 @@ class Stacked(TorchFunctionMode):
             return by_slices(func, args, kwargs, self._num)
         if func in _MAY_DRAW or (func in _DROPOUTS and _trains(*args, **kwargs)):
             if kwargs.get("generator") is not None:
-                raise Unstackable("the training step uses a random generator of its own")
+                raise Unstackable(
+                    "the training step uses a random generator of its own: use torch's global one to train clients as one batch"
+                )
             return by_slices(func, args, kwargs, self._num, self._states)
         return func(*args, **kwargs)
 
@@ -106,7 +108,7 @@ class Stacked(TorchFunctionMode):
         if any(repr(number) != repr(numbers[0]) for number in numbers):
             raise Parted(
                 f"training_step converts a tensor to a Python number ({function.__name__}), which differs between "
-                "clients"
+                "clients: use a tensor operation, such as torch.where, to train clients as one batch"
             )
         return numbers[0]
 

@@ -27,7 +27,7 @@ def linear(known: Known, num: int, x: object, weight: object, bias: object = Non
     """Compute `F.linear` for all clients' stacked tensors, inside vmap.
 
     Args:
-        known: record of which operations give equal bits when computed for all clients at once.
+        known: results of earlier checks, whether an operation on stacked tensors gives the bits of separate ones.
         num: number of clients in the stack.
         x: stacked input, (clients, ..., in).
         weight: stacked weights, (clients, out, in).
@@ -78,10 +78,13 @@ class _Linear(Function):
 def product(
     known: Known, name: str, together: Callable[..., Tensor], alone: Callable[..., Tensor], *operands: Tensor
 ) -> Tensor:
-    """Compute an operation for all clients at once if that gives the same bits as for each alone; the first use decides.
+    """Compute an operation for all clients at once if that gives the same bits as one by one, else one by one.
+
+    The first use with given shapes compares both on random numbers.
 
     Args:
-        known: record of which operations give equal bits when computed for all clients at once; changed in place.
+        known: results of earlier checks, whether an operation on stacked tensors gives the bits of separate ones;
+            changed in place.
         name: name of the operation.
         together: function that computes it for stacked tensors.
         alone: function that computes it for one client.

@@ -32,18 +32,24 @@ class Parted(Unstackable):
 
 
 def stack_of(value: object) -> Tensor | None:
-    """Return the stacked tensor behind ``value``, clients first; None if it is no tensor, or one that all clients share."""
+    """Return the stack of all clients' tensors, clients first, that ``value`` stands for inside vmap.
+
+    None if it is not a tensor, or one that is the same for all clients.
+    """
     if not isinstance(value, Tensor) or not functorch.is_batchedtensor(value):
         return None
     stack, dim = functorch.get_unwrapped(value), functorch.maybe_get_bdim(value)
     if functorch.is_batchedtensor(stack):
-        raise Unstackable("the training step uses vmap itself")
+        raise Unstackable("the training step uses torch.vmap itself: do without it to train clients as one batch")
     return stack if dim == 0 else stack.movedim(dim, 0)
 
 
 @contextmanager
 def outside() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Return a context that leaves vmap for a while; it yields a function that turns a stack into a tensor inside vmap."""
+    """Return a context that leaves vmap temporarily, so that code can compute on the clients' stacked tensors.
+
+    It yields a function that turns a stacked tensor, clients first, into one for use inside vmap.
+    """
     level = functorch.current_level()
     layer = functorch.pop_dynamic_layer_stack()
     try:
@@ -55,15 +61,14 @@ def outside() -> Iterator[Callable[[Tensor], Tensor]]:
 def within(
     num: int, function: Callable[[Callable[[Tensor], Tensor]], tuple[Any, list[Any]]]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Compute the losses of several clients at once; return the stacked losses and other values.
+    """Run ``function`` inside vmap, so that one call computes all clients; return the stacked losses and other values.
 
-    `torch.func.vmap` would do the same, but takes as long for its checks as a small model's step.
+    `torch.func.vmap` does the same, but its checks take as long as a small model's step.
 
     Args:
         num: number of clients in the stack.
-        function: computation of one client, called once for all. Its argument converts a tensor that is stacked over
-            clients to that of one client, as inside vmap. It returns a loss
-            and a list of values.
+        function: computation of one client, which returns a loss and a list of values. Its argument is a function that
+            turns a stacked tensor, clients first, into one for use inside vmap.
 
     Raises:
         Unstackable: the function returns something that is not a tensor.
@@ -73,7 +78,10 @@ def within(
     try:
         loss, values = function(lambda stack: functorch._add_batch_dim(stack, 0, level))
         if not all(isinstance(one, Tensor) for one in (loss, *values)):
-            raise Unstackable("the training step returns a loss that is not a tensor")
+            raise Unstackable(
+                "the training step returns None or a loss that is not a tensor: return a tensor for each batch to train clients "
+                "as one batch"
+            )
         return (
             functorch._remove_batch_dim(loss, level, num, 0),
             [functorch._remove_batch_dim(one, level, num, 0) for one in values],
@@ -83,7 +91,7 @@ def within(
 
 
 def apart(stack: Tensor) -> Sequence[Tensor]:
-    """Split a stack into the clients' tensors, copied to the memory alignment that they have when trained alone."""
+    """Split stacked tensors into one tensor per client, each with the memory alignment that it has in separate training."""
     if stack.dim() == 1 or stack.stride(0) * stack.itemsize % _ALIGN_BYTES == 0:
         return stack.unbind(0)
     if stack.requires_grad and torch.is_grad_enabled():
@@ -128,8 +136,8 @@ def by_slices(
 
     Args:
         function: function to call with one client's tensors in place of stacked ones.
-        args: positional arguments, possibly nested in lists.
-        kwargs: keyword arguments, with stacks for tensors.
+        args: positional arguments, possibly nested in lists; tensors in them may be stacked over clients.
+        kwargs: keyword arguments, whose tensors may be stacked, too.
         num: number of clients in the stack.
         states: state of torch's generator for each client, which the call advances; None = the function draws no random
             numbers.

@@ -45,7 +45,7 @@ class Member(NamedTuple):
 
 
 class Rows:
-    """Values of several clients' small modules as a matrix, with one row per client."""
+    """Values of several clients' submodels as a matrix, with one row per client."""
 
     def __init__(self, layout: Layout, num: int) -> None:
         """Make room for ``num`` clients."""
@@ -81,13 +81,13 @@ class Steps:
     Attributes:
         members: tasks of the batch, the longest first.
         counts: number of steps of each task.
-        rows: values of each task's small module.
+        rows: values of each task's submodel.
         losses: sum of the losses of each task.
         logged: values that each task has logged so far.
         states: state of torch's generator for each task.
-        seen: forms of the batches, each with the positions of the tasks that had it.
+        seen: structures and shapes of batches that occurred, each with the positions of the tasks that had them.
         epochs: number of batches in an epoch of each task.
-        by_index: whether the step may depend on the index of its batch, in which the clients differ.
+        by_index: whether the step may read ``batch_idx``, and clients differ in it since their epochs differ in length.
     """
 
     def __init__(
@@ -124,7 +124,8 @@ class Steps:
         lengths = set(self.epochs)
         if len(lengths) > 1 and not all(s.interval == "step" and s.frequency == 1 for s in built.schedulers):
             raise Unstackable(
-                "a learning rate scheduler steps once an epoch, but clients' epochs have different lengths"
+                "a learning rate scheduler steps once an epoch, but clients' epochs have different lengths: let it step "
+                "after each batch to train clients as one batch"
             )
         self.by_index = len(lengths) > 1 and max(counts) > min(lengths) and _reads_index(built.module)
         self.per_epoch = max(lengths)
@@ -211,7 +212,10 @@ class Steps:
         for parameter, parts in zip(parameters, zip(*gradients, strict=True), strict=True):
             found = [part for part in parts if part is not None]
             if len(found) not in (0, len(parts)):
-                raise Unstackable("a parameter has a gradient for batches of some shapes only")
+                raise Unstackable(
+                    "a parameter has a gradient for batches of some shapes only: use it in each step to train clients as one "
+                    "batch"
+                )
             parameter.grad = torch.cat(found).index_select(0, places) if found else None
 
     def _groups(self, batch: Batch, index: int) -> list[tuple[int, list[int]]]:
@@ -231,7 +235,7 @@ class Steps:
         tensors = dict(zip(self.trained, stacks, strict=True))
         others = {name for _, _, name in self.places} - set(self.trained)
         tensors |= {name: self.rows.stack(layout.by_name[name], chosen) for name in others}
-        columns, form = batch.columns(clients)
+        columns, form = batch.stacked(clients)
         states = [self.states[client] for client in clients]
         module: Any = self.built.module
         self.logged.weight = float(batch.sizes[clients[0]])  # of clients with batches of one kind
@@ -285,4 +289,7 @@ class _Placed:
         for (held, key, _name), old in zip(self._places, self._old, strict=True):
             held[key] = old
         if replaced and kind is None:
-            raise Unstackable(f"the training step replaces the tensor {replaced[0]} by another")
+            raise Unstackable(
+                f"the training step replaces the tensor {replaced[0]} by another: change it in place to train clients as one "
+                "batch"
+            )

@@ -60,7 +60,7 @@ def with_a_script(net):
 def test_what_copies_would_not_follow_is_refused(change, words):
     net = Net()
     change(net)
-    with pytest.raises(BadInput, match=f"^{words}"):
+    with pytest.raises(BadInput, match=f"^the model cannot be copied, cut and sent: {words}"):
         check_tensors(net)
 
 

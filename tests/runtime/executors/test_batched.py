@@ -110,7 +110,10 @@ def test_a_batch_of_another_shape_is_compared_before_it_is_trusted(small, monkey
 
 def test_what_cannot_be_stacked_is_trained_by_the_loop_and_its_reason_said_once(small):
     report, notes = alike(Numpy, tasks_of(Numpy, 6))
-    reason = "training draws random numbers without torch, for example with numpy"
+    reason = (
+        "training draws random numbers without torch, for example with numpy: draw them with torch to train clients as "
+        "one batch"
+    )
     assert report == {"share": 0.0, "mean_cohort": 0.0, "in_vain": 0, "by_the_loop": [reason]}
     assert notes == [f"clients are trained one after the other: {reason}"]
     report, _ = alike(Net, tasks_of(Net, 6), accumulate_grad_batches=2)

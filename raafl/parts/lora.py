@@ -126,7 +126,8 @@ class Adapted(Local):
         names = [name for pair in adapters for name in (pair.a, pair.b)]
         if self.lora in MERGES and any(module.get_parameter(name).is_complex() for name in names):
             raise BadInput(
-                f"lora is '{self.lora}', which multiplies real adapters, but '{names[0]}' is complex: leave lora out"
+                f"lora is '{self.lora}', which needs real numbers, but the adapter '{names[0]}' is complex: leave lora "
+                "out of the algorithm"
             )
         if self.lora == "ffa":
             for pair in adapters:
@@ -134,8 +135,8 @@ class Adapted(Local):
         elif self.lora in MERGES and MERGES[self.lora].moves_base:
             if bases := getattr(module, "submodel_bases", ()):
                 raise BadInput(
-                    f"lora is '{self.lora}', which adds to the base, but clients have the base in several "
-                    f"precisions, {', '.join(bases)}: use flexlora or raflora, or give the model one base"
+                    f"lora is '{self.lora}', which changes the base weights, but clients have these in several "
+                    f"precisions, {', '.join(bases)}: use flexlora or raflora, or give the base one precision"
                 )
             for pair in adapters:
                 _check_base(module, pair, self.lora)
@@ -159,7 +160,7 @@ class PrunedAdapted(Adapted):
     penalty: float = 0.0
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that adds this loss."""
+        """Return the hook that adds to the loss a penalty on the ranks to be pruned."""
         return Penalised(task, self.share, self.penalty)
 
 
@@ -169,19 +170,19 @@ def _check_base(module: nn.Module, pair: LoraPair, lora: str) -> None:
     shape = [module.get_parameter(pair.b).shape[0], module.get_parameter(pair.a).shape[1]]
     if not base.is_floating_point() or list(base.shape) != (shape[::-1] if pair.transposed else shape):
         raise BadInput(
-            f"lora is '{lora}', which adds to '{pair.base}', but that is quantised ({base.dtype}): use flexlora or raflora, or "
-            "load the model in bf16"
+            f"lora is '{lora}', which changes the weight '{pair.base}', but that is quantised ({base.dtype}): use flexlora or "
+            "raflora, or load the model in bf16"
         )
     if sum(base is other for _, other in module.named_parameters(remove_duplicate=False)) > 1:
         raise BadInput(
-            f"lora is '{lora}', which adds to '{pair.base}', but another layer shares it: use flexlora or raflora, "
-            "or leave it out of target_modules"
+            f"lora is '{lora}', which changes the weight '{pair.base}', but another layer shares that weight: use flexlora or "
+            "raflora, or leave this layer out of target_modules"
         )
 
 
 @dataclass(frozen=True)
 class Starting(WrappedSelect):
-    """Wrapper of a select part that records from which version of the model each client starts."""
+    """Wrapper of a select part (the choice of submodels) that records from which version of the model each client starts."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the wrapped select part's work, and record the version."""
@@ -190,14 +191,14 @@ class Starting(WrappedSelect):
         return work
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the record of the lost client."""
+        """Delete the recorded starting version of the lost client."""
         fleet.state.memory.of(LoraMemory).at_work.pop(client.id, None)
         super().on_loss(client, fleet)
 
 
 @dataclass(frozen=True)
 class Alternating(WrappedSelect):
-    """Wrapper of a select part for alternating training: only B in even versions of the model, only A in odd ones."""
+    """Wrapper of a select part: clients train only the matrices B in even versions of the model, only A in odd ones."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the wrapped select part's work without one of the factors."""

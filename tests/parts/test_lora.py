@@ -128,19 +128,19 @@ def test_what_does_not_go_together_is_refused():
     Adapted("raflora").prepare(small)
     waves = Tiny()
     waves.layer.lora_A["default"].weight.data = torch.ones(3, 5, dtype=torch.complex64)
-    with pytest.raises(BadInput, match=r"multiplies real adapters, but 'layer\.lora_A"):
+    with pytest.raises(BadInput, match=r"needs real numbers, but the adapter 'layer\.lora_A"):
         Adapted("hetlora").prepare(waves)
     several = Tiny()
     several.submodel_bases = ("fp32", "nf4")
     with pytest.raises(
         BadInput,
-        match="adds to the base, but clients have the base in several precisions, fp32, nf4: use flexlora or raflora",
+        match="changes the base weights, but clients have these in several precisions, fp32, nf4: use flexlora or raflora",
     ):
         Adapted("fedex").prepare(several)
     tied = Tiny()
     tied.other = nn.Linear(5, 4, bias=False)
     tied.other.weight = tied.layer.base_layer.weight
-    with pytest.raises(BadInput, match="another layer shares it"):
+    with pytest.raises(BadInput, match="another layer shares that weight"):
         Adapted("flora").prepare(tied)
 
 

@@ -16,7 +16,8 @@ def linear_in(module: nn.Module, path: str | None = None) -> tuple[str, nn.Linea
     """
     linear = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
     if not linear or path not in (None, *linear):
-        raise BadInput(f"layer is {path}: {type(module).__name__} has the linear layers {', '.join(linear) or 'none'}")
+        remedy = f"name one of {', '.join(linear)}" if linear else "use a model that has one"
+        raise BadInput(f"layer is {path}, but {type(module).__name__} has no such linear layer: {remedy}")
     name = path or list(linear)[-1]
     return name, linear[name]
 

@@ -38,7 +38,7 @@ def with_every_exit(module: nn.Module) -> nn.Module:
 
 
 def exit_depths(submodels: Submodels) -> dict[int, str]:
-    """Map each exit that can end a shorter model to its depth: return exit names by the number of blocks before them.
+    """Return the names of the exits (early output heads) that can end a shorter model, by the number of blocks before each.
 
     The result is empty unless the model has exactly one stack of blocks.
     """
@@ -73,7 +73,7 @@ def knowledge_loss(student: Tensor, teacher: Tensor, temperature: float, counted
     return (divergence * weight).sum() / weight.sum().clamp_min(1.0)
 
 
-def students_of(module: nn.Module) -> EarlyLogits | None:
+def _early_exits(module: nn.Module) -> EarlyLogits | None:
     """Return the trainable exits of ``module``, except the one that ends the model; None if there are none."""
     if not any("submodel_exits_after" in part.__dict__ for part in module.modules()):
         return None
@@ -106,15 +106,15 @@ class Exit:
 
 
 class ByExits(Hook):
-    """Base class of hooks that train several exits of a submodel together, from one forward pass.
+    """Base class of hooks that train the exits (output heads at several depths) of a submodel in one forward pass.
 
-    The module's own `training_step` runs once for each exit, with that exit's logits. A subclass combines the losses in
-    `joined`. A submodel without inner exits has its ordinary loss.
+    The module's `training_step` computes one loss for each exit from this exit's logits. A subclass combines the losses
+    by its method `joined`. A submodel with a single exit is trained by its ordinary loss.
     """
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self.students = students_of(task.module)
+        self.students = _early_exits(task.module)
         self._output: Any = None
         self._handle = None
         if self.students is not None:
@@ -162,10 +162,11 @@ class ByExits(Hook):
 
 
 class Distilled(ByExits):
-    """Hook that trains all exits, and lets the deepest exit teach the others (self-distillation, Eq. 3).
+    """Hook that trains all exits (output heads at several depths), and lets the deepest one teach the others.
 
-    ``L = sum_c [(1 - w) CE(z_c, y) + w T^2 KL(softmax(z_C / T) || softmax(z_c / T))]`` over the exits c; C is the
-    deepest one, and CE is the module's own loss.
+    This is self-distillation (Co-S2P, Eq. 3): ``L = sum_c [(1 - w) CE(z_c, y) + w T^2 KL(softmax(z_C / T) ||
+    softmax(z_c / T))]`` over the exits c with logits z_c. C is the deepest exit, y are the labels, CE is the module's
+    own loss, w is the weight of the distillation and T its temperature.
     """
 
     def __init__(self, task: Task, weight: float, temperature: float) -> None:

@@ -19,11 +19,14 @@ SCORES = "scores"
 
 
 def score_layout(submodels: Submodels, number: int, spec: Spec | None) -> Layout:
-    """Return the layout of the mask scores that travel with a task; it is empty for a task that trains values.
+    """Return the layout of the mask scores that a client receives and sends back; empty if its task trains no masks.
+
+    A mask keeps or drops segments of an axis (a dimension that can be cut, such as a layer's hidden neurons). The score
+    of a segment is the logit of the probability that the mask keeps it.
 
     Args:
         submodels: submodels of the model.
-        number: number of equal ranges into which an axis without attention heads is divided.
+        number: number of equal segments into which an axis without attention heads is divided.
         spec: submodel of the task; None = the layout of all scores.
     """
     if spec is not None and spec.trained != ():
@@ -64,17 +67,17 @@ def masks_of(scores: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def kept_share_loss(masks: Mapping[str, Tensor], rate: float) -> Tensor:
-    """Return a loss that pulls the kept share of each mask to ``rate``: ``sum_l |rho_l - r_w|^2`` (Eq. 2, without lambda).
+    """Return a loss that pulls the mean of each mask towards ``rate``: ``sum_l (mean(mask_l) - rate)^2`` (Co-S2P, Eq. 2).
 
     Args:
-        masks: mask of each axis, shape (segments,); rho_l is its mean.
-        rate: share r_w of the segments that a mask should keep.
+        masks: masks of zeros and ones, shape (segments,), by the axis that they cut.
+        rate: share of the segments that a mask should keep; r_w in the paper.
     """
     return torch.stack([(mask.mean() - rate).square() for mask in masks.values()]).sum()
 
 
 def first_score(rate: float) -> float:
-    """Return the score whose probability is ``rate``, clamped to 0.01 ... 0.99; masks start from it."""
+    """Return the score with which masks start: the logit of ``rate``, which is clamped to 0.01 ... 0.99 before."""
     rate = min(max(rate, 0.01), 0.99)
     return math.log(rate / (1 - rate))
 
@@ -85,10 +88,10 @@ def best(scores: list[float], number: int) -> list[int]:
 
 
 class MaskTraining(Hook):
-    """Hook that trains mask scores while the model's weights stay frozen.
+    """Hook that learns which units a client keeps: it trains the scores of random masks, with the weights frozen.
 
-    ``Assignment.extra`` names the axes whose scores train ("masks") and the target share r_w ("rate"). `finish` sends
-    the trained scores.
+    A score is the logit of the probability that a segment of units is kept. The task's `Assignment.extra` names the
+    axes whose scores train ("masks"), and the share of segments that a mask should keep ("rate").
     """
 
     def __init__(self, task: Task, segments: Mapping[str, Segments], lr: float, strength: float) -> None:
@@ -113,7 +116,7 @@ class MaskTraining(Hook):
         self.generator = torch.Generator().manual_seed(derive_seed(task.assignment.seed, "masks"))
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Draw masks for this batch and return the loss under them, plus lambda times `kept_share_loss`."""
+        """Draw masks for this batch and return the loss of the masked model, plus `kept_share_loss` times its weight."""
         masks = {axis: masks_of(scores, self.generator) for axis, scores in self.scores.items()}
         with self.gates.set(masks):
             loss = self.task.loss(batch, index)
@@ -125,7 +128,7 @@ class MaskTraining(Hook):
         self.optimizer.zero_grad()
 
     def finish(self) -> dict[str, Any]:
-        """Write the trained scores to the bundle that the client sends."""
+        """Copy the trained scores to the tensors that the client sends."""
         for axis, scores in self.scores.items():
             self.task.up[SCORES][axis].copy_(scores.detach())
         return {}

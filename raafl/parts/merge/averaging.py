@@ -9,7 +9,7 @@ from raafl.parts.trigger import AllReported, EachArrival
 
 
 def averaging(alpha: float | None, by_samples: bool) -> tuple[Trigger, Mean]:
-    """Return a trigger and a mean, for synchronous rounds or asynchronous arrivals.
+    """Return the trigger (which decides when to merge) and the mean for synchronous rounds or asynchronous arrivals.
 
     Args:
         alpha: weight of each arriving update, reduced by its staleness; None = synchronous rounds.

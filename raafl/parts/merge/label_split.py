@@ -107,7 +107,10 @@ class LabelSplit(Wrapped):
 
 
 def joint_notes(merge: Merge) -> list[str]:
-    """Return a note if ``merge`` averages rows by class but gets combined updates, which hide clients' classes; else no note."""
+    """Return a note that ``merge`` cannot average by class when it gets already combined updates; none for other merges.
+
+    A combined update does not say which of its clients lack a class, as `LabelSplit` needs to know.
+    """
     if not isinstance(merge, LabelSplit):
         return []
     return [

@@ -63,7 +63,7 @@ Sent = tuple[list[int], Tensor, Tensor, Factors | None]
 
 @dataclass(slots=True)
 class AdapterUpdate:
-    """LoRA adapters of one update, by the name of their matrix A, with the update's weight and its factor on B A."""
+    """LoRA adapters of one update, by the name of their matrix A, with the update's weight and staleness factor."""
 
     weight: float
     factor: float
@@ -75,7 +75,7 @@ class LoraMemory(MergeMemory):
     """Server state of merges of LoRA adapters.
 
     Attributes:
-        at_work: version of the model from which each client at work started, by client.
+        at_work: version of the model from which a client started its current task, by client id.
         starts: adapters of earlier versions, by version and name of A, kept while a client that started from them
             works.
         updates: adapters in the updates since the last merge.
@@ -160,11 +160,11 @@ class LowRank(Wrapped):
                 self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
 
     def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:
-        """Return the weight of an update for all layers together.
+        """Return the weight in the mean that an update's adapters share, before `weight_of` adapts it to each layer.
 
         Args:
             weight: weight that the wrapped mean gives to the update.
-            adapters: each layer's ranks, B, A and received factors.
+            adapters: adapter of each layer: its ranks, B, A, and the B and A that the client received.
         """
         return weight
 
@@ -249,7 +249,7 @@ class HetLoRA(LowRank):
         return math.sqrt(math.fsum(_squared_norm(b, a) for _, b, a, _ in adapters.values())) + _TINY
 
     def weight_of(self, weight: float, b: Tensor, a: Tensor) -> float:
-        """Return the update's weight times ``||B A||_F`` of this layer; the weight itself if it already is a norm."""
+        """Return the update's weight times ``||B A||_F`` of this layer; with `norm_alone` just the update's weight."""
         return weight if self.norm_alone else weight * (math.sqrt(_squared_norm(b, a)) + _TINY)
 
     def fold(
@@ -266,10 +266,10 @@ class HetLoRA(LowRank):
 class FedEx(LowRank):
     """FedEx-LoRA (Singhal et al. 2025, arXiv:2410.09432): averages A and B, and corrects the base weight by the error of that.
 
-    M' is the exact mean of the products B A. The base weight becomes ``W' = W + s (M' - B' A')``, with the mean's B'
-    and A', so that ``W' + s B' A'`` is exact. The paper sends clients this correction as factors. Here clients store
-    nothing and may have missed rounds, so they receive the whole W of each adapted layer. A late update counts as a
-    change from the W, B and A with which its client started.
+    With M' the exact mean of the clients' products B A, and B' and A' the averaged matrices, the base weight becomes
+    ``W' = W + s (M' - B' A')``. So ``W' + s B' A'`` is exact; s is the adapters' scaling. The paper sends clients this
+    correction as factors. Here clients store nothing and may have missed rounds, so they receive the whole W of each
+    adapted layer. A late update counts as a change from the W, B and A with which its client started.
     """
 
     moves_base = True
@@ -277,7 +277,7 @@ class FedEx(LowRank):
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Add the correction ``M' - B' A'``, times the scaling, to the base weight."""
+        """Add to the base weight the error of averaging B and A: the mean of the products minus the product of the means."""
         left, right = _stacked(old, keep, terms)
         _add_to_base(state, pair, left @ right - state.values[pair.b].to(left) @ state.values[pair.a].to(left))
 
@@ -285,10 +285,10 @@ class FedEx(LowRank):
 class FLoRA(LowRank):
     """FLoRA (Wang et al. 2024, arXiv:2409.05976): adds the weighted products of all clients' adapters to the base weight.
 
-    The sum is a product of stacked matrices: ``sum_i c_i B_i A_i = [c_i B_i ...] [A_i; ...]``. Clients then start with
-    new adapters, B = 0 and a random A. Since B starts at 0, ``B_i A_i`` is a client's whole change, so a late change is
-    simply added to the current W, times its c_i. The paper sends the stacked matrices to clients that store W; here a
-    client receives the whole W of each adapted layer.
+    With c_i the weight of client i, the sum is a product of stacked matrices: ``sum_i c_i B_i A_i = [c_i B_i ...]
+    [A_i; ...]``. Clients then start with new adapters, B = 0 and a random A. Since B starts at 0, ``B_i A_i`` is a
+    client's whole change, so a late one is added to the current base weight W like any other. The paper sends the
+    stacked matrices to clients that store W; here a client receives the whole W of each adapted layer.
     """
 
     moves_base = True
@@ -311,14 +311,14 @@ class FlexLoRA(LowRank):
 
     With the mean M' = U S V^T, ``B' = U S`` and ``A' = V^T``, truncated to the model's rank, largest singular values
     first. So the first ranks, which a client of lower rank receives, are the best approximation of that rank. A rank
-    whose singular value is 0 keeps a nonzero A, so that it can train. The base weight stays. FedAsync mixes in a late
-    update as it mixes values, ``(1 - a) M + a B_i A_i``.
+    whose singular value is 0 keeps a nonzero A, so that it can train. The base weight stays. With FedAsync, client i's
+    update gives ``M' = (1 - a) M + a B_i A_i``: M is the model's product B A, and a falls with the update's staleness.
     """
 
     def fold(
         self, state: GlobalState, pair: LoraPair, old: tuple[Tensor, Tensor], keep: Tensor, terms: list[Term]
     ) -> None:
-        """Set B and A to ``U S`` and ``V^T`` of the mean, truncated to the model's rank."""
+        """Set B and A to the factors of the mean product's SVD, truncated to the model's rank."""
         u, s, v = _svd(*_stacked(old, keep, terms))
         a, b = state.values[pair.a], state.values[pair.b]
         num = min(len(a), len(s))
@@ -329,9 +329,10 @@ class FlexLoRA(LowRank):
 class RaFLoRA(FlexLoRA):
     """raFLoRA (Wu et al. 2026, arXiv:2602.13486): FlexLoRA in which each rank is averaged only over the clients that have it.
 
-    ``M' = M + sum_k sum_{i has k} w_i a_i / (sum_{j has k} w_j) (b_ik a_ik - b_k a_k)``, where b_k a_k is rank k's part
-    of B A. Few clients have the upper ranks, and FlexLoRA's weights would shrink these in every merge ("rank
-    collapse"). A rank that no client has stays unchanged. Late updates count less, as in FlexLoRA.
+    ``M' = M + sum_k sum_{i has k} w_i s_i / (sum_{j has k} w_j) (M_ik - M_k)``: M = B A of the model, M_k is rank k's
+    part of it, M_ik that of client i's product, w_i the client's weight, s_i its staleness factor. Few clients have the
+    upper ranks, and FlexLoRA's weights would shrink these in every merge ("rank collapse"). A rank that no client has
+    stays unchanged.
     """
 
     by_rank = True

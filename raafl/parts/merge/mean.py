@@ -188,11 +188,11 @@ class Mean(Merge):
         fraction("alpha", self.alpha)
 
     def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """Return an update's weight w_n and its factor a_n."""
+        """Return an update's weight in the mean, and the factor (alpha times staleness) by which its values count less."""
         return float(update.num_samples) if self.by_samples else 1.0, self.alpha * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Take an update: a single one is mixed in by `apply` from its own tensors, several are summed up first."""
+        """Add an update to the mean; the first one is not copied yet, since `apply` can mix a single one in directly."""
         memory = state.memory.of(MeanMemory)
         weight, factor = self.weigh(update, staleness)
         memory.received.append((weight, factor))
@@ -322,7 +322,7 @@ class Deltas(Merge):
         positive("server_lr", self.server_lr)
 
     def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """Return an update's weight, 1, and its factor ``eta_g s``."""
+        """Return an update's weight, always 1, and the factor on its change: server learning rate times staleness."""
         return 1.0, self.server_lr * self.staleness(staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:

@@ -76,7 +76,7 @@ class Nesterov(Merge):
         one_of("weights", self.weights, Weights)
 
     def weigh(self, update: Update) -> float:
-        """Return the weight w_n of an update."""
+        """Return an update's weight in the mean change, by `weights`: 1, its number of samples, or its number of steps."""
         return float({"equal": 1, "samples": update.num_samples, "tokens": update.num_steps}[self.weights])
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:

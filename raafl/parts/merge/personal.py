@@ -42,7 +42,7 @@ class AtWork(MergeMemory):
     starts: dict[int, Start] = field(default_factory=dict)
 
     def to_plain(self) -> object:
-        """Return the fields of each start, by client."""
+        """Return the starts of all clients' tasks as plain data, by client id."""
         return {c: {"spec": one.spec, "masks": one.masks, "start": one.start} for c, one in self.starts.items()}
 
     @classmethod
@@ -52,7 +52,7 @@ class AtWork(MergeMemory):
 
 
 @dataclass
-class Received(OneValue[bool]):
+class _Received(OneValue[bool]):
     """Record of `WithScores`: whether the wrapped merge has received an update since the last merge."""
 
     key = "received"
@@ -60,30 +60,30 @@ class Received(OneValue[bool]):
 
 
 def scores_of(state: GlobalState, client: int) -> dict[str, list[float]]:
-    """Return the mask scores that a client sent last, by axis."""
+    """Return the mask scores (logits of the probabilities to keep a segment of units) that a client sent last, by axis."""
     stored = state.clients.find(SCORES, client)
     return {} if stored is None else {a: s.tolist() for a, s in stored.items() if not bool(s.isnan().any())}
 
 
 def record_work(state: GlobalState, client: int, work: Work) -> None:
-    """Record the task that a client starts now.
+    """Record the submodel, and the axes whose mask scores train, of the task that a client starts now.
 
     Args:
-        state: the global model, whose memory receives the record.
+        state: the global model, which stores the record.
         client: id of the client.
-        work: work of the client's task.
+        work: submodel and settings of the task.
     """
     state.memory.of(AtWork).starts[client] = Start(work.spec, list(work.extra.get("masks", ())))
 
 
 def forget_work(state: GlobalState, client: int) -> None:
-    """Delete the record of a client's task."""
+    """Delete the record of the task that a client works on."""
     state.memory.of(AtWork).starts.pop(client, None)
 
 
 @dataclass(frozen=True)
 class RecordingSelect(WrappedSelect):
-    """Wrapper of a select part that records each client's task and start, for `ImportanceMerge` and `WithScores`."""
+    """Wrapper of a select part (the choice of submodels) that records on the server what each client trains."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the wrapped select part's work, and record it."""
@@ -92,19 +92,23 @@ class RecordingSelect(WrappedSelect):
         return work
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the record of the lost client."""
+        """Delete the record of the lost client's task."""
         forget_work(fleet.state, client.id)
         self.inner.on_loss(client, fleet)
 
 
 @dataclass(frozen=True)
 class WithScores(Wrapped):
-    """Wrapper of a merge that stores each client's mask scores; the wrapped merge sees only updates that trained values."""
+    """Wrapper of a merge for clients that learn masks: it stores the mask scores that each client sends.
+
+    Mask scores are logits of the probabilities that segments of units are kept. A task trains either these or the
+    model's values; only updates of values go on to the wrapped merge.
+    """
 
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Send a client its own latest scores, for a task that trains scores; NaN = never trained."""
+        """Send a client the mask scores that it trained last, if its task trains them; NaN = never trained."""
         stored = state.clients.find(SCORES, client)
         for axis, scores in bundles[SCORES].items():
             scores.fill_(math.nan) if stored is None else scores.copy_(stored[axis])
@@ -118,24 +122,24 @@ class WithScores(Wrapped):
         return None if sound else "wrong-scores"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store the update's scores, or pass the update to the wrapped merge; then delete the record of the task."""
+        """Store the mask scores in the update, or pass its values to the wrapped merge; then delete the task's record."""
         if spec.trained == ():
             sent = update.bundles[SCORES]
             stored = state.clients.of(SCORES, update.client, sent.layout, fill=math.nan)
             for axis in state.memory.of(AtWork).starts[update.client].masks:
                 stored[axis].copy_(sent[axis])
         else:
-            state.memory.of(Received).value = True
+            state.memory.of(_Received).value = True
             super().receive(state, update, spec, staleness)
         forget_work(state, update.client)
 
     def detach(self, state: GlobalState) -> None:
         """Let the wrapped merge copy the tensors that it still needs."""
-        if state.memory.of(Received).value:
+        if state.memory.of(_Received).value:
             super().detach(state)
 
     def apply(self, state: GlobalState) -> None:
         """Apply the wrapped merge if it has received an update."""
-        received = state.memory.pop(Received)
+        received = state.memory.pop(_Received)
         if received is not None and received.value:
             super().apply(state)

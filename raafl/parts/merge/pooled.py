@@ -30,7 +30,7 @@ class Pooled(Wrapped):
 
     Variances cannot be averaged directly. So clients send second moments in their place (`raafl.local.train`), and the
     wrapped merge averages these. Afterwards the variances are computed: ``var = sum_n w_n (var_n + (mean_n - mean)^2) /
-    sum_n w_n``. Only `WideMerge` and `Bounded` wrap this merge.
+    sum_n w_n``. In a chain of wrappers only `WideMerge` and `Bounded` are outside this one.
 
     If the wrapped merge takes changes (deltas), the statistics are still sent as values and become differences from the
     *server's* current ones. Changes relative to old versions would overshoot when several are applied one after

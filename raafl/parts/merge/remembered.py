@@ -26,13 +26,13 @@ LATEST = "latest update"
 
 @dataclass
 class LatestMemory(MergeMemory):
-    """Server state of `Remembered`: sums over the latest updates of all clients, which lie in `GlobalState.clients`.
+    """Server state of `Remembered`: sums over all clients' latest updates. The updates are in `GlobalState.clients`.
 
     Attributes:
         sum: sum of all latest updates.
         change: sum of the changes of these updates since the last merge.
         received: submodel and staleness factor of each update since the last merge.
-        since: number of updates since the sum was last recomputed from scratch.
+        since: number of updates merged after the sum was last recomputed from scratch.
         log: version and submodel of each client's remembered update, by client, oldest first; empty if updates have no
             age limit.
     """
@@ -49,14 +49,15 @@ class LatestMemory(MergeMemory):
 class Remembered(Merge):
     """Merge that remembers each client's latest update and uses it until the client sends a new one (RAM-Fed, CA2FL).
 
-    The equations (RAM-Fed, Wang et al., Algorithm 2, lines 12 to 24; eq. 4) hold for changes ``d = theta_T - theta_0 =
-    -gamma Delta``. u_n is client n's latest change before this merge, 0 before its first. For each element::
+    Each element theta moves by the mean of all remembered changes, corrected by the new ones (RAM-Fed, Wang et al.,
+    Algorithm 2, lines 12 to 24; eq. 4)::
 
         v = 1/N sum_n u_n + 1/Gamma sum_{n in N_i} (d_n - u_n)     (no second term if Gamma = 0)
         theta <- theta + a v,  a = server_lr * mean of s(staleness_n);  then u_n <- d_n for n in N_i
 
-    N is the number of clients that have sent an update so far; with ``of_all`` it is the number of all clients, as in
-    CA2FL (Wang et al. 2024). N_i are the clients whose new updates train the element, and Gamma is their number.
+    d_n is the change in client n's new update, u_n its remembered change, 0 before its first. N_i are the clients whose
+    new updates train the element, Gamma is their number. N is the number of clients that have sent an update so far;
+    with ``of_all`` it is the number of all clients, as in CA2FL (Wang et al. 2024).
 
     A client also counts as having trained the weights *into* its neurons from neurons that it does not have, with a
     change of 0, since a masked neuron gives a weight no gradient. Otherwise a weight between two regions that no client
@@ -135,10 +136,8 @@ class Remembered(Merge):
             log[:] = [*((version, other) for version, other in log if other != spec), (state.version, spec)]
 
     def apply(self, state: GlobalState) -> None:
-        """Move each element by v (see the class), computed from the sum of all remembered updates.
-
-        With the new sum U' = U + sum (d - u), v is ``U'/N + (1/Gamma - 1/N) sum (d - u)``.
-        """
+        """Move the model by the mean of all remembered changes, corrected by the new ones."""
+        # With the new sum U' = U + sum (d - u), v of the class's equation is U'/N + (1/Gamma - 1/N) sum (d - u).
         memory = self._memory(state)
         num_clients = state.num_clients if self.of_all else len(self._latest(state))
         received = memory.received
@@ -247,7 +246,7 @@ class _Owned:
         self._inner = None if owned == present else CopyPlan(spec, owned, present, others)
 
     def widened(self, tensors: FlatTensors) -> FlatTensors:
-        """Extend a client's update to all elements that count as trained by it; elements that the client does not have are 0."""
+        """Extend a client's update by the weights into its neurons from neurons that it lacks, which have not changed: 0."""
         if self._inner is None:
             return tensors
         wide = FlatTensors.zeros(self.plan.layout, tensors.device)

@@ -174,7 +174,7 @@ class WithVariates(Wrapped):
 
 
 def plan_of(state: GlobalState, spec: Spec) -> CopyPlan:
-    """Return the plan that copies a submodel's parameters from all trained parameters.
+    """Return the copy plan (which elements go where) from all trained parameters to those of a submodel.
 
     Args:
         state: the global model.

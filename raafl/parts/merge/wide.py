@@ -57,7 +57,9 @@ class WideSubmodels(Submodels):
         return self.narrow_layout(spec, part).wide
 
     def narrow_layout(self, spec: Spec = FULL, part: Part = "present") -> Layout:
-        """Return the layout of the same tensors in the model's own dtypes, which is the beginning of the model's own layout.
+        """Return the layout of a submodel's tensors without frozen ones, in the model's own dtypes instead of wide ones.
+
+        The model's own layout begins with the same tensors, followed by the frozen ones.
 
         Args:
             spec: submodel whose layout is returned.

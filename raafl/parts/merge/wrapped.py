@@ -17,8 +17,8 @@ from raafl.submodel import FlatTensors, Layout, Spec
 class Wrapped(Merge):
     """Base class of merges that wrap another merge. It passes every call on; a subclass overrides those that it changes.
 
-    A subclass that passes updates on only in `apply` must also override `detach`, since the wrapped merge has none
-    before.
+    A subclass that stores updates, and passes them on only in `apply`, must also override `detach`: until then the
+    wrapped merge has no update whose tensors it could copy.
 
     Attributes:
         inner: the wrapped merge: the algorithm's own, or another wrapper.
@@ -62,11 +62,11 @@ class Wrapped(Merge):
         return self.inner.received_layout(state, spec, layout)
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the numbers in `Update.extra` by which the wrapped merge changes the model."""
+        """Return numbers of an update that are no tensors but change the model in the wrapped merge, to bound their size."""
         return self.inner.numbers(update)
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Check whether the wrapped merge expects the update to overflow."""
+        """Check whether the wrapped merge would overflow with this update."""
         return self.inner.overflows(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -90,7 +90,7 @@ class Wrapped(Merge):
         return self.inner.ends_run(state)
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
-        """Return the wrapped merge's columns of metrics.csv."""
+        """Return the values that the wrapped merge adds to metrics.csv, by column."""
         return self.inner.figures(state)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Wrapped(Merge):
 
 @dataclass(frozen=True)
 class WrappedSelect(Select):
-    """Base class of select parts that wrap another one. It passes every call on; a subclass overrides those that it changes.
+    """Base class of wrappers of a select part, which chooses submodels. It passes on every call that is not overridden.
 
     Attributes:
         inner: the wrapped select part.
@@ -113,7 +113,7 @@ class WrappedSelect(Select):
 
     @property
     def needs_last_update(self) -> bool:
-        """Whether the wrapped select part's work depends on a client's last update."""
+        """Whether the wrapped select part must see a client's last update before it chooses the client's next submodel."""
         return self.inner.needs_last_update
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:

@@ -11,7 +11,7 @@ from raafl.core.algorithm import Algorithm
 from raafl.core.coordinator import Coordinator
 from raafl.core.types import Assignment, SumGroup, Update
 from raafl.parts.protect.secure.assembly import secured
-from raafl.parts.protect.secure.coverage import Ring
+from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE, OutOfRange
 from raafl.parts.protect.secure.group import CannotOpen
 from raafl.parts.protect.secure.merge import SecureSum
@@ -112,9 +112,9 @@ class SecureGroups:
         if masked and opened:
             numbers = {assignment.id: update.tensors for assignment, update in pairs}
             specs = {assignment.id: assignment.spec for assignment, _ in pairs}
-            ring, options = Ring(self.coordinator.state.submodels), self.merge.options
+            layouts, options = IntegerLayouts(self.coordinator.state.submodels), self.merge.options
             try:
-                mask_and_open_(numbers, specs, ring, self.merge.min_cover, options.threshold)
+                mask_and_open_(numbers, specs, layouts, self.merge.min_cover, options.threshold)
             except CannotOpen:
                 opened = False
         group = SumGroup(tuple(assignment.id for assignment, _ in pairs), scale, masked)

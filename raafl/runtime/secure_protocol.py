@@ -85,7 +85,7 @@ class Formed:
         """Convert the message to its JSON fields."""
         specs = list(dict.fromkeys(member.spec for member in self.group.members))
         members = [
-            [member.key, member.mask_key.hex(), member.share_key.hex(), specs.index(member.spec)]
+            [member.id, member.mask_key.hex(), member.share_key.hex(), specs.index(member.spec)]
             for member in self.group.members
         ]
         return {
@@ -222,4 +222,4 @@ def shares_layout(coverage: Coverage, sender: int, receivers: Iterable[int]) -> 
         receivers: task ids of all members.
     """
     total = sum(sizes_from(coverage, sender, receivers).values())
-    return layout_of(shares=total, commitments=COMMITMENT_BYTES * len(coverage.own(sender)))
+    return layout_of(shares=total, commitments=COMMITMENT_BYTES * len(coverage.cells_in(sender)))

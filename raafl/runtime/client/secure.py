@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raafl.core.types import Assignment, Update
-from raafl.parts.protect.secure.coverage import Ring
+from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.fixed_point import OUT_OF_RANGE, OutOfRange
 from raafl.parts.protect.secure.group import CannotOpen
 from raafl.parts.protect.secure.member import Member
@@ -73,7 +73,7 @@ class SecureSide(Questions):
             Stopped: the server has ended the task, or the connection is lost.
         """
         self._assignment, options, key = assignment, self._merge.options, assignment.id
-        member, ring = Member(options.min_cover or 0, options.threshold), Ring(self._submodels)
+        member, layouts = Member(options.min_cover or 0, options.threshold), IntegerLayouts(self._submodels)
         own = b"".join(member.public)
         proof = KeyProof() if self._site_keys is None else self._site_keys.prove(key, own)
         meta, _ = self._ask({**answer.to_meta(), **proof.to_meta()}, to_tensors(keys=own), None)
@@ -81,10 +81,10 @@ class SecureSide(Questions):
         group = formed.group
         if self._site_keys is not None:
             self._site_keys.check(group, formed.proofs, options.min_cover or 0)
-        encrypted, commitments = member.join(group, key, ring)
-        if group.by_key[key].spec != assignment.spec.cut:
-            raise CannotOpen("bad-group", "this client's submodel is another than it was assigned")
-        keys = [one.key for one in group.members]
+        encrypted, commitments = member.join(group, key, layouts)
+        if group.by_id[key].spec != assignment.spec.cut:
+            raise CannotOpen("the server names another submodel for this client than it assigned", "bad-group")
+        keys = [one.id for one in group.members]
         shares = b"".join(encrypted[other] for other in sizes_from(member.coverage, key, keys))
         sizes = sizes_for(member.coverage, key, keys)
         answer_layout = layout_of(shares=sum(sizes.values()))

@@ -79,18 +79,18 @@ class SiteKeys:
         """
         sites = set()
         for member in group.members:
-            proof = proofs.get(member.key, KeyProof())
+            proof = proofs.get(member.id, KeyProof())
             holder, public = self._holder(proof.certificate)
             if holder is None or holder.site is None or holder.federation != self._federation:
                 raise CannotOpen(
-                    "bad-group", f"the keys of member {member.key} are of no site that the authority certifies"
+                    f"the keys of member {member.id} are of no site that the authority certifies", "bad-group"
                 )
-            if not is_signed(signed_text(member.key, member.mask_key + member.share_key), proof.signature, public):
-                raise CannotOpen("bad-group", f"the keys of member {member.key} are not signed by site '{holder.site}'")
+            if not is_signed(signed_text(member.id, member.mask_key + member.share_key), proof.signature, public):
+                raise CannotOpen(f"the keys of member {member.id} are not signed by site '{holder.site}'", "bad-group")
             sites.add(holder.site)
         if len(sites) < min_cover:
             raise CannotOpen(
-                "bad-group", f"its clients are of {len(sites)} sites, secure_aggregation.min_cover is {min_cover}"
+                f"its clients are of {len(sites)} sites, secure_aggregation.min_cover is {min_cover}", "bad-group"
             )
 
     def _holder(self, chain: str) -> tuple[Holder | None, str]:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from raafl.core.types import Assignment, SumGroup, Update
 from raafl.local.train import Stopped
-from raafl.parts.protect.secure.coverage import Ring
+from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, threshold_of
 from raafl.parts.protect.secure.opening import Opening
 from raafl.runtime.exchange import Conversation
@@ -213,7 +213,7 @@ class SecureAggregator:
     def __init__(self, groups: SecureGroups, note: Callable[[str], None]) -> None:
         """Start without clients; ``note`` is told why a sum could not be opened."""
         self._groups, self._note = groups, note
-        self._ring = Ring(groups.coordinator.state.submodels)
+        self._layouts = IntegerLayouts(groups.coordinator.state.submodels)
         self._ready: dict[int, SecureStep] = {}
         self._running: _Running | None = None
         self._done: list[Update] = []
@@ -277,7 +277,7 @@ class SecureAggregator:
             members.append(GroupMember(key, keys[:KEY_BYTES], keys[KEY_BYTES:], step.assignment.spec.cut))
         threshold = threshold_of(len(chosen), groups.merge.options.threshold)
         group = Group(secrets.token_hex(16), tuple(members), threshold, groups.merge.min_cover)
-        running = _Running(Opening(group, self._ring), scale, chosen, now + groups.merge.options.step_s)
+        running = _Running(Opening(group, self._layouts), scale, chosen, now + groups.merge.options.step_s)
         self._running, running.here = running, dict(chosen)
         if len(chosen) < groups.least:
             self._fail(running, f"{len(chosen)} clients are too few for a sum")
@@ -295,7 +295,7 @@ class SecureAggregator:
             if running.phase != "opened" and len(running.here) < running.opening.group.threshold:
                 need = running.opening.group.threshold
                 raise CannotOpen(
-                    "too-few", f"{len(running.here)} of {len(running.ready)} clients are left, {need} must help"
+                    f"{len(running.here)} of {len(running.ready)} clients are left, {need} must help", "too-few"
                 )
             {"shares": self._shared, "masked": self._masked, "opened": self._opened}[running.phase](running)
         except CannotOpen as error:
@@ -317,7 +317,7 @@ class SecureAggregator:
                 for other in running.ready
                 if other != key
             )
-            layout = self._ring.layout(step.assignment.spec)
+            layout = self._layouts.layout(step.assignment.spec)
             step.replies.put(Reply(senders, to_tensors(shares=joined), layout))
         running.await_("masked", here)
 

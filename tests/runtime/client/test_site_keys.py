@@ -44,7 +44,7 @@ def sites(world):
 def swapped(group, number):
     """The group with other keys of a member, as a server could put in between."""
     new = dict(zip(("mask_key", "share_key"), Member(2, 2 / 3).public, strict=True))
-    return replace(group, members=tuple(replace(m, **new) if m.key == number else m for m in group.members))
+    return replace(group, members=tuple(replace(m, **new) if m.id == number else m for m in group.members))
 
 
 def test_keys_that_sites_have_signed_pass_also_after_a_message(sites):

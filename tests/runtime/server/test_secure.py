@@ -13,7 +13,7 @@ from raafl.algorithms import fed_avg, fed_buff, hetero_fl
 from raafl.core.types import Arrived, Assign
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.parts.protect.secure.assembly import secured
-from raafl.parts.protect.secure.coverage import Ring
+from raafl.parts.protect.secure.coverage import IntegerLayouts
 from raafl.parts.protect.secure.member import Member
 from raafl.runtime.protocol import Answer
 from raafl.runtime.secure_groups import SecureGroups
@@ -78,8 +78,8 @@ def test_a_buffer_forms_its_groups_before_they_are_masked(tmp_path):
 class Hand:
     """A client whose messages the test sends one by one."""
 
-    def __init__(self, assignment, aggregator, ring):
-        self.assignment, self.aggregator, self.ring = assignment, aggregator, ring
+    def __init__(self, assignment, aggregator, layouts):
+        self.assignment, self.aggregator, self.layouts = assignment, aggregator, layouts
         self.replies, self.member = queue.SimpleQueue(), Member(2, 2 / 3)
         self.say("ready", to_tensors(keys=b"".join(self.member.public)))
 
@@ -91,8 +91,8 @@ class Hand:
 
     def share(self):
         formed = Formed.from_meta(self.heard().meta)
-        self.keys = [one.key for one in formed.group.members]
-        encrypted, commitments = self.member.join(formed.group, self.assignment.id, self.ring)
+        self.keys = [one.id for one in formed.group.members]
+        encrypted, commitments = self.member.join(formed.group, self.assignment.id, self.layouts)
         order = sizes_from(self.member.coverage, self.assignment.id, self.keys)
         self.say("shares", to_tensors(shares=b"".join(encrypted[key] for key in order), commitments=commitments))
 
@@ -100,7 +100,7 @@ class Hand:
         reply, own = self.heard(), self.assignment.id
         self.senders = Members.from_meta(reply.meta, self.keys).keys
         pieces = split(to_bytes(reply.tensors, "shares"), sizes_for(self.member.coverage, own, self.keys))
-        numbers = self.ring.zeros(self.assignment.spec)
+        numbers = self.layouts.zeros(self.assignment.spec)
         for buffer in numbers.buffers.values():
             buffer.fill_(value)
         self.member.mask_(numbers, {key: pieces[key] for key in self.senders if key != own})
@@ -119,8 +119,8 @@ def aggregator():
     tasks = [action.assignment for action in join(coordinator, [1, 2, 3, 4]) if isinstance(action, Assign)]
     notes: list[str] = []
     one = SecureAggregator(SecureGroups.of(coordinator), notes.append)
-    ring = Ring(coordinator.state.submodels)
-    return coordinator, one, [Hand(task, one, ring) for task in tasks], notes
+    layouts = IntegerLayouts(coordinator.state.submodels)
+    return coordinator, one, [Hand(task, one, layouts) for task in tasks], notes
 
 
 def merged(coordinator, updates):
@@ -204,7 +204,7 @@ def test_a_wrong_share_ends_the_sum_and_every_update_in_it(aggregator):
         hand.reveal()
     updates = one.look(0.0)
     assert [update.refusal for update in updates] == ["not-opened"] * 4 and not one.is_running
-    assert notes == ["a sum could not be read: bad-share: of a seed of member 1"]
+    assert notes == ["a sum could not be read: bad-share: the revealed shares give a wrong seed for member 1"]
 
 
 def test_a_client_that_left_before_the_group_formed_is_not_in_it(aggregator):

@@ -12,7 +12,7 @@ from raafl.errors import BadInput
 from raafl.parts.protect.options import Guard, Privacy, Rounds, SecureAggregation
 from raafl.parts.protect.secure.fixed_point import FixedPoint
 from raafl.parts.protect.secure.group import threshold_of
-from raafl.parts.protect.secure.merge import SecureMemory, SecureSum, weighing
+from raafl.parts.protect.secure.merge import SecureMemory, SecureSum, inner_mean
 from raafl.parts.protect.secure.shamir import MAX_SHARES
 from raafl.parts.trigger import AllReported, Buffered
 
@@ -27,7 +27,7 @@ def _is_whole(waiting: TriggerContext) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WholeRounds(AllReported):
-    """Trigger for rounds that merges only complete groups, for secure aggregation."""
+    """Trigger of secure aggregation in rounds: merges once all updates of a round's groups of clients have arrived."""
 
     def due(self, waiting: TriggerContext) -> bool:
         """Check whether every task of the round has reported or was lost."""
@@ -36,7 +36,7 @@ class WholeRounds(AllReported):
 
 @dataclass(frozen=True, slots=True)
 class WholeGroups(Buffered):
-    """Trigger that merges each group of K clients when its updates have arrived, except those of clients that dropped out."""
+    """Trigger of secure aggregation in groups of K clients: merges when all members of a group have reported or dropped out."""
 
     folds_rest: ClassVar[bool] = False
 
@@ -55,7 +55,7 @@ def secured(
     """Return ``algorithm`` with secure aggregation, in which the server can read only sums; unchanged if it is off.
 
     Args:
-        algorithm: algorithm with all other options of the run.
+        algorithm: algorithm of the run, to which the other options are already applied.
         options: the run's options of secure aggregation.
         rounds: conditions under which a round closes early.
         guard: protection from bad updates.
@@ -96,7 +96,7 @@ def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Ite
     one_by_one = not isinstance(algorithm.trigger, AllReported | Buffered) or getattr(algorithm.trigger, "size", 2) == 1
     if one_by_one:
         yield f"{begin} {algorithm.name} merges each update, or a changing number of them: choose {METHODS}"
-    elif weighing(algorithm.merge) is None and not guard.is_on:
+    elif inner_mean(algorithm.merge) is None and not guard.is_on:
         yield f"{begin} the merge of {algorithm.name} ({algorithm.merge}) needs more than a sum: choose {METHODS}"
     sends_more = local.up or local.up_as or type(local).exchange is not Local.exchange
     if sends_more:

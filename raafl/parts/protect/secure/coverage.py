@@ -22,7 +22,7 @@ MAX_CELLS = 4096
 """Cells of a group; each has a seed of 32 bytes, shared among all members."""
 
 
-def typed(layout: Layout, dtype: torch.dtype) -> Layout:
+def _with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
     """Return a layout with the same tensors as ``layout`` and another dtype.
 
     Args:
@@ -32,8 +32,8 @@ def typed(layout: Layout, dtype: torch.dtype) -> Layout:
     return Layout.pack((entry.name, entry.shape, dtype) for entry in layout.entries)
 
 
-class Ring:
-    """Layouts and copy plans for secure aggregation, in which integers (int32) take the place of a submodel's trained values.
+class IntegerLayouts:
+    """Layouts of the integers (int32) that encode clients' updates in secure aggregation: one for each trained value.
 
     Attributes:
         submodels: submodels of the model; all trained parameters must be float32.
@@ -44,22 +44,22 @@ class Ring:
         self.submodels = submodels
 
     def layout(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> Layout:
-        """Return the layout of the integers that take the place of a submodel's trained values.
+        """Return the layout of the integers that encode a submodel's trained values.
 
         Args:
-            spec: submodel whose values are replaced.
+            spec: submodel whose values are encoded.
             dtype: dtype of the integers.
         """
         spec = self.submodels.normal(spec.cut)
         return self.submodels.cached(
-            "ring layout", (spec, dtype), lambda: typed(self.submodels.layout(spec, "trained"), dtype)
+            "integer layout", (spec, dtype), lambda: _with_dtype(self.submodels.layout(spec, "trained"), dtype)
         )
 
     def plan(self, spec: Spec, dtype: torch.dtype = torch.int32) -> CopyPlan:
-        """Return the plan that copies such integers between the whole model and a submodel.
+        """Return the copy plan (which elements go where) between a submodel's integers and those of the whole model.
 
         Args:
-            spec: submodel whose values are replaced.
+            spec: submodel whose values are encoded.
             dtype: dtype of the integers.
         """
         spec = self.submodels.normal(spec.cut)
@@ -67,13 +67,13 @@ class Ring:
         def make() -> CopyPlan:
             return CopyPlan(spec, self.layout(FULL, dtype), self.layout(spec, dtype), self.submodels.selections(spec))
 
-        return self.submodels.cached("ring plan", (spec, dtype), make)
+        return self.submodels.cached("integer plan", (spec, dtype), make)
 
     def zeros(self, spec: Spec = FULL, dtype: torch.dtype = torch.int32) -> FlatTensors:
-        """Return integers for a submodel's trained values, all zero, on the CPU.
+        """Return a tensor of zeros on the CPU for the integers that encode a submodel's trained values.
 
         Args:
-            spec: submodel whose values are replaced.
+            spec: submodel whose values are encoded.
             dtype: dtype of the integers.
         """
         return FlatTensors.zeros(self.layout(spec, dtype))
@@ -85,91 +85,98 @@ def buffer_of(flat: FlatTensors) -> torch.Tensor:
 
 
 class Coverage:
-    """Division of a model's elements into cells: two elements are in the same cell if the same members of the group train them.
+    """Division of a model's elements into cells: a cell has all elements that the same clients of a group train.
+
+    A group is a set of clients whose updates are summed together in secure aggregation.
 
     Attributes:
-        holders: keys of the members that train the elements of each cell.
-        specs: submodel of each member of the group, by key.
+        holders: ids of the clients (members of the group) that train the elements of a cell, for each cell.
+        specs: submodel of each member, by id.
     """
 
-    def __init__(self, ring: Ring, specs: Mapping[int, Spec]) -> None:
+    def __init__(self, layouts: IntegerLayouts, specs: Mapping[int, Spec]) -> None:
         """Find the cells.
 
         Args:
-            ring: of the model.
-            specs: spec of each member, by its key.
+            layouts: layouts of the model's integers.
+            specs: submodel of each member, by its id.
 
         Raises:
             BadInput: there are more than `MAX_SPECS` distinct submodels, or more than `MAX_CELLS` cells.
         """
-        self._ring = ring
-        self.specs = {key: ring.submodels.normal(spec.cut) for key, spec in specs.items()}
+        self._layouts = layouts
+        self.specs = {member_id: layouts.submodels.normal(spec.cut) for member_id, spec in specs.items()}
         distinct = list(dict.fromkeys(self.specs.values()))
         if len(distinct) > MAX_SPECS:
             raise BadInput(
-                f"a group has {len(distinct)} different submodels, at most {MAX_SPECS} can be summed securely"
+                f"secure_aggregation: a group has {len(distinct)} different submodels, at most {MAX_SPECS} can be summed: "
+                "use fewer rates or smaller groups"
             )
-        codes = ring.zeros(dtype=torch.int64)
+        codes = layouts.zeros(dtype=torch.int64)
         for bit, spec in enumerate(distinct):
-            ring.plan(spec, torch.int64).cover_(codes, 1 << bit)
+            layouts.plan(spec, torch.int64).cover_(codes, 1 << bit)
         found, cells = _numbered(buffer_of(codes).numpy(), len(distinct))
         if len(found) > MAX_CELLS:
             raise BadInput(
-                f"a group's submodels overlap in {len(found)} different ways (cells), at most {MAX_CELLS} can be "
-                "summed securely"
+                f"secure_aggregation: a group's submodels overlap in {len(found)} different ways, at most {MAX_CELLS} can be "
+                "summed: use fewer rates or smaller groups"
             )
         self.holders = [
-            frozenset(key for key, spec in self.specs.items() if int(code) >> distinct.index(spec) & 1)
+            frozenset(member_id for member_id, spec in self.specs.items() if int(code) >> distinct.index(spec) & 1)
             for code in found
         ]
-        whole = ring.zeros(dtype=torch.int64)
+        whole = layouts.zeros(dtype=torch.int64)
         buffer_of(whole).copy_(torch.from_numpy(cells))
         self._whole = whole
         self._cells: dict[Spec, np.ndarray] = {}
 
-    def cells_of(self, key: int) -> np.ndarray:
+    def cells_of(self, member_id: int) -> np.ndarray:
         """Return, for each element of a member's submodel in order, the index of its cell.
 
         A cell is a set of elements that the same members train.
         """
-        spec = self.specs[key]
+        spec = self.specs[member_id]
         if spec not in self._cells:
-            plan = self._ring.plan(spec, torch.int64)
+            plan = self._layouts.plan(spec, torch.int64)
             self._cells[spec] = buffer_of(plan.gather(self._whole)).numpy().astype(np.int16)
         return self._cells[spec]
 
-    def own(self, key: int) -> list[int]:
-        """Return the cells in a member's submodel, ascending."""
-        return [cell for cell, holders in enumerate(self.holders) if key in holders]
+    def cells_in(self, member_id: int) -> list[int]:
+        """Return the cells (sets of elements that the same members train) in a member's submodel, ascending."""
+        return [cell for cell, holders in enumerate(self.holders) if member_id in holders]
 
     def open_cells(self, survivors: frozenset[int], min_cover: int) -> list[int]:
-        """Return the cells that at least ``min_cover`` of the remaining members have, ascending.
+        """Return the cells whose sums the server may learn: those that enough remaining members train, ascending.
+
+        A cell is a set of elements that the same members train.
 
         Args:
-            survivors: keys of the members that have not dropped out.
-            min_cover: smallest number of members.
+            survivors: ids of the members that have not dropped out.
+            min_cover: smallest number of members that must train a cell.
         """
         return [cell for cell, holders in enumerate(self.holders) if len(holders & survivors) >= min_cover]
 
-    def common(self, key: int, other: int) -> np.ndarray | slice:
-        """Return the elements of a member's submodel that another member has, too: a mask, or a slice if it has all.
+    def shared_elements(self, member_id: int, other: int) -> np.ndarray | slice:
+        """Return an index of the elements of a member's submodel that another member has, too: a boolean mask, or slice(None).
 
         Args:
-            key: key of the member.
-            other: key of the other member.
+            member_id: id of the member.
+            other: id of the other member.
         """
         held = np.array([other in holders for holders in self.holders])
-        cells = self.cells_of(key)
+        cells = self.cells_of(member_id)
         return slice(None) if held[cells].all() else held[cells]
 
-    def within(self, key: int, cell: int) -> np.ndarray | slice:
-        """Return the elements of a member's submodel that lie in a cell: a mask, or a slice if all do.
+    def elements_in(self, member_id: int, cell: int) -> np.ndarray | slice:
+        """Return an index of the elements of a member's submodel that lie in a cell: a boolean mask, or slice(None).
+
+        A cell is a set of elements that the same members train.
 
         Args:
-            key: key of the member.
+            member_id: id of the member.
             cell: number of the cell.
         """
-        cells = self.cells_of(key)
+        cells = self.cells_of(member_id)
         chosen = cells == cell
         return slice(None) if chosen.all() else chosen
 

@@ -45,7 +45,7 @@ class FixedPoint:
 
     @property
     def bits(self) -> int:
-        """Number of binary digits after the point: ``floor(log2((2^31 - 1) / (K B)))``."""
+        """Number of binary digits after the point: as many as K values up to the bound B can have in a sum of 32 bits."""
         return math.floor(math.log2(LARGEST / (self.num_members * self.bound)))
 
     @property
@@ -73,7 +73,7 @@ class FixedPoint:
         return factor
 
     def encode(self, values: Tensor, share: float = 1.0, scale: float = 1.0) -> Tensor:
-        """Encode ``share * scale * values`` as integers, in units of one step: int32, on the same device.
+        """Encode ``share * scale * values`` as integers (int32, on the same device), each a multiple of the format's step.
 
         Args:
             values: change of the client, as one flat buffer, checked by `scale`.

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -17,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from raafl.parts.protect.secure.coverage import Coverage, Ring
+from raafl.parts.protect.secure.coverage import Coverage, IntegerLayouts
 from raafl.submodel import Spec
 
 SEED_BYTES = 32
@@ -33,23 +34,23 @@ class CannotOpen(Exception):
             or bad-group (the group is not the one to which a client agreed).
     """
 
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(f"{reason}: {detail}" if detail else reason)
+    def __init__(self, detail: str, reason: Literal["too-few", "bad-share", "bad-group"]) -> None:
+        super().__init__(f"{reason}: {detail}")
         self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """One member of a group, as the other members see it.
+    """One client of a group in secure aggregation, as the other members of the group see it.
 
     Attributes:
-        key: number of the member: the id of its assignment.
-        mask_key: public key with which others agree on masks, 32 bytes.
-        share_key: public key with which others encrypt shares, 32 bytes.
+        id: id of the member's assignment, which identifies it in the group.
+        mask_key: public key with which others agree on masks with it, 32 bytes.
+        share_key: public key with which others encrypt secret shares for it, 32 bytes.
         spec: submodel of the member.
     """
 
-    key: int
+    id: int
     mask_key: bytes
     share_key: bytes
     spec: Spec
@@ -57,11 +58,11 @@ class GroupMember:
 
 @dataclass(frozen=True)
 class Group:
-    """Group of clients of whose updates the server can read only the sum.
+    """Group of clients in secure aggregation: the server can read only the sum of their updates.
 
     Attributes:
         id: hex text that identifies the group within the run.
-        members: members of the group, ordered by key.
+        members: members of the group, ordered by id.
         threshold: number of members that must help to unmask the sum.
         min_cover: number of members that must have trained an element for the server to learn its sum.
     """
@@ -72,55 +73,68 @@ class Group:
     min_cover: int
 
     @cached_property
-    def by_key(self) -> dict[int, GroupMember]:
-        """Members of the group by key."""
-        return {member.key: member for member in self.members}
+    def by_id(self) -> dict[int, GroupMember]:
+        """Members of the group, by their id."""
+        return {member.id: member for member in self.members}
 
-    def point(self, key: int) -> int:
+    def point(self, member_id: int) -> int:
         """Return the point, from 1, at which a member's Shamir shares are evaluated."""
-        return [member.key for member in self.members].index(key) + 1
+        return [member.id for member in self.members].index(member_id) + 1
 
-    def coverage(self, ring: Ring) -> Coverage:
-        """Divide the model's elements into cells, by which members have them."""
-        return Coverage(ring, {member.key: member.spec for member in self.members})
+    def coverage(self, layouts: IntegerLayouts) -> Coverage:
+        """Divide the model's elements into cells: elements that the same members train are in one cell."""
+        return Coverage(layouts, {member.id: member.spec for member in self.members})
 
 
 def threshold_of(num_members: int, share: float) -> int:
-    """Return the number of members that must help to unmask a sum: more than the share ``share`` of all.
+    """Return the smallest number of members that is more than ``share`` of a group; so many must help to unmask its sum.
 
     Args:
         num_members: number of members in the group.
-        share: share of the members, from 0.5 to below 1.
+        share: fraction of the members, from 0.5 to below 1.
     """
     return min(int(share * num_members + 1e-9) + 1, num_members)
 
 
 def share_bytes(coverage: Coverage, sender: int) -> int:
-    """Return the bytes of one encrypted message with a sender's shares: of its private key, and of a seed for each of its cells.
+    """Return the size in bytes of the encrypted message by which a member shares its secrets with one other member.
+
+    The secrets are its private key and one seed for each of its cells (sets of elements that the same members train).
 
     Args:
         coverage: cells of the group's submodels.
-        sender: key of the member that sends.
+        sender: id of the member whose secrets are shared.
     """
-    return SEED_BYTES * (1 + len(coverage.own(sender))) + TAG_BYTES
+    return SEED_BYTES * (1 + len(coverage.cells_in(sender))) + TAG_BYTES
 
 
-def reveal_bytes(coverage: Coverage, key: int, survivors: frozenset[int], min_cover: int) -> int:
-    """Return the number of bytes that each remaining member reveals about a member; arguments as for `open_of`."""
-    return SEED_BYTES * (len(open_of(coverage, key, survivors, min_cover)) if key in survivors else 1)
+def reveal_bytes(coverage: Coverage, member_id: int, survivors: frozenset[int], min_cover: int) -> int:
+    """Return the number of bytes that a remaining member sends so that the server can remove a given member's masks.
+
+    Args:
+        coverage: cells (sets of elements that the same members train) of the group's submodels.
+        member_id: id of the member whose masks are removed.
+        survivors: ids of the members that have sent their masked updates.
+        min_cover: smallest number of survivors that must train a cell, for the server to learn its sum.
+    """
+    return SEED_BYTES * (
+        len(open_positions(coverage, member_id, survivors, min_cover)) if member_id in survivors else 1
+    )
 
 
-def open_of(coverage: Coverage, key: int, survivors: frozenset[int], min_cover: int) -> list[int]:
-    """Return the cells of a member that the server may unmask, as positions among the member's own cells.
+def open_positions(coverage: Coverage, member_id: int, survivors: frozenset[int], min_cover: int) -> list[int]:
+    """Return which of a member's cells the server may unmask, as positions in the list of the member's cells.
+
+    A cell is a set of elements that the same members train.
 
     Args:
         coverage: cells of the group's submodels.
-        key: key of the member.
-        survivors: keys of the members that have sent their numbers.
-        min_cover: smallest number of survivors that must have a cell.
+        member_id: id of the member.
+        survivors: ids of the members that have sent their masked updates.
+        min_cover: smallest number of survivors that must train a cell.
     """
     opened = set(coverage.open_cells(survivors, min_cover))
-    return [place for place, cell in enumerate(coverage.own(key)) if cell in opened]
+    return [place for place, cell in enumerate(coverage.cells_in(member_id)) if cell in opened]
 
 
 def commitment(seed: bytes) -> bytes:
@@ -135,8 +149,8 @@ def mask_seed(private: X25519PrivateKey, public: bytes, group: str, one: int, ot
         private: one member's private key for masks.
         public: the other member's public key for masks.
         group: id of the group.
-        one: key of one of the members.
-        other: key of the other member.
+        one: id of one of the members.
+        other: id of the other member.
     """
     low, high = sorted((one, other))
     return _agreed(private, public, f"raafl mask {group} {low} {high}")
@@ -149,8 +163,8 @@ def share_key(private: X25519PrivateKey, public: bytes, group: str, sender: int,
         private: one member's private key for shares.
         public: the other member's public key for shares.
         group: id of the group.
-        sender: key of the member that encrypts.
-        receiver: key of the member that decrypts.
+        sender: id of the member that encrypts.
+        receiver: id of the member that decrypts.
     """
     return _agreed(private, public, f"raafl share {group} {sender} {receiver}")
 
@@ -159,7 +173,7 @@ def _agreed(private: X25519PrivateKey, public: bytes, purpose: str) -> bytes:
     try:
         secret = private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:  # of a wrong length, or one of the few points that give away the result
-        raise CannotOpen("bad-group", f"a public key cannot be used: {error}") from None
+        raise CannotOpen(f"a member's public key cannot be used: {error}", "bad-group") from None
     return HKDF(algorithm=SHA256(), length=SEED_BYTES, salt=None, info=purpose.encode()).derive(secret)
 
 
@@ -176,10 +190,10 @@ def expand(seed: bytes, num: int) -> np.ndarray:
 
 
 def add_mask_(words: np.ndarray, where: np.ndarray | slice, seed: bytes, sign: int) -> None:
-    """Add a mask to the chosen elements of a member's numbers, modulo 2^32, in place.
+    """Add a mask to the chosen elements of a member's encoded update, modulo 2^32, in place.
 
     Args:
-        words: numbers of the member, uint32.
+        words: encoded update of the member, uint32.
         where: elements to mask: a boolean mask over ``words``, or a slice of all.
         seed: seed from which the mask is expanded.
         sign: direction: 1 adds the mask, -1 subtracts it.
@@ -192,11 +206,11 @@ def add_mask_(words: np.ndarray, where: np.ndarray | slice, seed: bytes, sign: i
         words[where] = combine(words[where], expand(seed, num))
 
 
-def pair_sign(key: int, other: int) -> int:
-    """Return the sign with which a member adds the mask that it shares with another; the other one uses the opposite.
+def pair_sign(member_id: int, other: int) -> int:
+    """Return 1 if a member adds the mask that it shares with another one, -1 if it subtracts it, as the other one adds it.
 
     Args:
-        key: key of the member.
-        other: key of the other member.
+        member_id: id of the member.
+        other: id of the other member.
     """
-    return 1 if key < other else -1
+    return 1 if member_id < other else -1

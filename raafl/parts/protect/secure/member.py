@@ -15,7 +15,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from raafl.parts.protect.secure.coverage import Ring, buffer_of
+from raafl.parts.protect.secure.coverage import IntegerLayouts, buffer_of
 from raafl.parts.protect.secure.group import (
     SEED_BYTES,
     CannotOpen,
@@ -23,7 +23,7 @@ from raafl.parts.protect.secure.group import (
     add_mask_,
     commitment,
     mask_seed,
-    open_of,
+    open_positions,
     pair_sign,
     share_key,
     threshold_of,
@@ -55,51 +55,60 @@ class Member:
         self._held: dict[int, bytes] = {}  # shares of members' secrets, by member
         self._has_revealed = False
 
-    def join(self, group: Group, key: int, ring: Ring) -> tuple[dict[int, bytes], bytes]:
-        """Agree to a group, and return what the other members need in order to remove this client's masks if it is lost.
+    def join(self, group: Group, member_id: int, layouts: IntegerLayouts) -> tuple[dict[int, bytes], bytes]:
+        """Agree to a group, and share with its members the secrets from which this client's masks are drawn.
 
-        These are encrypted shares of the seeds from which its masks are drawn, by the key of the member that receives
-        them, and commitments to the seeds.
+        With enough shares the server can remove the masks of a client that is lost. Returns an encrypted share for each
+        other member, by its id, and commitments (digests) of the secret seeds.
 
         Args:
             group: description of the group that the server sent.
-            key: key of this member.
-            ring: layouts of the integers by which the model's values are masked and summed.
+            member_id: id of this member.
+            layouts: layouts of the integers by which the model's values are masked and summed.
 
         Raises:
             CannotOpen: bad-group: the group is too small, has another threshold or min_cover than agreed, or lacks this
                 member.
         """
-        self._check(group, key)
-        self.group, self.key, self.coverage = group, key, group.coverage(ring)
-        self._seeds = [secrets.token_bytes(SEED_BYTES) for _ in self.coverage.own(key)]
+        self._check(group, member_id)
+        self.group, self.id, self.coverage = group, member_id, group.coverage(layouts)
+        self._seeds = [secrets.token_bytes(SEED_BYTES) for _ in self.coverage.cells_in(member_id)]
         secret = self._masks.private_bytes_raw() + b"".join(self._seeds)
         pieces = share(secret, group.threshold, len(group.members))
         encrypted = {}
         for member, piece in zip(group.members, pieces, strict=True):
-            if member.key == key:
-                self._held[key] = piece
+            if member.id == member_id:
+                self._held[member_id] = piece
             else:
-                one_way = share_key(self._shares, member.share_key, group.id, key, member.key)
-                encrypted[member.key] = AESGCM(one_way).encrypt(_NONCE, piece, None)
+                one_way = share_key(self._shares, member.share_key, group.id, member_id, member.id)
+                encrypted[member.id] = AESGCM(one_way).encrypt(_NONCE, piece, None)
         return encrypted, b"".join(map(commitment, self._seeds))
 
-    def _check(self, group: Group, key: int) -> None:
+    def _check(self, group: Group, member_id: int) -> None:
         num = len(group.members)
-        keys = [member.key for member in group.members]
+        keys = [member.id for member in group.members]
         publics = {public for member in group.members for public in (member.mask_key, member.share_key)}
         if keys != sorted(set(keys)) or num > MAX_SHARES or len(publics) < 2 * num:
-            raise CannotOpen("bad-group", "members are out of order, too many, or share a key")
-        own = group.by_key.get(key)
+            raise CannotOpen("the group's members are out of order, too many, or share a key", "bad-group")
+        own = group.by_id.get(member_id)
         if own is None or (own.mask_key, own.share_key) != self.public:
-            raise CannotOpen("bad-group", "this client is not in it by its own keys")
-        if group.threshold < threshold_of(num, self._threshold) or num < self._min_cover:
-            raise CannotOpen("bad-group", f"{group.threshold} of {num} members are to open it")
+            raise CannotOpen("this client is not in the group with its own public keys", "bad-group")
+        least = threshold_of(num, self._threshold)
+        if group.threshold < least or num < self._min_cover:
+            raise CannotOpen(
+                f"{group.threshold} of {num} members could unmask the sum, but this client's secure_aggregation asks for "
+                f"{least} of at least {self._min_cover}: give server and client the same secure_aggregation",
+                "bad-group",
+            )
         if group.min_cover < self._min_cover:
-            raise CannotOpen("bad-group", f"elements of {group.min_cover} clients are to be opened")
+            raise CannotOpen(
+                f"secure_aggregation.min_cover is {group.min_cover} on the server, but {self._min_cover} on this client: "
+                "give both the same",
+                "bad-group",
+            )
 
     def mask_(self, numbers: FlatTensors, encrypted: Mapping[int, bytes]) -> None:
-        """Decrypt the other members' shares, and mask this client's numbers, in place.
+        """Decrypt the other members' shares, and mask this client's encoded update, in place.
 
         Args:
             numbers: encoded change of this client's submodel.
@@ -108,44 +117,50 @@ class Member:
         Raises:
             CannotOpen: too-few: not enough members sent shares; bad-share: a share cannot be decrypted.
         """
-        group, key = self.group, self.key
+        group, member_id = self.group, self.id
         if len(encrypted) + 1 < group.threshold:
-            raise CannotOpen("too-few", f"{len(encrypted) + 1} members are left, {group.threshold} must help")
+            raise CannotOpen(
+                f"{len(encrypted) + 1} members are left, {group.threshold} must help to unmask the sum", "too-few"
+            )
         for sender, text in encrypted.items():
-            one_way = share_key(self._shares, group.by_key[sender].share_key, group.id, sender, key)
+            one_way = share_key(self._shares, group.by_id[sender].share_key, group.id, sender, member_id)
             try:
                 self._held[sender] = AESGCM(one_way).decrypt(_NONCE, text, None)
             except InvalidTag:
-                raise CannotOpen("bad-share", f"that of member {sender} was not made for this client") from None
+                raise CannotOpen(f"member {sender}'s share was not encrypted for this client", "bad-share") from None
         words = buffer_of(numbers).numpy().view(np.uint32)
-        for cell, seed in zip(self.coverage.own(key), self._seeds, strict=True):
-            add_mask_(words, self.coverage.within(key, cell), seed, 1)
+        for cell, seed in zip(self.coverage.cells_in(member_id), self._seeds, strict=True):
+            add_mask_(words, self.coverage.elements_in(member_id, cell), seed, 1)
         for other in encrypted:
-            seed = mask_seed(self._masks, group.by_key[other].mask_key, group.id, key, other)
-            add_mask_(words, self.coverage.common(key, other), seed, pair_sign(key, other))
+            seed = mask_seed(self._masks, group.by_id[other].mask_key, group.id, member_id, other)
+            add_mask_(words, self.coverage.shared_elements(member_id, other), seed, pair_sign(member_id, other))
 
     def reveal(self, survivors: Collection[int]) -> dict[int, bytes]:
         """Return the shares with which the server unmasks the sum, by member.
 
-        A share belongs to a seed of a member that remains, or to the private key of one that dropped out. Both are
-        never revealed of the same member. Seeds are revealed only for cells that enough members have.
+        For a member that remains these are shares of its seeds, for one that dropped out a share of its private key;
+        both for the same member would reveal its update. Seeds are left out if too few members train their elements.
 
         Args:
-            survivors: keys of the members whose masked numbers the server has received.
+            survivors: ids of the members whose masked updates the server has received.
 
         Raises:
             CannotOpen: too few members are left, this client is not among them, or it has revealed its shares before.
         """
         left = frozenset(survivors)
-        if self._has_revealed or not left <= self._held.keys() or self.key not in left:
-            raise CannotOpen("bad-group", "who has contributed is not as it was said")
+        if self._has_revealed or not left <= self._held.keys() or self.id not in left:
+            raise CannotOpen(
+                "this client has revealed its shares before, or the server names other members than before", "bad-group"
+            )
         if len(left) < self.group.threshold:
-            raise CannotOpen("too-few", f"{len(left)} members are left, {self.group.threshold} must help")
+            raise CannotOpen(
+                f"{len(left)} members are left, {self.group.threshold} must help to unmask the sum", "too-few"
+            )
         self._has_revealed = True
         told = {}
         for member, piece in self._held.items():
             if member in left:
-                places = open_of(self.coverage, member, left, max(self._min_cover, self.group.min_cover))
+                places = open_positions(self.coverage, member, left, max(self._min_cover, self.group.min_cover))
                 told[member] = b"".join(_seed_at(piece, place) for place in places)
             else:
                 told[member] = piece[:SEED_BYTES]

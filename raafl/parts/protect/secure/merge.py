@@ -21,20 +21,20 @@ from raafl.parts.merge.mean import Deltas, Mean, zeros_like
 from raafl.parts.merge.wrapped import Wrapped
 from raafl.parts.protect.options import SecureAggregation
 from raafl.parts.protect.privacy import Private
-from raafl.parts.protect.secure.coverage import Ring, buffer_of
+from raafl.parts.protect.secure.coverage import IntegerLayouts, buffer_of
 from raafl.parts.protect.secure.fixed_point import FixedPoint, add_
 from raafl.submodel import FlatTensors, Layout, Spec, Submodels
 
 
 @dataclass
 class SecureMemory(MergeMemory):
-    """State of `SecureSum`: sums since the last merge, and counts for the summary.
+    """State of `SecureSum`: sums of updates since the last merge, and counts for the summary.
 
     Attributes:
         missing: ids of the current group's assignments whose updates have not arrived yet.
-        scale: scale of the current group; see `SumGroup.scale`.
-        group: submodel, weight and factor of each update that has arrived from the current group.
-        numbers: sum of the current group's numbers modulo 2^32; None = none has arrived.
+        scale: number by which the members' weights are divided in the current group; see `SumGroup.scale`.
+        group: submodel, weight, and weight times staleness divided by ``scale``, of each update that has arrived.
+        numbers: sum of the current group's encoded updates modulo 2^32; None = none has arrived.
         total: sum of the changes of all complete groups, float32; None = no group is complete.
         weights: total weight of each unmasked element.
         received: submodel, staleness, client and assignment of each update since the last merge.
@@ -54,8 +54,8 @@ class SecureMemory(MergeMemory):
     num_unsound: int = 0
 
 
-def weighing(merge: Merge) -> Mean | Deltas | None:
-    """Return the mean inside ``merge`` if its weights can be applied by the clients; None if the merge needs single updates."""
+def inner_mean(merge: Merge) -> Mean | Deltas | None:
+    """Return the mean of updates that ``merge`` wraps or is; None if it needs more than the weighted sum of updates."""
     inner = merge.inner if isinstance(merge, Private | LabelSplit) else merge
     inner = inner.inner if isinstance(inner, LabelSplit) else inner
     return inner if isinstance(inner, Mean | Deltas) and type(inner) in (Mean, Deltas) else None  # a subclass does more
@@ -96,13 +96,13 @@ class SecureSum(Wrapped):
     # ---- weights, and what a client makes of them ----
 
     def weigh(self, num_samples: int, staleness: int) -> tuple[float, float]:
-        """Return the weight w_n and factor a_n of an update.
+        """Return an update's weight in the mean, and its staleness factor.
 
         Args:
             num_samples: number of samples of the client.
             staleness: number of merges since the update's assignment.
         """
-        inner = weighing(self.inner)
+        inner = inner_mean(self.inner)
         assert inner is not None
         if isinstance(self.inner, Private):  # it discounts staleness itself, on the mean
             return 1.0, 1.0
@@ -122,7 +122,7 @@ class SecureSum(Wrapped):
             share: weight ``w_n a_n / scale`` of the client, from 0 to 1.
             scale: factor that `scale` returned for this change.
         """
-        numbers = Ring(submodels).zeros(spec)
+        numbers = IntegerLayouts(submodels).zeros(spec)
         for buffer in numbers.buffers.values():
             buffer.copy_(self.point.encode(buffer_of(change).cpu(), share, scale))
         return numbers
@@ -160,10 +160,10 @@ class SecureSum(Wrapped):
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
         """Return the layout of the integers that replace the trained values of ``spec``."""
-        return Ring(state.submodels).layout(spec)
+        return IntegerLayouts(state.submodels).layout(spec)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return a reason to refuse an update that belongs to no group of clients."""
+        """Return "no-group" for an update whose task belongs to no group of clients; None = the update is accepted."""
         return None if update.group is not None and update.assignment in update.group.members else "no-group"
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
@@ -171,11 +171,11 @@ class SecureSum(Wrapped):
         return False
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add an update to its group's sum; when the group is complete, read the sum."""
-        memory, ring = state.memory.of(SecureMemory), Ring(state.submodels)
+        """Add an update to its group's sum; when the group is complete, decode the sum."""
+        memory, layouts = state.memory.of(SecureMemory), IntegerLayouts(state.submodels)
         assert update.group is not None
         if update.assignment not in memory.missing:
-            self._begin(memory, ring, update.group)
+            self._begin(memory, layouts, update.group)
         memory.missing.remove(update.assignment)
         weight, factor = self.weigh(update.num_samples, staleness)
         memory.group.append((spec, weight, weight * factor / memory.scale))
@@ -185,33 +185,33 @@ class SecureSum(Wrapped):
         if spec.is_full:
             add_(buffer_of(memory.numbers), buffer_of(arrived))
         else:
-            ring.plan(spec).apply_(memory.numbers, arrived, _add_views)
+            layouts.plan(spec).apply_(memory.numbers, arrived, _add_views)
         if not memory.missing:
-            self._read(state, memory, ring)
+            self._read(state, memory, layouts)
 
-    def _begin(self, memory: SecureMemory, ring: Ring, group: SumGroup) -> None:
+    def _begin(self, memory: SecureMemory, layouts: IntegerLayouts, group: SumGroup) -> None:
         """Start a group's sum; one that was never completed means nothing, and is dropped."""
         if memory.missing:
             memory.num_unsound += 1
         memory.missing, memory.scale, memory.group = list(group.members), group.scale, []
-        memory.numbers = ring.zeros()
+        memory.numbers = layouts.zeros()
 
-    def _read(self, state: GlobalState, memory: SecureMemory, ring: Ring) -> None:
+    def _read(self, state: GlobalState, memory: SecureMemory, layouts: IntegerLayouts) -> None:
         """Decode a complete sum, and add it to the changes of this merge."""
         members, numbers = memory.group, memory.numbers
         memory.group, memory.numbers, memory.num_sums = [], None, memory.num_sums + 1
         assert numbers is not None
-        counts, weights, most = (ring.zeros(dtype=torch.float32) for _ in range(3))
+        counts, weights, most = (layouts.zeros(dtype=torch.float32) for _ in range(3))
         for spec, weight, share in members:
             for flat, amount in ((counts, 1.0), (weights, weight), (most, share)):
-                ring.plan(spec, torch.float32).cover_(flat, amount)
+                layouts.plan(spec, torch.float32).cover_(flat, amount)
         is_open = buffer_of(counts) >= self.min_cover
         total = torch.where(is_open, self.point.decode(buffer_of(numbers)), 0.0)
         if not self._is_sound(total, buffer_of(most), math.fsum(share for *_, share in members)):
             memory.num_unsound += 1
             return
         if memory.total is None or memory.weights is None:
-            memory.total, memory.weights = ring.zeros(dtype=torch.float32), ring.zeros(dtype=torch.float32)
+            memory.total, memory.weights = layouts.zeros(dtype=torch.float32), layouts.zeros(dtype=torch.float32)
         buffer_of(memory.total).add_((total * memory.scale).float())
         buffer_of(memory.weights).add_(torch.where(is_open, buffer_of(weights), 0.0))
 
@@ -232,7 +232,7 @@ class SecureSum(Wrapped):
         """Do nothing: sums have storage of their own already."""
 
     def apply(self, state: GlobalState) -> None:
-        """Move the model by the mean of all sums read since the last merge; elements without one keep their bits."""
+        """Move the model by the mean of the sums since the last merge; elements in no readable sum stay unchanged."""
         memory = state.memory.of(SecureMemory)
         total, weights, received = memory.total, memory.weights, memory.received
         memory.total, memory.weights, memory.received = None, None, []

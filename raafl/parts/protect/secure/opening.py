@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from raafl.parts.protect.secure.coverage import Ring, buffer_of
+from raafl.parts.protect.secure.coverage import IntegerLayouts, buffer_of
 from raafl.parts.protect.secure.group import (
     COMMITMENT_BYTES,
     SEED_BYTES,
@@ -19,7 +19,7 @@ from raafl.parts.protect.secure.group import (
     add_mask_,
     commitment,
     mask_seed,
-    open_of,
+    open_positions,
     pair_sign,
 )
 from raafl.parts.protect.secure.shamir import combine
@@ -27,17 +27,17 @@ from raafl.submodel import FlatTensors
 
 
 class Opening:
-    """The server's side of unmasking the sum of one group.
+    """The server's side of unmasking the sum of one group's updates.
 
     Attributes:
         group: description of the group and its members.
-        coverage: cells of the members' submodels.
+        coverage: cells (sets of elements that the same members train) of the members' submodels.
         commitments: digests by which each member committed to its seeds.
     """
 
-    def __init__(self, group: Group, ring: Ring) -> None:
+    def __init__(self, group: Group, layouts: IntegerLayouts) -> None:
         """Prepare; the members' commitments are added as they arrive."""
-        self.group, self.coverage = group, group.coverage(ring)
+        self.group, self.coverage = group, group.coverage(layouts)
         self.commitments: dict[int, bytes] = {}
         self._own: dict[int, dict[int, bytes]] = {}
         self._dropped: dict[int, X25519PrivateKey] = {}
@@ -46,7 +46,7 @@ class Opening:
         """Restore the seeds of the remaining members, and the private keys of those that dropped out, from the revealed shares.
 
         Args:
-            survivors: keys of the members whose masked numbers have arrived.
+            survivors: ids of the members whose masked updates have arrived.
             revealed: shares that each helping member revealed, by member; see `Member.reveal`.
 
         Raises:
@@ -54,41 +54,43 @@ class Opening:
         """
         group = self.group
         if len(revealed) < group.threshold:
-            raise CannotOpen("too-few", f"{len(revealed)} members helped, {group.threshold} must")
+            raise CannotOpen(f"{len(revealed)} members helped to unmask the sum, {group.threshold} must", "too-few")
         helpers = sorted(revealed)[: group.threshold]
-        for key in self.commitments:
-            pieces = {group.point(helper): revealed[helper][key] for helper in helpers}
+        for member_id in self.commitments:
+            pieces = {group.point(helper): revealed[helper][member_id] for helper in helpers}
             secret = combine(pieces)
-            if key in survivors:
-                self._take_seeds(key, secret, survivors)
+            if member_id in survivors:
+                self._take_seeds(member_id, secret, survivors)
             else:
-                self._take_key(key, secret)
+                self._take_key(member_id, secret)
 
-    def _take_seeds(self, key: int, secret: bytes, survivors: frozenset[int]) -> None:
-        cells, self._own[key] = self.coverage.own(key), {}
-        for number, place in enumerate(open_of(self.coverage, key, survivors, self.group.min_cover)):
+    def _take_seeds(self, member_id: int, secret: bytes, survivors: frozenset[int]) -> None:
+        cells, self._own[member_id] = self.coverage.cells_in(member_id), {}
+        for number, place in enumerate(open_positions(self.coverage, member_id, survivors, self.group.min_cover)):
             seed = secret[number * SEED_BYTES : (number + 1) * SEED_BYTES]
-            said = self.commitments[key][place * COMMITMENT_BYTES : (place + 1) * COMMITMENT_BYTES]
+            said = self.commitments[member_id][place * COMMITMENT_BYTES : (place + 1) * COMMITMENT_BYTES]
             if commitment(seed) != said:
-                raise CannotOpen("bad-share", f"of a seed of member {key}")
-            self._own[key][cells[place]] = seed
+                raise CannotOpen(f"the revealed shares give a wrong seed for member {member_id}", "bad-share")
+            self._own[member_id][cells[place]] = seed
 
-    def _take_key(self, key: int, secret: bytes) -> None:
+    def _take_key(self, member_id: int, secret: bytes) -> None:
         private = X25519PrivateKey.from_private_bytes(secret)
-        if private.public_key().public_bytes_raw() != self.group.by_key[key].mask_key:
-            raise CannotOpen("bad-share", f"of the key of member {key}")
-        self._dropped[key] = private
+        if private.public_key().public_bytes_raw() != self.group.by_id[member_id].mask_key:
+            raise CannotOpen(f"the revealed shares give a wrong private key for member {member_id}", "bad-share")
+        self._dropped[member_id] = private
 
-    def unmask_(self, key: int, numbers: FlatTensors) -> None:
-        """Remove all masks from a member's numbers, in place, for the cells whose sums the server may learn.
+    def unmask_(self, member_id: int, numbers: FlatTensors) -> None:
+        """Remove the masks from a member's update, in place, except those that only cancel in the sum of all members.
+
+        Elements whose sums the server may not learn, since too few members train them, stay masked.
 
         Args:
-            key: key of the member, which has not dropped out.
-            numbers: masked numbers that the member sent.
+            member_id: id of the member, which has not dropped out.
+            numbers: masked update that the member sent.
         """
         words = buffer_of(numbers).numpy().view(np.uint32)
-        for cell, seed in self._own[key].items():
-            add_mask_(words, self.coverage.within(key, cell), seed, -1)
+        for cell, seed in self._own[member_id].items():
+            add_mask_(words, self.coverage.elements_in(member_id, cell), seed, -1)
         for other, private in self._dropped.items():
-            seed = mask_seed(private, self.group.by_key[key].mask_key, self.group.id, key, other)
-            add_mask_(words, self.coverage.common(key, other), seed, -pair_sign(key, other))
+            seed = mask_seed(private, self.group.by_id[member_id].mask_key, self.group.id, member_id, other)
+            add_mask_(words, self.coverage.shared_elements(member_id, other), seed, -pair_sign(member_id, other))

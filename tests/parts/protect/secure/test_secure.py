@@ -11,7 +11,7 @@ from torch import nn
 
 from raafl.errors import BadInput
 from raafl.parts.protect.secure import member as members
-from raafl.parts.protect.secure.coverage import Coverage, Ring, buffer_of
+from raafl.parts.protect.secure.coverage import Coverage, IntegerLayouts, buffer_of
 from raafl.parts.protect.secure.fixed_point import FixedPoint, OutOfRange, add_
 from raafl.parts.protect.secure.group import CannotOpen, Group, GroupMember, expand, threshold_of
 from raafl.parts.protect.secure.member import Member
@@ -141,8 +141,8 @@ class Wide(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def wide() -> Ring:
-    return Ring(Submodels(Wide(), (torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))))
+def wide() -> IntegerLayouts:
+    return IntegerLayouts(Submodels(Wide(), (torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))))
 
 
 SPECS = {
@@ -155,12 +155,12 @@ SPECS = {
 }
 
 
-def holders_by_hand(ring: Ring, specs: dict[int, Spec]) -> list[frozenset[int]]:
+def holders_by_hand(layouts: IntegerLayouts, specs: dict[int, Spec]) -> list[frozenset[int]]:
     """For each element of the whole model, who has it: one submodel at a time."""
-    found = [set() for _ in range(buffer_of(ring.zeros()).numel())]
+    found = [set() for _ in range(buffer_of(layouts.zeros()).numel())]
     for key, spec in specs.items():
-        count = ring.zeros()
-        ring.plan(spec).cover_(count, 1)
+        count = layouts.zeros()
+        layouts.plan(spec).cover_(count, 1)
         for place in np.flatnonzero(buffer_of(count).numpy()):
             found[place].add(key)
     return [frozenset(one) for one in found]
@@ -176,7 +176,7 @@ def test_cells_are_the_elements_that_the_same_members_have(wide):
         assert [coverage.holders[cell] for cell in coverage.cells_of(key)] == [wanted[place] for place in own]
         for other in SPECS:
             chosen = np.zeros(len(own), bool)
-            chosen[coverage.common(key, other)] = True
+            chosen[coverage.shared_elements(key, other)] = True
             assert chosen.tolist() == [other in wanted[place] for place in own]
 
 
@@ -191,26 +191,28 @@ def test_many_submodels_find_the_same_cells_as_few(wide):
 
 def test_whole_models_have_one_cell(wide):
     coverage = Coverage(wide, dict.fromkeys(range(1, 8), FULL))
-    assert len(coverage.holders) == 1 and coverage.common(1, 2) == slice(None)
+    assert len(coverage.holders) == 1 and coverage.shared_elements(1, 2) == slice(None)
 
 
 # ---- masks ----
 
 
-def drawn(ring: Ring, specs: dict[int, Spec], seed: int = 0) -> dict[int, FlatTensors]:
+def drawn(layouts: IntegerLayouts, specs: dict[int, Spec], seed: int = 0) -> dict[int, FlatTensors]:
     """Whole numbers over the full range of 32 bits."""
     rng, numbers = np.random.default_rng(seed), {}
     for key, spec in specs.items():
-        numbers[key] = ring.zeros(spec)
+        numbers[key] = layouts.zeros(spec)
         words = buffer_of(numbers[key]).numpy().view(np.uint32)
         words[:] = rng.integers(0, 2**32, len(words), dtype=np.uint32)
     return numbers
 
 
-def total_of(ring: Ring, specs: dict[int, Spec], numbers: dict[int, FlatTensors], keys) -> np.ndarray:
-    total = ring.zeros()
+def total_of(layouts: IntegerLayouts, specs: dict[int, Spec], numbers: dict[int, FlatTensors], keys) -> np.ndarray:
+    total = layouts.zeros()
     for key in keys:
-        ring.plan(specs[key]).apply_(total, numbers[key], lambda target, source: target.copy_(wrapped(target, source)))
+        layouts.plan(specs[key]).apply_(
+            total, numbers[key], lambda target, source: target.copy_(wrapped(target, source))
+        )
     return buffer_of(total).numpy()
 
 
@@ -270,9 +272,9 @@ def group_of(keys: dict[int, Member], **changes) -> Group:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"threshold": 2}, "2 of 3 members are to open it"),
-        ({"min_cover": 1}, "elements of 1 clients"),
-        ({"members": ()}, "not in it by its own keys"),
+        ({"threshold": 2}, "2 of 3 members could unmask the sum, but this client's secure_aggregation asks for 3"),
+        ({"min_cover": 1}, "min_cover is 1 on the server, but 2 on this client"),
+        ({"members": ()}, "not in the group with its own public keys"),
     ],
     ids=str,
 )
@@ -288,15 +290,15 @@ def test_a_client_refuses_a_group_that_is_one_client_several_times(wide):
         own.join(group_of({1: own, 2: other, 3: other}), 1, wide)
 
 
-def joined(ring: Ring) -> tuple[dict[int, Member], dict[int, dict[int, bytes]]]:
+def joined(layouts: IntegerLayouts) -> tuple[dict[int, Member], dict[int, dict[int, bytes]]]:
     everyone = {key: Member(2, 2 / 3) for key in (1, 2, 3)}
     group = group_of(everyone)
-    return everyone, {key: member.join(group, key, ring)[0] for key, member in everyone.items()}
+    return everyone, {key: member.join(group, key, layouts)[0] for key, member in everyone.items()}
 
 
 def test_shares_are_for_their_receiver_alone_and_are_revealed_once(wide):
     everyone, encrypted = joined(wide)
-    with pytest.raises(CannotOpen, match="bad-share: that of member 2 was not made for this client"):
+    with pytest.raises(CannotOpen, match="bad-share: member 2's share was not encrypted for this client"):
         everyone[1].mask_(wide.zeros(), {2: encrypted[2][3], 3: encrypted[3][1]})
     everyone[1].mask_(wide.zeros(), {2: encrypted[2][1], 3: encrypted[3][1]})
     assert set(everyone[1].reveal({1, 2, 3})) == {1, 2, 3}
@@ -311,16 +313,16 @@ def test_a_wrong_share_is_noticed(wide, monkeypatch):
         lambda self, left: {key: bytes([text[0] ^ 1]) + text[1:] for key, text in reveal(self, left).items()},
     )  # fmt: skip
     specs = dict.fromkeys((1, 2, 3), FULL)
-    with pytest.raises(CannotOpen, match="bad-share: of a seed of member 1"):
+    with pytest.raises(CannotOpen, match="bad-share: the revealed shares give a wrong seed for member 1"):
         mask_and_open_(drawn(wide, specs), specs, wide, 2, 2 / 3)
 
 
 def test_a_line_of_one_axis_works_too():
-    ring = Ring(Submodels(Line(), EXAMPLE))
+    layouts = IntegerLayouts(Submodels(Line(), EXAMPLE))
     specs = {1: FULL, 2: Spec.select({"hidden": range(2)}), 3: Spec.select({"hidden": [1, 3]})}
-    plain = drawn(ring, specs)
+    plain = drawn(layouts, specs)
     masked = {key: flat.clone() for key, flat in plain.items()}
-    mask_and_open_(masked, specs, ring, 2, 2 / 3)
-    is_open = np.array([len(one) >= 2 for one in holders_by_hand(ring, specs)])
-    found, wanted = (total_of(ring, specs, numbers, specs) for numbers in (masked, plain))
+    mask_and_open_(masked, specs, layouts, 2, 2 / 3)
+    is_open = np.array([len(one) >= 2 for one in holders_by_hand(layouts, specs)])
+    found, wanted = (total_of(layouts, specs, numbers, specs) for numbers in (masked, plain))
     assert (found[is_open] == wanted[is_open]).all()

@@ -47,9 +47,9 @@ def run_file(options: Namespace) -> str:
     runs = run_grid(grid, runner, options.jobs, _tell, write, finished_only=options.finished_only)
     found = write(runs)
     if options.beside is not None:
-        from raafl.compare.grid_verify import beside
+        from raafl.compare.grid_verify import add_rows
 
-        found = beside(found, options.beside)
+        found = add_rows(found, options.beside)
     shown = [f"{cell['task']} on {cell['fleet']}\n{text(cell_table(cell))}" for cell in found["cells"] if cell["rows"]]
     refused = [f"{cell['task']} on {cell['fleet']}: {row['row']}" for cell in found["cells"] for row in cell["rows"]
                if row["accepted"] is False]  # fmt: skip

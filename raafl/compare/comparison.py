@@ -77,7 +77,7 @@ class Search:
         return [settings[i] for i in sorted(chosen)]
 
     def check(self, labels: Sequence[str], seeds: Sequence[int]) -> None:
-        """Raise `BadInput` if the search would be unequal for the rows, or would use seeds that are reported."""
+        """Raise `BadInput` unless each row gets equally many trials, with seeds that the reported runs do not use."""
         for label in self.rows:
             if label not in labels:
                 raise BadInput(f"search.rows has '{label}', which is no row: {nearest(label, labels)}")
@@ -106,7 +106,7 @@ class Search:
                 if size < self.trials:
                     raise BadInput(
                         f"search.trials is {self.trials}, but row '{label}' has only {size} combinations of "
-                        "settings: lower it"
+                        "settings: lower search.trials"
                     )
 
 
@@ -197,7 +197,6 @@ def read(path: Path, variant: str | None = None) -> Comparison:
         path: path of the file.
         variant: name of an entry of `variants` in the file, whose fields replace the fields of the same name; None = no
             replacement.
-            replacement.
 
     Raises:
         BadInput: the file is missing or not YAML, or a field is unknown, missing or out of range.
@@ -211,7 +210,7 @@ def read(path: Path, variant: str | None = None) -> Comparison:
     if not isinstance(raw, dict):
         raise BadInput(f"comparison '{path}' is not a mapping: give config, rows and seeds")
     raw = _variant({"name": path.stem, **raw}, variant)
-    known(raw, Comparison, "")
+    check_names(raw, Comparison, "")
     for name in ("config", "rows", "seeds"):
         if name not in raw:
             raise BadInput(f"{name} is missing in '{path}': a comparison needs config, rows and seeds")
@@ -236,7 +235,7 @@ def _variant(raw: dict[str, Any], variant: str | None) -> dict[str, Any]:
         for name, fields in mapping("variants", raw.get("variants", {})).items()
     }
     for name, given in variants.items():
-        known(given, Comparison, f"variants.{name}.")
+        check_names(given, Comparison, f"variants.{name}.")
     if variant is not None and variant not in variants:
         raise BadInput(f"variant is '{variant}', which the comparison does not have: {nearest(variant, variants)}")
     fields_of_file = {name: value for name, value in raw.items() if name != "variants"}
@@ -266,13 +265,13 @@ def words(name: str, text: object) -> Options:
 
 def _search(raw: object) -> Search:
     given = mapping("search", raw)
-    known(given, Search, "search.")
+    check_names(given, Search, "search.")
     for name in ("grid", "seeds"):
         if name not in given:
             raise BadInput(f"search.{name} is missing: give search.grid (--OPTION: [VALUE, ...]) and search.seeds")
     halving = given.get("halving")
     if halving is not None:
-        known(mapping("search.halving", halving), Halving, "search.halving.")
+        check_names(mapping("search.halving", halving), Halving, "search.halving.")
     return Search(**{
         **given,
         "grid": mapping("search.grid", given["grid"]),
@@ -283,13 +282,13 @@ def _search(raw: object) -> Search:
     })  # fmt: skip
 
 
-def known(given: Mapping[str, Any], kind: type, prefix: str) -> None:
-    """Raise `BadInput` if a mapping has a key that is not a field of a dataclass.
+def check_names(given: Mapping[str, Any], kind: type, prefix: str) -> None:
+    """Raise `BadInput` if a mapping has a key that is not the name of a field of a dataclass.
 
     Args:
         given: mapping read from a file.
         kind: dataclass whose fields are allowed.
-        prefix: text before the key in messages.
+        prefix: text before the key in the error message.
     """
     names = [one.name for one in fields(kind)]
     for name in given:

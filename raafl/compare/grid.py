@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from raafl.compare.comparison import Comparison, Options, Search, known, mapping, numbers, seeds_of, words
+from raafl.compare.comparison import Comparison, Options, Search, check_names, mapping, numbers, seeds_of, words
 from raafl.errors import BadInput, at_least, nearest
 
 Cell = tuple[str, str]
@@ -54,7 +54,8 @@ class GridFleet:
         devices: value of `devices` in a config: `fleet:NAME`, a device file, or a list of devices; or one of these for
             each task.
         max_time: virtual duration of a run, by task: a number of seconds, or 90s, 5m, 2h.
-        task_s: seconds that a client's task should take, by task; for methods whose options contain `{task_s}`.
+        task_s: seconds that a client's task should take, by task. Where a method's options contain the text `{task_s}`,
+            this number takes its place.
         about: description for readers, in one sentence.
     """
 
@@ -110,7 +111,8 @@ class Grid:
         seeds: seeds of the reported runs.
         search: search for the settings of each method.
         baseline: label of the method with which the others are compared; None = the first.
-        replays: number of runs per row that are replayed; a row is accepted only if these replays give equal results.
+        replays: number of runs per row that are recomputed from their journals (the event logs in the run folders); a
+            row is accepted only if these replays give the same models.
         about: description for readers, in one paragraph.
     """
 
@@ -157,7 +159,8 @@ class Grid:
             settings: best settings of each method for this task; None = the comparison includes the search for them.
 
         Raises:
-            BadInput: a method needs a `task_s` that the fleet lacks, or methods would get unequal numbers of trials.
+            BadInput: a method's options contain `{task_s}` and the fleet has no `task_s` for the task, or methods would
+                get different numbers of trials.
         """
         task, fleet = self.tasks[cell[0]], self.fleets[cell[1]]
         rows = {label: self._options(method, task, fleet) for label, method in self.methods.items()}
@@ -215,7 +218,7 @@ def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
         BadInput: a file is missing or not YAML, or a field is unknown, missing or out of range.
     """
     raw = _load(path)
-    known({**raw}, Grid, "")
+    check_names({**raw}, Grid, "")
     folder = path.parent
     named = {
         kind: [_file(folder, kind, name) for name in raw.get(kind) or ()] for kind in ("tasks", "fleets", "methods")
@@ -223,7 +226,7 @@ def read_grid(path: Path, more: Sequence[Path] = ()) -> Grid:
     for file in more:
         named["fleets" if "devices" in _load(file) else "methods"].append(file)
     search = mapping("search", raw.get("search", {}))
-    known(search, GridSearch, "search.")
+    check_names(search, GridSearch, "search.")
     for name in ("fleet", "seeds"):
         if name not in search:
             raise BadInput(f"search.{name} is missing in '{path}': give search.fleet and search.seeds")
@@ -257,7 +260,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _fields(path: Path, kind: type, needed: Sequence[str]) -> dict[str, Any]:
     raw = {"name": path.stem, **_load(path)}
-    known(raw, kind, f"{path}: ")
+    check_names(raw, kind, f"{path}: ")
     for name in needed:
         if name not in raw:
             raise BadInput(f"{name} is missing in '{path}': give {', '.join(needed)}")

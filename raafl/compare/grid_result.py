@@ -85,8 +85,11 @@ def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any
     """Rank the methods on one task and fleet: by the time to the first target, and by the final value.
 
     The time of a method is the median over its seeds; methods that did not reach the target share the last rank.
-    `behind` is the ratio of a method's time to the fastest method's, as a geometric mean over seeds with a 95 %
-    interval. The result also tells which methods are on the Pareto front.
+
+    Returns:
+        For each method its ranks (`rank`); whether no other method needs less time and fewer bytes to the target
+        (`pareto`); and the ratio of its time to the fastest method's, as a geometric mean over seeds with a 95 %
+        interval (`behind`).
 
     Args:
         rows: figures of the methods on one task and fleet.

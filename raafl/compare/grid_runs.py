@@ -28,7 +28,8 @@ class GridRuns:
         trials: trials of each method's search, by task.
         best: the best trial of each method, by task.
         outcomes: outcomes of the finished runs, by task and fleet.
-        replays: reason why a run's replay gave another result, by run folder; None = it gave the same.
+        replays: results of replays (runs computed again from their event logs), by name of the run's folder: the reason
+            why the replay gave another model; None = it gave the same.
     """
 
     trials: dict[str, Mapping[str, Sequence[Trial]]] = field(default_factory=dict)
@@ -42,9 +43,8 @@ def run_grid(
 ) -> GridRuns:  # fmt: skip
     """Run everything in a grid that has not finished yet.
 
-    First come the trials that search each row's settings, then all runs with the first seed and the replays that verify
-    them, then those with the
-    second seed, and so on. So a grid that is interrupted lacks only its last seeds.
+    First come the trials that search each row's settings. Then come all runs with the first seed and the replays that
+    verify them, then those with the second seed, and so on. So a grid that is interrupted lacks only its last seeds.
 
     Args:
         grid: description of the grid.
@@ -75,7 +75,9 @@ def run_grid(
 
 
 def replayed_seeds(grid: Grid, cell: Cell, label: str) -> list[int]:
-    """Draw the seeds of a method whose runs are replayed, at random but always the same.
+    """Choose the seeds whose runs of a method are replayed (computed again from their event logs) as a check.
+
+    The choice is random, but the same in every call.
 
     Args:
         grid: description of the grid.

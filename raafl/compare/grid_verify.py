@@ -23,11 +23,12 @@ from raafl.runfolder.schema import JOURNAL
 def verify_grid(
     grid: Grid, path: Path, share: float, folder: Path, jobs: int = 1, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Repeat a random share of the runs in a result, replay them, and compare the digests of their models.
+    """Check another person's result: train a random share of its runs anew and compare the models with it.
 
-    Yields `cell`, `row` and `seed` of each run, and `why` its digests are not equal. Runs are configured by the grid's
-    own files; the result only says which of the searched settings each method has. So nothing in the result of another
-    person is executed.
+    Each new run is also replayed (computed again from its event log). Yields `cell`, `row` and `seed` of each run, and
+    `why`: None if the journal and the model have the digests in the result, else what differs. Nothing in the result is
+    executed: the grid's own files configure the runs, and of the result only those settings are used that the grid's
+    search would try, too.
 
     Args:
         grid: description of the grid.
@@ -94,12 +95,12 @@ def _settings(grid: Grid, cell: Mapping[str, Any], row: Mapping[str, Any]) -> Op
     return settings
 
 
-def beside(whole: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def add_rows(whole: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Add the rows of another result for the same tasks, fleets and options; return a new result with ranks among all rows.
 
     Args:
-        whole: one's own result; its rows take precedence over rows of the same method in the other result.
-        path: file of the other result; its rows get a field `from`.
+        whole: the result to extend; a method that it has a row for is not taken from the other result.
+        path: file of the other result; each row taken from it gets a field `from` with this path.
 
     Raises:
         BadInput: the file has no result of a grid.

@@ -103,7 +103,7 @@ def _new_process(argv: Sequence[str], log: Path) -> BaseProcess:
 
 
 def check_free(log: Path) -> None:
-    """Raise `BadInput` if a process, whoever started it, is still writing to the file."""
+    """Raise `BadInput` if some process is still writing to the file ``log``, even one that another program started."""
     with log.open("ab") as file:
         _lock(file.fileno(), log)
 
@@ -118,13 +118,13 @@ def _lock(file: int, log: Path) -> None:
 
 
 def _command(argv: list[str], log: Path) -> None:
-    take_over(log)
+    set_up_process(log)
     sys.argv = ["raafl", *argv]
     runpy.run_module("raafl", run_name="__main__", alter_sys=True)
 
 
-def take_over(log: Path) -> None:
-    """Set up a new process: its output goes to ``log``, which it locks, and it is interrupted when its parent ends."""
+def set_up_process(log: Path) -> None:
+    """Prepare a new process, from inside: send its output to the file ``log``, lock the file, and end with the parent."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FROM_OUTSIDE)
     os.setsid()  # a terminal's Ctrl-C goes to the parent alone, which passes it on once
     with log.open("ab", buffering=0) as file:

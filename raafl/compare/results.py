@@ -19,7 +19,7 @@ COLUMNS = (
     "final", "best", "time_s", "megabytes", "energy_kj", "updates", "versions", "utilisation", "participation",
     "participation_gini", "clients_mean", "worst_client", "peak_memory_mb", "wall_s",
 )  # fmt: skip
-"""What is measured of a run, beside the metrics of its model."""
+"""Names of the values that `measure` adds to the metrics of a run's model."""
 
 
 def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:
@@ -32,7 +32,7 @@ def curve_of(folder: Path, metric: str) -> list[tuple[float, float]]:
 
 
 def measure(outcome: Outcome, comparison: Comparison, root: Path) -> dict[str, Any]:
-    """Return the figures of one run as JSON, or its error if it failed.
+    """Return the measured values of one run as plain data for JSON, or its error if it failed.
 
     Args:
         outcome: outcome of the run.
@@ -117,11 +117,11 @@ def _clients(folder: Path, comparison: Comparison) -> dict[str, Any]:
 
 
 def summarize(label: str, runs: Sequence[Mapping[str, Any]], comparison: Comparison) -> dict[str, Any]:
-    """Summarise the runs of a row: mean and interval over seeds of each figure, and the median time to each target.
+    """Summarise the runs of a row: mean and interval over seeds of each value, and the median time to each target.
 
     Args:
         label: label of the row.
-        runs: figures of the row's runs, from `measure`.
+        runs: measured values of the row's runs, from `measure`.
         comparison: description of the comparison, with its targets.
     """
     done = [run for run in runs if "error" not in run]
@@ -154,7 +154,15 @@ def reached(times_s: Sequence[float | None]) -> dict[str, Any]:
 
 
 def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
-    """Return the difference of each row's final value from the reference row's, over the seeds that both have; by label."""
+    """Compare the final value of each row with the reference row's, seed by seed.
+
+    Args:
+        rows: runs of each row, by label.
+        reference: label of the row that the others are compared with.
+
+    Returns:
+        Mean difference and its interval over the seeds that both rows have, by label; None for the reference row.
+    """
     finals = {
         label: {run["seed"]: run["final"] for run in runs if run.get("final") is not None}
         for label, runs in rows.items()
@@ -166,7 +174,7 @@ def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str)
 
 
 def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
-    """Compare participation with the reference row: which share of the clients takes part in more merges.
+    """Compare participation with the reference row: return the share of clients that take part in more merges than there.
 
     Args:
         rows: runs of each row, by label.

@@ -52,7 +52,7 @@ class Run:
         options: options of `raafl simulate`, without config and seed.
         seed: seed of the run.
         digest: digest of the config, without fields that do not affect the result.
-        limits: largest number of updates and of seconds, at which the run ends; None = no such limit.
+        limits: pair (number of merged updates, virtual seconds) after which the run ends; None = no such limit.
     """
 
     label: str
@@ -119,13 +119,16 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
 
 
 def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
-    """Parse the options of a row, with a seed; raise a `BadInput` that names the row if an option is wrong.
+    """Parse the options of one run of a row, and check them without starting the run.
 
     Args:
         config: name or path of the base config.
         label: label of the row, for messages.
         options: options of the row, as on the command line.
         seed: seed of the run.
+
+    Raises:
+        BadInput: an option is wrong; the message names the row.
     """
     from raafl.config.parse import parse
 
@@ -142,8 +145,8 @@ def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
 def named_files(fields: Mapping[str, Any]) -> list[Path]:
     """Return the files besides the config on whose contents a result depends.
 
-    They are the device file, recordings of devices, and the modules of the user's classes, but not modules that these
-    import.
+    They are the device file, files with recorded device speeds, and the modules of the user's classes, but not modules
+    that these import.
     """
     from raafl.devices import load_devices
 

@@ -69,7 +69,7 @@ def run_trials(
     Args:
         trials: trials of each row, by label; their scores are filled in here.
         comparison: description of the comparison, with the metric.
-        search: description of the search, with the early end of trials.
+        search: description of the search, with the rule by which poor trials end early.
         runner: object that runs the trials.
 
     Raises:
@@ -95,7 +95,8 @@ def run_trials(
             if math.isinf(some[0].rank(comparison.maximize)):
                 errors = [outcomes[run.part(fraction)].error for run in some[0].runs]
                 raise RunFailed(
-                    f"all trials of row '{label}' failed, the first with: {next(filter(None, errors), 'no value')}"
+                    f"all trials of row '{label}' failed, the first with: {next(filter(None, errors), 'no value')}: "
+                    "search other settings"
                 )
             if fraction < 1 and search.halving is not None:
                 going[label] = some[: max(1, math.ceil(len(some) * search.halving.keep))]

@@ -15,7 +15,7 @@ from raafl.runfolder.schema import Summary
 
 
 def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[str, Any]]:
-    """Draw a random share of a comparison's runs for replaying; the number is rounded up.
+    """Choose a random share of a comparison's runs, to be replayed as a check; the number of runs is rounded up.
 
     Args:
         result: result of the comparison.
@@ -27,7 +27,9 @@ def chosen(result: Mapping[str, Any], share: float, seed: int = 0) -> list[dict[
 
 
 def verify(runs: Sequence[Mapping[str, Any]], root: Path, jobs: int = 1) -> Iterator[dict[str, Any]]:
-    """Replay runs in separate processes; yield `row`, `seed`, `equal`, and `why` they are not equal.
+    """Check runs by replaying them in separate processes, that is, computing their models again from their event logs.
+
+    Yields for each run its `row`, its `seed`, whether the replayed model is `equal` to the recorded one, and if not, `why`.
 
     Args:
         runs: runs, as listed in the result.
@@ -48,7 +50,7 @@ def verify(runs: Sequence[Mapping[str, Any]], root: Path, jobs: int = 1) -> Iter
 
 
 def replay(folder: Path) -> BaseProcess:
-    """Start the replay of a run in a new process; its output goes to the file `log_of`."""
+    """Start the replay of a run in a new process, which writes its output to the file ``log_of(folder)``."""
     log = log_of(folder)
     log.unlink(missing_ok=True)
     return start(["replay", str(folder), "--json"], log)

@@ -28,7 +28,8 @@ class Compressor(ABC):
         only: names of the floating-point tensors to compress; None = all of them.
         draws: whether encoding uses random numbers.
         feeds_back: whether the error of compression is added to the tensors of the next message (error feedback).
-        differences: whether this compressor needs differences from the received values, even if the merge wants values.
+        differences: whether a client must send trained minus received values with this compressor, even where the merge
+            needs the trained values themselves (the server then adds the received ones again).
     """
 
     only: frozenset[str] | None = None
@@ -187,7 +188,7 @@ def _scales(entry: TensorEntry) -> str:
 class TopK(Compressor):
     """Compressor that sends only the elements of largest magnitude, over all tensors of one dtype, with their positions.
 
-    Of n elements ``max(1, round(share n))`` are sent (Stich et al. 2018, definition 2.1). The receiver gets 0 for all
+    Of n elements ``max(1, round(share * n))`` are sent (Stich et al. 2018, definition 2.1). The receiver gets 0 for all
     others; the sender adds them to its next message (error feedback, algorithm 1). Positions are ascending, int32, or
     int64 from 2^31 elements on.
 
@@ -250,7 +251,7 @@ class Bits(Compressor):
             flat, wire = _reals_of(values, entry).reshape(-1), out[entry.name]
             ones = flat == 1
             if not bool((ones | (flat == 0)).all()):
-                raise BadInput(f"tensor '{entry.name}' has elements other than 0 and 1: it cannot be sent as bits")
+                raise BadInput(f"tensor '{entry.name}' has elements other than 0 and 1: only masks can be sent as bits")
             bits = torch.zeros(8 * len(wire), dtype=torch.uint8, device=wire.device)
             bits[: entry.numel] = ones
             torch.sum(bits.view(-1, 8) << _places(wire), dim=1, dtype=torch.uint8, out=wire)

@@ -28,11 +28,11 @@ class CompressionPlan:
     """Compressors of a run in both directions, and the layouts on the wire; the same on server and clients.
 
     Parameters and bundles are compressed; bundles are extra tensors that a method sends beside the model. Running
-    statistics and other buffers are sent unchanged, since they are small and not gradients or steps.
+    statistics of norm layers and other buffers are sent unchanged, since they are small.
 
     Attributes:
-        payload: layouts of the tensors that travel, before compression.
-        submodels: submodels of the model, or of the part of it that travels.
+        payload: layouts (names, shapes and dtypes) of the tensors that are sent, before compression.
+        submodels: submodels of the model; in split learning, of the clients' part of it.
         down: compressor of tensors for clients; None = no compression.
         up: compressor of tensors from clients; None = no compression.
         adds_back: whether clients send differences from the values that they received although the merge wants values.
@@ -72,8 +72,8 @@ class CompressionPlan:
         for way, one in (("down", down), ("up", up)):
             if payload.is_resident and one is not None and one.feeds_back:
                 raise BadInput(
-                    f"compress.{way} is {kinds[way == 'up']}, but what clients keep between tasks takes its place: "
-                    "give none, bf16 or int8"
+                    f"compress.{way} is {kinds[way == 'up']}, which does not work with this algorithm, whose clients "
+                    "keep tensors between tasks: give none, bf16 or int8"
                 )
         return cls(payload, sends, down, up)
 
@@ -85,12 +85,12 @@ class CompressionPlan:
 
     @property
     def sender_unpacks(self) -> bool:
-        """Whether the server must know exactly what a client has received until its task ends."""
+        """Whether the server also decodes what it sends, and stores the result, to know the exact values at the client."""
         return self.adds_back or (self.down is not None and self.down.feeds_back)
 
     @property
     def remembers(self) -> bool:
-        """Whether a transfer depends on earlier tasks of the client, as with top_k, error feedback or a resident payload."""
+        """Whether a transfer depends on the client's earlier tasks, through error feedback or tensors that it keeps."""
         return self.payload.is_resident or any(one is not None and one.feeds_back for one in (self.down, self.up))
 
     def compressor(self, way: Way) -> Compressor | None:
@@ -113,13 +113,16 @@ class CompressionPlan:
         return plain if one is None else one.layout(plain)
 
     def added_back(self, layout: Layout) -> list[TensorEntry]:
-        """Return the tensors of an update that arrive as differences although the merge wants values."""
+        """Return the tensors of an update to which the server adds the values that it sent, to undo a subtraction.
+
+        They arrive as differences, because the compressor needs these, but the merge needs the trained values.
+        """
         if self.up is None or not self.adds_back:
             return []
         return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the plan that copies a task's tensors from those of the whole model, in one direction.
+        """Return the copy plan of a task: which elements of the whole model's tensors its own, smaller tensors are.
 
         Args:
             spec: submodel of the task.

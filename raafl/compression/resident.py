@@ -17,7 +17,10 @@ RESIDENT = "resident payload"
 
 
 class ResidentPayload:
-    """Copy of one client's last payload, as seen from either end of its connection."""
+    """Tensors that a client keeps between its tasks, so that the server need not send all of them for each task.
+
+    One object serves one client. Server and client each have one, and so agree on which tensors are sent.
+    """
 
     def __init__(self, payload: Payload, kept: ClientState, client: int) -> None:
         """Continue from what ``kept`` has of the client.
@@ -31,12 +34,18 @@ class ResidentPayload:
         self._sent: Layout | None = None  # of the last task, on a server, which has no copy
 
     def layout(self, assignment: Assignment) -> Layout:
-        """Return the layout of what this client receives for a task, before compression: all values if it has no copy."""
+        """Return the layout of the tensors that the client receives for a task, before compression.
+
+        A client that has kept nothing yet receives all values; any other only those that the task names.
+        """
         copy = self._kept.find(RESIDENT, self._client)
         return self._travelling(assignment, None if copy is None else copy.layout)
 
     def layout_sent(self, assignment: Assignment) -> Layout:
-        """Return the layout of what to send to the client for a task, before compression; after it the client has a copy."""
+        """Return the layout of the tensors to send to the client for a task, before compression.
+
+        The first call returns all values; as the client then has a copy, later calls return only those that a task names.
+        """
         copy = self._kept.find(RESIDENT, self._client)
         layout = self._travelling(assignment, self._sent if copy is None else copy.layout)
         self._sent = self._payload.layout(assignment.spec, "sent")
@@ -47,12 +56,12 @@ class ResidentPayload:
         return self._payload.travelling(assignment.spec, "sent", assignment.extra if known else None)
 
     def complete(self, assignment: Assignment, part: FlatTensors, out: FlatTensors) -> FlatTensors:
-        """Write what has travelled into the client's copy, and the whole payload of the task into ``out``; return it.
+        """Combine the received tensors with those that the client kept; return all tensors of the task, in ``out``.
 
         Args:
             assignment: assignment of the task.
-            part: values as received, decompressed.
-            out: storage of the payload's layout.
+            part: tensors as received, decompressed; they replace the kept ones of the same names.
+            out: storage for all tensors of the task; overwritten.
         """
         layout = self._payload.layout(assignment.spec, "sent")
         copy = self._kept.find(RESIDENT, self._client)
@@ -62,7 +71,10 @@ class ResidentPayload:
         return out.copy_(copy.take_(part))
 
     def keep(self, assignment: Assignment, trained: FlatTensors) -> None:
-        """Store the bundles of a task's result in the client's copy; values stay as they were received."""
+        """Keep a task's trained bundles (extra tensors of the method) for the client's next task.
+
+        The kept values of the model do not change; they stay as received.
+        """
         copy = self._kept.find(RESIDENT, self._client)
         assert copy is not None  # `complete` was called for this task
         _, stored = self._payload.split(copy, assignment.spec, "sent")

@@ -31,8 +31,8 @@ COPY, RESIDUAL = "compressed copy", "compressed residual"
 
 
 @dataclass
-class Lives(OneValue[dict[int, list[int]]]):
-    """Connections of simulated clients: how often each has joined before, and the bytes sent to it for its last task."""
+class LastSent(OneValue[dict[int, list[int]]]):
+    """Record for checkpoints: by simulated client, [how often it joined before, bytes sent to it for its last task]."""
 
     key = "compressed lives"
     value: dict[int, list[int]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class DownlinkCodec(_End):
     def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
         """Compress the values of a task for sending; the result is valid until the next call.
 
-        The server's record of the client's values changes only in `unpack`.
+        Calling this does not yet count the values as received: the server calls `unpack` for that, too.
 
         Args:
             assignment: assignment of the task.
@@ -271,8 +271,8 @@ class UplinkCodec(_End):
 class CompressedSnapshots(Snapshots):
     """Values and updates of simulated clients as compression would change them, without sending them over a network.
 
-    Updates are compressed and decompressed in the order of events, whichever process trained them and when. In methods
-    that exchange messages during a task, only the client's part is compressed.
+    Updates are compressed and decompressed in the order of their virtual arrival, so that results do not depend on how
+    many worker processes train. In split learning, only the client's part of the model is compressed.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -284,14 +284,14 @@ class CompressedSnapshots(Snapshots):
 
     @property
     def remembers(self) -> bool:
-        """Whether compression has state: the error of an update is added to the client's next update (error feedback)."""
+        """Whether a transfer depends on the client's earlier tasks, through error feedback or tensors that it keeps."""
         return self._plan.remembers
 
     def _both(self, assignment: Assignment) -> tuple[DownlinkCodec, UplinkCodec]:
         """Return both ends of a client's connection; a new incarnation starts without state."""
         client = assignment.client if self.remembers else 0
         if self.remembers and self._life(assignment)[0] != assignment.incarnation:
-            self._state.memory.of(Lives).value[client] = [assignment.incarnation, 0]
+            self._state.memory.of(LastSent).value[client] = [assignment.incarnation, 0]
             self._state.clients.forget(COPY, client)
             self._state.clients.forget(RESIDUAL, client)
             self._state.clients.forget(RESIDENT, client)
@@ -302,10 +302,10 @@ class CompressedSnapshots(Snapshots):
         return self._ends[client]
 
     def _life(self, assignment: Assignment) -> list[int]:
-        return self._state.memory.of(Lives).value.setdefault(assignment.client, [assignment.incarnation, 0])
+        return self._state.memory.of(LastSent).value.setdefault(assignment.client, [assignment.incarnation, 0])
 
     def cut(self, assignment: Assignment) -> FlatTensors:
-        """Return the values that the client receives; they stay unchanged until `give_back`."""
+        """Return the values that the client receives for a task; they stay unchanged until passed to `give_back`."""
         one, is_resident = self._plan.down, self._plan.payload.is_resident
         if one is None and not is_resident:
             return super().cut(assignment)
@@ -343,7 +343,10 @@ class CompressedSnapshots(Snapshots):
         return self._scratch(f"part {way}", layout, values.device).take_(values)
 
     def more_bytes(self, assignment: Assignment) -> int:
-        """Return the bytes sent for a client's latest task beyond the prediction: its first tasks get whole tensors."""
+        """Return the number of bytes beyond the prediction that were sent to a client for its latest task.
+
+        Where only changes are sent to a client, its first tasks get whole tensors, for which the prediction is too low.
+        """
         if not self._has_first:
             return 0
         return self._life(assignment)[1] - self._plan.layout(assignment.spec, "sent", assignment.extra).num_bytes
@@ -384,5 +387,5 @@ class CompressedSnapshots(Snapshots):
             self.refused(assignment)
 
     def refused(self, assignment: Assignment) -> None:
-        """Discard the accumulated error of a client whose task was refused in a method with exchanges."""
+        """Discard the client's accumulated error of compression, since its task was refused (split learning only)."""
         self._both(assignment)[1].forget()

@@ -58,18 +58,23 @@ class Check(ABC):
         """
 
     @abstractmethod
-    def scalar(self, value: object, hint: object, rule: str) -> bool:
-        """Check whether a single value has a simple type.
+    def scalar(self, value: object, hint: object, parameter: str) -> bool:
+        """Check whether a single value, not a list or mapping, has the declared type.
 
         Args:
             value: value, as in the config.
             hint: the declared type.
-            rule: name of the parameter, for messages.
+            parameter: name of the parameter with its owner, such as `Device.count`; a subclass may have a limit for it.
         """
 
     @abstractmethod
-    def free(self, value: object, rule: str) -> bool:
-        """Check whether a value is allowed for a parameter without a declared type."""
+    def free(self, value: object, parameter: str) -> bool:
+        """Check whether a value is allowed for a parameter without a declared type.
+
+        Args:
+            value: value, as in the config.
+            parameter: name of the parameter with its owner, such as `Device.count`; a subclass may have a limit for it.
+        """
 
     @abstractmethod
     def key(self, key: object) -> bool:
@@ -121,30 +126,30 @@ class Check(ABC):
                 self.refuse_name(where, name, value, list(takes), owner)
             self.value(value, takes[name], f"{where}.{name}", f"{owner}.{name}")
 
-    def value(self, value: object, hint: object, where: str, rule: str) -> None:
+    def value(self, value: object, hint: object, where: str, parameter: str) -> None:
         """Check a value against a type; raise an error if it does not fit.
 
         Args:
             value: value, as in the config.
             hint: the declared type.
             where: path of the field, for messages.
-            rule: name of the parameter, for messages.
+            parameter: name of the parameter with its owner, such as `Device.count`; a subclass may have a limit for it.
         """
-        if not self.fits(value, hint, where, rule):
+        if not self.fits(value, hint, where, parameter):
             self.refuse(where, value, hint)
 
-    def fits(self, value: object, hint: object, where: str, rule: str) -> bool:
-        """Check whether a value fits a type; errors in nested arguments and objects are raised.
+    def fits(self, value: object, hint: object, where: str, parameter: str) -> bool:
+        """Check whether a value fits a type; an error is raised for a wrong argument of a class that the value names.
 
         Args:
             value: value, as in the config.
             hint: the declared type.
             where: path of the field, for messages.
-            rule: name of the parameter, for messages.
+            parameter: name of the parameter with its owner, such as `Device.count`; a subclass may have a limit for it.
         """
         origin, inner = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):
-            return any(self._tried(value, one, where, rule) for one in inner)
+            return any(self._tried(value, one, where, parameter) for one in inner)
         if origin is Literal:
             return any(type(one) is type(value) and one == value for one in inner)
         if (kind := kind_of(hint)) is not None:
@@ -154,26 +159,26 @@ class Check(ABC):
             self.arguments(value, hint, where, hint.__name__)
             return True
         if hint is Any or (origin is dict and inner[1] is Any):
-            return (hint is Any or isinstance(value, dict)) and self.free(value, rule)
+            return (hint is Any or isinstance(value, dict)) and self.free(value, parameter)
         if origin is dict:
             return isinstance(value, dict) and all(
-                self.key(key) and self.fits(item, inner[1], where, rule) for key, item in value.items()
+                self.key(key) and self.fits(item, inner[1], where, parameter) for key, item in value.items()
             )
         if isinstance(value, list):
-            return self._all_fit(value, origin, inner, where, rule)
-        return self.scalar(value, hint, rule)
+            return self._all_fit(value, origin, inner, where, parameter)
+        return self.scalar(value, hint, parameter)
 
-    def _tried(self, value: object, hint: object, where: str, rule: str) -> bool:
+    def _tried(self, value: object, hint: object, where: str, parameter: str) -> bool:
         """Check whether a value fits one type of a union; an object that is refused is reported as a misfit."""
         if (kind_of(hint) or dataclasses.is_dataclass(hint)) and not isinstance(value, dict):
             return False
-        return self.fits(value, hint, where, rule)
+        return self.fits(value, hint, where, parameter)
 
-    def _all_fit(self, items: list[Any], origin: object, inner: tuple[Any, ...], where: str, rule: str) -> bool:
+    def _all_fit(self, items: list[Any], origin: object, inner: tuple[Any, ...], where: str, parameter: str) -> bool:
         if origin in (list, Sequence):
-            return all(self.fits(item, inner[0], where, rule) for item in items)
+            return all(self.fits(item, inner[0], where, parameter) for item in items)
         if origin is not tuple:
             return False
         each = [inner[0]] * len(items) if inner[-1] is Ellipsis else list(inner)
         pairs = list(zip(items, each, strict=False))
-        return len(items) == len(each) and all(self.fits(item, one, where, rule) for item, one in pairs)
+        return len(items) == len(each) and all(self.fits(item, one, where, parameter) for item, one in pairs)

@@ -316,7 +316,7 @@ class Experiment:
 
     @property
     def saves_safetensors(self) -> bool:
-        """Whether the final model of a plain module is saved as safetensors."""
+        """Whether the final model is saved as safetensors if it is a plain `torch.nn.Module`."""
         return self.safetensors or self.push_to_hub is not None
 
     @property
@@ -351,7 +351,7 @@ class Experiment:
             with ObjectStore.answering(self.output, "output") as store:
                 if store.names():
                     raise BadInput(
-                        f"output is '{self.output}', which has files in it: name another folder of the store"
+                        f"output is '{self.output}', which is not empty: name another path in the object store"
                     )
             return
         path = Path(self.output)

@@ -60,14 +60,14 @@ def explain(refused: str, parser: ArgumentParser, argv: Sequence[str], hidden: s
         refused: message of jsonargparse, for errors that are not recognised here.
         parser: parser that refused the command line.
         argv: arguments of the command line.
-        hidden: path of a temporary config file, which the user has not written; no line of it is named.
+        hidden: path of a temporary config file that the user did not write; errors in it get no line number.
     """
     lines = Explained(parser).lines(argv, hidden)
     return "\n".join(lines) or " ".join(refused.split())
 
 
 def place_of_field(field: str | None, argv: Sequence[str]) -> str:
-    """Describe which file and line set a field (`` (FILE, line N)``); return "" if no config file sets it, or an option does."""
+    """Describe the line of a config file that sets a field: `` (FIELD is in FILE, line N)``; "" if no file does."""
     if field is None or any(name_of(item).startswith(f"--{field}") for item in argv):
         return ""
     for file in reversed(values(argv, "--config")):
@@ -110,7 +110,7 @@ def relative(path: str) -> str:
 
 
 class Explained(Check):
-    """Collector of all errors in a config, from its files and options in order of precedence."""
+    """Finder of all errors in a command line and its config files; later ones override earlier ones, as in a run."""
 
     def __init__(self, parser: ArgumentParser) -> None:
         super().__init__()
@@ -265,12 +265,12 @@ class Explained(Check):
         typed = {a.dest[3:]: t for a in parser._actions if (t := getattr(a, "_typehint", None)) is not None}
         return {name: hints.get(name, typed.get(name, Any)) for name in found}
 
-    def _tried(self, value: object, hint: object, where: str, rule: str) -> bool:
+    def _tried(self, value: object, hint: object, where: str, parameter: str) -> bool:
         """Accept a bare class path where an object is expected: an option may give the class alone."""
         spec = {"class_path": value} if kind_of(hint) and isinstance(value, str) and "." in value else value
-        return super()._tried(spec, hint, where, rule)
+        return super()._tried(spec, hint, where, parameter)
 
-    def scalar(self, value: object, hint: object, rule: str) -> bool:
+    def scalar(self, value: object, hint: object, parameter: str) -> bool:
         """Check whether jsonargparse accepts a value for a type; see `Check.scalar`."""
         from jsonargparse import ArgumentParser
 
@@ -282,7 +282,7 @@ class Explained(Check):
             return False
         return True
 
-    def free(self, value: object, rule: str) -> bool:
+    def free(self, value: object, parameter: str) -> bool:
         """Accept any value for a parameter without a declared type."""
         return True
 
@@ -291,7 +291,7 @@ class Explained(Check):
         return isinstance(key, str)
 
     def arguments(self, given: object, factory: object, where: str, owner: str) -> None:
-        """Check arguments, and let a nested object check its own values; see `Check.arguments`."""
+        """Check arguments; create a nested object, so that its constructor checks the values; see `Check.arguments`."""
         super().arguments(given, factory, where, owner)
         if where in MADE or where in SECTIONS:
             return  # jsonargparse makes those as the last thing, and lets through what they say

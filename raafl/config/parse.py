@@ -176,8 +176,8 @@ def parse(command: str, argv: Sequence[str], *, config_yaml: str | None = None) 
         config_yaml: text of a config that was checked by `raafl.config.trust`; options override it.
 
     Raises:
-        BadInput: an option or value is wrong. Or a run to be resumed has a config that names classes of others, without
-            `--trust_config`, and this user has not run it here.
+        BadInput: an option or value is wrong. Or a run is to be resumed without `--trust_config`, its config names
+            classes that are not part of raafl, and this user has not run it here.
         SystemExit: `--help` or `--print_config` was given.
     """
     from raafl.config.registry import paths
@@ -223,8 +223,8 @@ def _read(parser: ArgumentParser, argv: list[str], hidden: str | None) -> tuple[
 
     try:
         namespace = parser.parse_args(argv)
-        if not all(hasattr(namespace[name], "as_dict") for name in SECTIONS):  # as in `train: 5`
-            raise ValueError("a single value was given where fields are expected")
+        if single := [name for name in SECTIONS if not hasattr(namespace[name], "as_dict")]:  # as in `train: 5`
+            raise ValueError(f"{single[0]} is a single value: give its fields (see --help)")
         # nulls included; it has just been checked
         text = str(parser.dump(namespace, skip_unset=False, skip_validation=True))
     except (ArgumentError, ValueError, TypeError) as error:
@@ -266,8 +266,8 @@ def load_run(folder: Path, *overrides: str, trusted: bool, for_replay: bool = Fa
         for_replay: whether to leave out fields that a replay does not need, such as loggers.
 
     Raises:
-        BadInput: the config is invalid; or it names classes of others, ``trusted`` is False, and this user has not run
-            it here.
+        BadInput: the config is invalid; or it names classes that are not part of raafl, ``trusted`` is False, and this
+            user has not run it here.
     """
     from raafl.config.trust import is_trusted, of_folder
 

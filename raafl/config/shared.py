@@ -38,7 +38,8 @@ def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
 def for_clients(config_yaml: str) -> str:
     """Return the sections of the server's config that are sent to clients without a config.
 
-    Contents of device files are included. Recorded series of devices are not, since only the server needs them.
+    The contents of device files are included, but not how the speed of a device changes over time, since only the
+    server uses that.
     """
     import yaml
 

@@ -81,8 +81,8 @@ class Consent:
         positive("policy.consent.wait_s", self.wait_s)
         if (self.folder is None) == (self.how == "spool"):
             raise BadInput(
-                f"policy.consent.how is '{self.how}', and policy.consent.folder is {self.folder}: spool needs a "
-                "folder, ask has none"
+                f"policy.consent.how is '{self.how}', and policy.consent.folder is {self.folder}: give a folder with "
+                "spool, and none with ask"
             )
 
 

@@ -111,7 +111,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
         without: names of sections to leave out.
 
     Raises:
-        BadInput: the file is not a config, or it names classes of others and ``trusted`` is False.
+        BadInput: the file is not a config, or it names classes that are not part of raafl and ``trusted`` is False.
     """
     file = folder / "config.yaml"
     try:
@@ -125,7 +125,9 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
             "trust the author of that folder, add --trust_config (in Python trust_config=True)"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{file} cannot be read: {error}") from None
+        raise BadInput(
+            f"{file} cannot be read ({error}): give a run folder whose config.yaml is readable text"
+        ) from None
     return yaml.safe_dump(tree, sort_keys=False)
 
 
@@ -192,14 +194,14 @@ class _Check(Check):
         if name == "json":  # an option of the command line, which configs are written with
             return self.value(value, bool, name, name)
         if name not in self.hints:
-            raise UntrustedValue(f"there is no field {name!r:.60}")
+            raise UntrustedValue(f"the field {name!r:.60} does not exist in raafl")
         if name in MADE:
             return self.check_object(name, value, name)
         if name == "logger":
             return self.loggers(value, name)
         most = _MOST.get(f"Experiment.{name}")
         if most is not None and type(value) is int and value > most and not self._local:
-            raise UntrustedValue(f"{name} is {value}, above {most:,}")
+            raise UntrustedValue(f"{name} is {value}, and a config from a server may ask for at most {most:,}")
         return self.value(value, self.hints[name], name, f"Experiment.{name}")
 
     def check_object(self, kind: str, value: object, where: str) -> None:
@@ -226,24 +228,24 @@ class _Check(Check):
         """Check that a key of a mapping is not one, such as class_path, that makes a parser create an object."""
         return isinstance(key, str) and _is(_WORD, key) and key != "class_path"
 
-    def scalar(self, value: object, hint: object, rule: str) -> bool:
+    def scalar(self, value: object, hint: object, parameter: str) -> bool:
         """Check whether a value has a plain type."""
         if hint in (None, type(None)):
             return value is None
         if hint is bool:
             return type(value) is bool
         if hint is int:
-            return type(value) is int and (self._local or value <= _MOST.get(rule, LARGEST))
+            return type(value) is int and (self._local or value <= _MOST.get(parameter, LARGEST))
         if hint is float:
             return type(value) in (int, float) or (isinstance(value, str) and _is(_NUMBER, value))
         if hint in (str, Path) and isinstance(value, str):
-            allowed = _TEXTS.get(rule)
+            allowed = _TEXTS.get(parameter)
             return _is_plain(value) if self._local else allowed is not None and allowed(value)
         return False
 
-    def free(self, value: object, rule: str) -> bool:
+    def free(self, value: object, parameter: str) -> bool:
         """Check whether a value without a declared type is plain data."""
-        if rule.endswith(".architecture"):
+        if parameter.endswith(".architecture"):
             return isinstance(value, dict) and self._architecture(value)
         return self._local and all(_is_plain(one) for one in _leaves(value))
 

@@ -52,16 +52,16 @@ Restart = Literal["arrival", "merge"]
 
 @dataclass(frozen=True, slots=True)
 class TriggerContext:
-    """Everything that a `trigger` part, which decides when updates are merged, may read.
+    """Everything that the decision when to merge updates (an algorithm's `trigger` part) may depend on.
 
     Attributes:
         arrived_s: arrival times of the updates that wait for a merge, ascending, in seconds.
-        num_active: number of tasks that may still report. Clients that were drawn but have not started count. Tasks of
-            closed rounds do not count if their updates would be refused.
+        num_active: number of tasks whose updates may still arrive and be accepted, including those of clients that are
+            chosen but have not started.
         num_clients: number of clients present in the run.
         opened_s: time at which clients last started to work for this merge, in seconds.
         now_s: current time, in seconds of the run's clock.
-        memory: records of all parts, `GlobalState.memory`; read only.
+        memory: state that the parts of the algorithm keep between updates, `GlobalState.memory`; read only.
     """
 
     arrived_s: Sequence[float]
@@ -73,11 +73,11 @@ class TriggerContext:
 
 
 class Trigger(Part, ABC):
-    """Base of the part that decides when waiting updates are merged.
+    """Base class of the part of an algorithm that decides when the server merges the updates that have arrived.
 
     Attributes:
         restart: moment at which a client may work again: at the "arrival" of its update, or after the "merge" of it.
-        folds_rest: whether updates that still wait at the end of the run are merged then.
+        folds_rest: whether updates that have arrived but are not merged when the run ends are merged then.
     """
 
     restart: ClassVar[Restart] = "arrival"
@@ -111,12 +111,15 @@ class Trigger(Part, ABC):
         return self.restart == "merge"
 
     def on_update(self, assignment: Assignment, num_active: int, state: GlobalState) -> Adjusted | None:
-        """Observe that an update was accepted at ``state.now_s``; return a change of one of this part's settings, or None.
+        """Take note of an accepted update, for triggers that adapt their settings to measured times.
 
         Args:
             assignment: task of the update.
             num_active: number of clients at work until now, including this one.
-            state: the global model; its memory holds this part's measurements.
+            state: the global model; its memory holds what this trigger has measured.
+
+        Returns:
+            The setting that this trigger has changed, with its values before and after; None if it has changed none.
         """
         return None
 
@@ -125,11 +128,14 @@ class Trigger(Part, ABC):
         return None
 
     def needed(self, num_more: int, num_waiting: int) -> int | None:
-        """Return the number of updates that must still arrive until enough are merged; None = unknown.
+        """Return the number of updates that must still arrive so that ``num_more`` further ones are merged.
 
         Args:
-            num_more: number of further updates that are to be merged.
+            num_more: number of updates that must still be merged, for example until the end of the run.
             num_waiting: number of updates that have arrived and wait for a merge.
+
+        Returns:
+            The number; None if it is unknown.
         """
         return None
 
@@ -139,7 +145,7 @@ class Trigger(Part, ABC):
 
 
 class Merge(Part, ABC):
-    """Base of the part that decides how waiting updates are merged.
+    """Base class of the part of an algorithm that decides how updates are merged into the global model.
 
     A merge keeps its state in `GlobalState.memory` and `GlobalState.clients`, which checkpoints and replays include.
 
@@ -197,17 +203,22 @@ class Merge(Part, ABC):
         return None
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
-        """Return the layout in which an update's tensors reach the merge; by default the one in which the client trained them.
+        """Return names, shapes and dtypes of the tensors that the merge gets for an update.
+
+        They are those that the client trained, unless a merge that converts updates beforehand overrides this method.
 
         Args:
             state: the global model; read only.
             spec: submodel of the update.
-            layout: layout of everything that a client sends for a task of ``spec``.
+            layout: names, shapes and dtypes of the tensors that a client sends for a task of ``spec``.
         """
         return layout
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the numbers in `Update.extra` that change the model; guards bound their size as they bound tensors."""
+        """Return those numbers in `Update.extra` that change the model, so that outliers among them can be refused.
+
+        Outliers among the tensors of updates are refused in the same way (the options `guard`).
+        """
         return ()
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
@@ -223,7 +234,7 @@ class Merge(Part, ABC):
 
     @abstractmethod
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Take one update into the next merge, which `apply` carries out.
+        """Add one update to the next merge, which `apply` carries out.
 
         A merge that needs the update's tensors after the current event must copy them in `detach`. `reject_reason` has
         already checked the client's plain data. If this method raises an exception, the update is refused and its
@@ -274,7 +285,10 @@ class Merge(Part, ABC):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A federated algorithm: a frozen record of five parts, made by a factory in `raafl.algorithms`.
+    """A federated algorithm, composed of five parts.
+
+    The parts answer: which clients work now (sample), on which submodel (select), how do they train it (local), when are
+    their updates merged (trigger), and how (merge)? A function in `raafl.algorithms` creates the record of a method.
 
     Attributes:
         chosen: plain data on the reasons for which `raafl.plan.choose` selected this method, for the journal. The run

@@ -80,10 +80,13 @@ class Exchange(ABC):
 
     @abstractmethod
     def questions(self, assignment: Assignment, link: ServerLink) -> Any:
-        """Return an object that provides the client's questions as batches, on which the server trains its part of the model.
+        """Return a data set for the server's training, whose batches are the questions that the client sends.
 
-        The call waits for the first question. Asking for the next batch sends the reply to the last question. The
-            object has the attributes of `raafl.data.federated.ClientData` that training needs: ``num_samples``,
+        For example, a question holds the activations at which the client's part of the model ends. The call waits for
+        the first question. Asking for the next batch sends the reply to the last question.
+
+        Returns:
+            Object with the attributes of `raafl.data.federated.ClientData` that training needs: ``num_samples``,
             ``test`` (None), ``num_batches()`` of an epoch, and ``batches()``, which yields the input of `Hook.loss`.
         """
 

@@ -80,7 +80,7 @@ class RunHooks:
         Args:
             version: version of the global model.
             now: time in seconds of the run's clock.
-            seconds: real time in which the event that caused the merge was handled.
+            seconds: real seconds that the server spent on the event that caused the merge.
         """
 
     def stop_asked(self) -> str | None:
@@ -92,7 +92,7 @@ class RunHooks:
         return False
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Save the run's state; it must be read before this returns, since it may change afterwards.
+        """Save the run's state, or copy it for saving later: the state may change as soon as this method returns.
 
         Args:
             coordinator: coordinator whose state is to be saved.

@@ -77,7 +77,8 @@ class Hook(Part):
     A hook must keep nothing for later tasks: the result may depend only on the assignment, the received tensors and the
     client's data. Values to remember go to the server in ``task.up`` or in the result of `finish`. There the merge
     stores them in `GlobalState.clients`, and `Merge.personalize` sends them back in ``task.down``.
-    With `Local.resident` the bundles of ``task.up`` stay on the client instead, and are the next task's ``task.down``.
+    In methods with `Local.resident` the tensors in ``task.up`` stay on the client instead; its next task finds them in
+    ``task.down``.
     """
 
     def __init__(self, task: Task) -> None:
@@ -106,13 +107,15 @@ class Hook(Part):
 
 @dataclass(frozen=True)
 class Local(Part):
-    """Base of the part that decides how a client trains its submodel.
+    """Base class of the part of an algorithm that decides how a client trains its submodel.
 
     It holds common settings. A method that needs more subclasses it and returns its own hook from `hook`.
 
     Attributes:
-        prox: weight of the proximal term, prox/2 * ||theta - theta_received||^2 (rho in Fed-RAA, mu in FedProx); 0 = none.
-        rescale: multiply a kept layer's activation by 1/keep-fraction while training (HeteroFL's scaler).
+        prox: weight of the proximal term, prox/2 times the squared distance of the parameters from the received ones
+            (rho in Fed-RAA, mu in FedProx); 0 = none.
+        rescale: whether to multiply the activations of a layer by total over remaining units while training, where a
+            submodel lacks some of its units (HeteroFL's scaler).
         down: names of the extra tensors (bundles) that a client receives beside the submodel; see `raafl.core.payload`.
         up: names of the extra tensors (bundles) that a client sends back as differences, which compress better than
             values.
@@ -195,7 +198,9 @@ class Local(Part):
         return Payload(submodels, self.down, self.up, self.up_as, partial(self.layout_of, submodels), travels)
 
     def travels(self, submodels: Submodels, extra: Mapping[str, Any], way: Way) -> frozenset[str] | None:
-        """Return the names of the values that travel one way for a task, if `resident`; None = all.
+        """Return the names of the values that are sent in one direction for a task; None = all.
+
+        Called only for methods in which clients keep their values between tasks (`resident`).
 
         Args:
             submodels: submodels of the model.

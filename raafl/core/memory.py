@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 class MergeMemory:
     """Base class of records in which a part of an algorithm keeps its state on the server; checkpoints contain them.
 
-    A record is a dataclass of numbers, text, tensors, specs, and containers of these.
+    A record is a dataclass of numbers, text, tensors, `Spec` objects (descriptions of submodels), and containers of these.
 
     Attributes:
         key: name under which checkpoints store the record.

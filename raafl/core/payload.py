@@ -45,7 +45,7 @@ class Payload:
     """Layouts of all tensors that travel with a task: "sent" to the client, and "trained" back to the server.
 
     Attributes:
-        submodels: submodels of the model, or of the part of the model that travels.
+        submodels: submodels of the model; in split learning, of the clients' part of it.
         up_as: compressor for the values sent to the server, which replaces the setting ``compress.up``; None =
             ``compress.up``.
     """
@@ -105,12 +105,14 @@ class Payload:
         return self._travels is not None
 
     def travelling(self, spec: Spec, way: Way, extra: Mapping[str, Any] | None = None) -> Layout:
-        """Return the layout of what travels one ``way`` for a task, before compression.
+        """Return the layout of the tensors that are sent in one direction for a task, before compression.
+
+        In methods in which clients keep tensors between tasks, only those are sent that the task names in ``extra``.
 
         Args:
             spec: submodel of the task.
             way: "sent" to the client, or "trained" back to the server.
-            extra: `Work.extra` of the task; None = to a client that keeps nothing of a resident payload yet.
+            extra: `Work.extra` of the task; None = all are sent, since the client keeps none yet.
         """
         if self._travels is None:
             return self.layout(spec, way)
@@ -122,11 +124,11 @@ class Payload:
         return values if names is None else values.only(names)
 
     def returned(self, spec: Spec) -> Layout:
-        """Return the layout of an update on the server: what a client trained, without bundles that stay there."""
+        """Return the layout of an update as the server gets it: without bundles (extra tensors) that the client keeps."""
         return self.layout(spec, "trained") if self._travels is None else self.submodels.layout(spec, "trained")
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the plan that copies a submodel's tensors from those of the whole model.
+        """Return the copy plan of a submodel: which elements of the whole model's tensors its own, smaller tensors are.
 
         Args:
             spec: submodel of the task.

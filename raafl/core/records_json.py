@@ -82,14 +82,17 @@ def event_to_json(event: Event) -> dict[str, Any]:
 
 
 def group_to_json(group: SumGroup | None) -> dict[str, Any]:
-    """Convert the group with which an update is summed to fields of its journal row; no fields if there is none."""
+    """Convert a group of secure aggregation, whose updates are only read as a sum, to fields of the journal row.
+
+    Returns an empty dict for an update without a group.
+    """
     if group is None:
         return {}
     return {"group": list(group.members), "scale": group.scale, **({"masked": True} if group.masked else {})}
 
 
 def group_from_json(data: Mapping[str, Any]) -> SumGroup | None:
-    """Restore the group with which an update is summed from its journal row; None if the row has none."""
+    """Restore the result of `group_to_json` from the journal row of an update; None if the update has no group."""
     return SumGroup(tuple(data["group"]), data["scale"], data.get("masked") is True) if "group" in data else None
 
 
@@ -118,7 +121,7 @@ _ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("ex
 
 
 def assignment_to_json(assignment: Assignment) -> dict[str, Any]:
-    """Convert an assignment to plain data for the wire and the journal; default values of ``extra`` and the scale are left out."""
+    """Convert an assignment to plain data for the wire and the journal, without ``extra`` and ``lr_scale`` if default."""
     data = {name: getattr(assignment, name) for name in _ASSIGNED}
     extra = {"extra": dict(assignment.extra)} if assignment.extra else {}
     scale = {"lr_scale": assignment.lr_scale} if assignment.lr_scale != 1.0 else {}

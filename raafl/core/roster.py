@@ -55,9 +55,10 @@ class Roster:
 
     @property
     def num_at_work(self) -> int:
-        """Number of tasks that use up concurrency: active ones, except late ones, whose clients may never answer.
+        """Number of tasks that count towards the limit of clients at work.
 
-        A task whose update travels (`sending`) does not count either.
+        These are the active tasks, but not those whose round has closed (`late`), since their clients may never answer,
+        nor those that are trained and whose update is being sent (`sending`).
         """
         return len(self.active) - len(self.late) - len(self.sending)
 

@@ -61,12 +61,13 @@ class IdlePool:
 
 @dataclass(frozen=True, slots=True)
 class Sample(Part):
-    """Part of an algorithm that draws the clients to start: all idle ones, or a random cohort, with an optional limit at work.
+    """Part of an algorithm that chooses the clients to start next: all idle ones, or a random cohort of them.
 
     Attributes:
-        cohort: number of clients in a cohort, including those still at work; None = every idle client. Where clients
-            restart at each arrival, this many are always at work.
-        concurrency: largest number of clients at work at once; further clients of a cohort wait. None = no limit.
+        cohort: number of clients in a cohort, including those still at work; None = every idle client. In asynchronous
+            methods, which start a client at each arrival of an update, this many are always at work.
+        concurrency: largest number of clients that train at the same time; further clients of a cohort wait for one of
+            them to finish. None = no limit.
     """
 
     cohort: int | None = None

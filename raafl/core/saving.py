@@ -45,7 +45,9 @@ def to_plain(value: object) -> object:
             return {"__tuple__": [to_plain(item) for item in value]}
         case list():
             return [to_plain(item) for item in value]
-    raise TypeError(f"a {type(value).__name__} cannot be saved")
+    raise TypeError(
+        f"a {type(value).__name__} cannot be saved in a checkpoint: use dicts, lists, tuples, numbers, text and tensors"
+    )
 
 
 def from_plain(data: object, device: torch.device = _CPU) -> Any:

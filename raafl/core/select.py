@@ -47,7 +47,7 @@ class OwnTests:
         return float(self.sizes.get(client.id, 0))
 
     def most(self, client: ClientInfo) -> int:
-        """Return an upper bound of the test samples of ``client``; for a client with its own data, with a margin for rounding."""
+        """Return an upper bound of the number of test samples of ``client``, which is exact unless it has its own data."""
         own = 1.0 / (1.0 - self.share) if client.own_data and self.share else 0.0
         return int(self.of(client) + own)
 
@@ -144,8 +144,7 @@ class SelectContext:
     def time_ratio(self, client: ClientInfo, assignment: Assignment, seconds: float) -> float | None:
         """Return the measured time of a task divided by its predicted time; None if either is not positive.
 
-        On a virtual clock, sums of seconds differ by rounding. A ratio that close to 1 becomes 1, so that what follows from it
-        does not depend on rounding.
+        A ratio within 1e-6 of 1 becomes exactly 1, since on a virtual clock only rounding makes such a difference.
 
         Args:
             client: client that trained the task.
@@ -173,7 +172,7 @@ class SelectContext:
         return self.own_tests.of(client) if self.local.evaluates_on_client(extra or {}) else 0.0
 
     def cost_s(self, client: ClientInfo, work: Work) -> float:
-        """Predict the total seconds that ``client`` needs for ``work``, c(n, j) in the papers."""
+        """Predict the seconds that ``client`` needs for ``work`` in total; the papers' c(n, j) for client n, submodel j."""
         return self.task_time(client, work).total_s
 
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:

@@ -26,8 +26,8 @@ class ClientState:
 
     Clients themselves store nothing between tasks. So a client may die and come back on another machine, a checkpoint
     is complete, and a replay rebuilds the store from the journal.
-    Two exceptions end with a client's incarnation: compression with memory, and a resident payload
-    (`raafl.compression.resident`), keep tensors at the client's end of its connection.
+    There are two exceptions, which a client loses when it disconnects: the residual of compression (error feedback), and
+    the tensors that clients of some methods keep between tasks (`raafl.compression.resident`).
 
     Attributes:
         values: tensors by name, then by client.
@@ -109,7 +109,8 @@ class GlobalState:
     """The server's model and all state of a merge. Only merges change it, in place.
 
     Attributes:
-        submodels: axes, layouts and costs of the model.
+        submodels: description of the model: along which axes (groups of units, such as hidden neurons or heads) it can
+            be cut, and layout and cost of each submodel.
         values: every parameter and buffer, in flat storage.
         version: number of merges so far, t.
         counts: number of merges in which each region was trained, q(j); a region is a part of the model that a method

@@ -67,13 +67,13 @@ class Training:
         if self.lr_schedule == "constant":
             if given:
                 raise BadInput(
-                    f"train.{given[0]} has no effect with a constant lr_schedule: set lr_schedule to linear or "
-                    "cosine, or leave it out"
+                    f"train.{given[0]} has no effect with a constant lr_schedule: set train.lr_schedule to linear or "
+                    f"cosine, or leave train.{given[0]} out"
                 )
         elif len(given) != 1:
             raise BadInput(
-                f"train.lr_schedule is {self.lr_schedule}, with {len(given)} lengths: give either lr_versions or "
-                "lr_time_s"
+                f"train.lr_schedule is {self.lr_schedule}, which needs a length: give either train.lr_versions or "
+                f"train.lr_time_s, not {'both' if given else 'neither'}"
             )
         if self.lr_time_s is not None and not 0 < self.lr_time_s < math.inf:
             raise BadInput(f"train.lr_time_s is {self.lr_time_s}: give seconds above 0")

@@ -198,7 +198,7 @@ class Arrived:
 class Sending:
     """Event: a client has trained a task and its update travels, so that the client can be given the next task.
 
-    Told only where tasks and transfers overlap (`Coordinator.overlap`).
+    Occurs only where a client may train its next task while it sends its last update (`Coordinator.overlap`).
 
     Attributes:
         client: id of the client.
@@ -213,7 +213,7 @@ class Sending:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Event: a client disconnected; the task that it was working on is lost, and an update that still travels.
+    """Event: a client disconnected. Its current task is lost, as is an update of which only a part has arrived.
 
     Attributes:
         failure: error of the user's code on the client, if it caused the loss; else None.

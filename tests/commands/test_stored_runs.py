@@ -31,7 +31,7 @@ def test_a_run_in_a_store_is_watched_reported_replayed_and_audited(run, url, tmp
     assert main(["report", url, "--output", str(tmp_path / "page.html")]) == 0
     assert main(["watch", url]) == 2 and "a URL, which can only be read once: add --once" in capsys.readouterr().err
     code, _, err = run("--output", url)
-    assert code == 2 and f"output is '{url}', which has files in it: name another folder of the store" in err
+    assert code == 2 and f"output is '{url}', which is not empty: name another path in the object store" in err
 
 
 def test_resume_auto_starts_a_run_goes_on_with_it_or_sets_aside_what_has_no_checkpoint(tmp_path, url, monkeypatch):

@@ -17,7 +17,7 @@ from tests.helpers import cached_models
 def _command(argv, log):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    processes.take_over(log)
+    processes.set_up_process(log)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     with cached_models.reuse_findings():
         sys.exit(main(argv))

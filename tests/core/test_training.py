@@ -36,10 +36,10 @@ def test_a_cosine_schedule_by_time_after_a_warm_up(now_s, factor):
     ("fields", "says"),
     [
         ({"lr_schedule": "step"}, "train.lr_schedule is 'step': give constant, linear, cosine"),
-        ({"lr_schedule": "cosine"}, "train.lr_schedule is cosine, with 0 lengths"),
+        ({"lr_schedule": "cosine"}, "train.lr_schedule is cosine, which needs a length"),
         (
             {"lr_schedule": "linear", "lr_versions": 5, "lr_time_s": 3.0},
-            "with 2 lengths: give either lr_versions or lr_time_s",
+            "give either train.lr_versions or train.lr_time_s, not both",
         ),
         ({"lr_versions": 5}, "train.lr_versions has no effect with a constant lr_schedule"),
         ({"lr_warmup": 1.0}, "train.lr_warmup is 1.0: give a number from 0 to below 1"),

@@ -116,5 +116,5 @@ def test_a_model_that_cannot_have_them_is_named(tmp_path, make, exits, says):
 
 @pytest.mark.parametrize("exits", [[0], [1.5], [True]])
 def test_numbers_that_are_no_depths(exits):
-    with pytest.raises(BadInput, match=r"submodels\.exits is \[.*\]: give numbers of blocks from 1"):
+    with pytest.raises(BadInput, match=r"submodels\.exits is \[.*\]: give depths in blocks, from 1"):
         SubmodelOptions(exits=exits)

@@ -44,7 +44,9 @@ from raafl.watch.progress import Progress
 
 
 class Driver(ABC):
-    """Base class of both runtimes. On one thread, it passes events to the coordinator and carries out the coordinator's actions.
+    """Base class of the runtimes, which drive a run on simulated or on real time.
+
+    On one thread it passes events to the coordinator, and carries out the actions that the coordinator returns.
 
     Attributes:
         reason: reason for which the run has ended; empty while it goes on.

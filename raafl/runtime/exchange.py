@@ -123,7 +123,7 @@ class ClientSide(Questions):
         self._built: tuple[Exchange, LocalTrainer] | None = None
 
     def exchange(self, assignment: Assignment) -> Exchange | None:
-        """Return the description of a split task, or None if the task is not split.
+        """Return the division of a task between client and server, or None if the client trains all of it.
 
         Raises:
             SpecError: the task names parts that the model does not have.
@@ -240,7 +240,10 @@ class Conversation:
 
 
 class ServerSide:
-    """Server's side of one client's split tasks; the module that it has built is used again for the next task."""
+    """Server's side of the tasks that one client splits with the server, as in split learning.
+
+    The module that is built for one task is reused for the next.
+    """
 
     def __init__(self, local: Local, device: torch.device | str, num_threads: int) -> None:
         """Prepare to compute the method's ``local`` part on ``device`` with ``num_threads`` threads."""

@@ -137,7 +137,7 @@ def client_info(
     profile, client = hello.get("profile"), known.id
     try:
         if not isinstance(profile, dict):
-            raise ValueError("it is not a mapping")
+            raise ValueError("the profile is not a mapping")
         profile = as_known(profile, client_to_json(known)["profile"])
         profile["name"] = sanitize_text(profile.get("name", "default"))
         info = client_from_json({**hello, "client": client, "incarnation": incarnation, "profile": profile})

@@ -61,10 +61,10 @@ def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Message with the server's config, for a client that has none; without a text it is the client's request for the config.
+    """Message that asks the server for its config, and the server's answer, for a client without a config.
 
     Attributes:
-        config_yaml: text of config.yaml; None = this is a request, or the client has its own config.
+        config_yaml: text of config.yaml; None = this is the question, or each process of a client has its own config.
     """
 
     config_yaml: str | None = None
@@ -89,7 +89,7 @@ class Hello:
     Attributes:
         identity: fingerprints of model, config and version, which must be equal on both sides.
         unsent: id of a task whose result could not be sent on an earlier connection; None = none.
-        client: description of a client (`client_to_json`), with digests of its recorded series; empty under torchrun.
+        client: description of a client (`client_to_json`), such as samples and device profile; empty under torchrun.
         memory_bytes: number of bytes of memory that a process of a client may use; None = no limit.
     """
 
@@ -100,7 +100,7 @@ class Hello:
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
-        """Build a client's first message. A recorded series of speeds in its profile is sent as a digest only.
+        """Build a client's first message; it contains only a digest of a device's speeds over time.
 
         Args:
             identity: identity of this process: config, model and version.
@@ -117,7 +117,7 @@ class Hello:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read the message; raise `Refused` if a number is not above 0, or a recorded series is not a digest."""
+        """Read the message; raise `Refused` for a number that is not above 0, or recorded speeds that are not sent as a digest."""
         unsent = None if meta.get("unsent") is None else count_of(meta, "unsent", least=1)
         memory = meta.get("memory_bytes")
         if memory is not None and not (isinstance(memory, int | float) and 0 < memory < math.inf):
@@ -346,7 +346,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Message in the middle of a split task: settings that the server needs for its part; the method adds its own fields.
+    """Message, such as a batch's activations, that a client sends while it trains a task together with the server.
 
     Attributes:
         precision: numeric precision, one of `PRECISIONS`.

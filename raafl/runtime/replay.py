@@ -51,7 +51,8 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
 
     Args:
         row: row of the journal.
-        series: recorded series of device profiles in earlier rows, by digest; series in this row are added.
+        series: lists that earlier rows contain in full, such as a device's speeds over time, by digest. Later rows name
+            only the digest. Lists in this row are added.
 
     Returns:
         The event; None if the row is not an event.
@@ -92,9 +93,11 @@ class Replay:
         self._snapshots, self._groups = CompressedSnapshots(self.coordinator), SecureGroups.of(self.coordinator)
 
     def run(self, rows: Iterable[JournalRow], until: int | None = None) -> None:
-        """Replay the rows of a journal in order, and compare each result; ``until`` is the number of the last event to replay.
+        """Replay the rows of a journal in order, and compare each result with the recorded one.
 
-        The rows are read twice.
+        Args:
+            rows: rows of the journal; they are read twice, so a generator cannot be used.
+            until: number of the last event to replay, from 1; None = all.
         """
         order = {row["assignment"]: place for place, row in enumerate(rows) if row.get("event") == "arrived"}
         for row in rows:

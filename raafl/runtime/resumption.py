@@ -23,10 +23,12 @@ class ToldToStop(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Message that says how much of a session its sender has received; sent first by the client, then by the server.
+    """Message by which a session continues on a new connection: it says which messages its sender has received.
+
+    First the client sends one, then the server.
 
     Attributes:
-        position: amount that was received; ``num_chunks`` is the index of the first missing chunk.
+        position: number of messages that the sender has received, and of chunks of the message that broke off.
     """
 
     position: Position

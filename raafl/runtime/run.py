@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """Parts of a run that both clocks need: run folder, record of events, progress display, evaluator and summary."""
+    """Parts that simulated and real runs have in common: run folder, journal, progress display, evaluator and summary."""
 
     def __init__(
         self, parts: ServerSetup, config_yaml: str, runtime: str,
@@ -128,7 +128,7 @@ class Run:
         try:
             self._writer = RunFolder(self.folder, config_yaml, self.progress.warn)
         except OSError as error:
-            raise BadInput(f"output is '{self.folder}', which cannot be made: {error}: name another folder") from error
+            raise BadInput(f"output is '{self.folder}', which cannot be created ({error}): name another") from error
         self._writer.signer = self.signer
         remember(config_yaml, self.folder)
         self._show(RunState())
@@ -147,7 +147,7 @@ class Run:
             self._writer = RunFolder.reopen(self.folder, self.progress.warn)
             self._writer.signer = self.signer
         except OSError as error:
-            raise BadInput(f"resume is '{self.folder}', which cannot be written to: {error}") from error
+            raise BadInput(f"resume is '{self.folder}', where writing fails ({error}): make it writable") from error
         self.record = RunRecord(self._writer, self.parts.experiment.targets(), figures=self._figures())
         with resume.restoring(saved), self.statistics.untouched(coordinator.state.values):
             resume.resume(saved, mended, coordinator, self.record)
@@ -290,8 +290,8 @@ class Run:
         self.record.restart_clock()
         self.loggers.on_evaluate(0, 0.0, self.record.metrics)
 
-    def train_with(self, executor: Executor) -> None:
-        """Show how tasks are trained: the number of processes, and whether tasks are batched."""
+    def show_executor(self, executor: Executor) -> None:
+        """Show in the progress display how many processes train, and whether they train tasks in batches."""
         executor.note, executor.warn = self.progress.note, self.progress.warn
 
         def how() -> tuple[int | None, float | None, float | None]:
@@ -383,7 +383,7 @@ def simulate(
         monitor = stack.enter_context(Monitor(experiment))  # after the executor, which forks: it starts a thread
         run = Run(parts, config_yaml, "simulated", saved, observer, monitor=monitor)
         stack.callback(run.close)
-        run.train_with(executor)
+        run.show_executor(executor)
         if transport is not None and isinstance(executor, RankExecutor):
             take_on = executor.take_on
             transport.listen(lambda client, peer, connect: take_on(peer, connect), run.progress.warn)

@@ -83,7 +83,9 @@ class SecureGroups:
         return weight * factor
 
     def encode(self, assignment: Assignment, update: Update, scale: float) -> None:
-        """Replace a trained update by the numbers that its client would mask and send; refuse the update if one is out of range.
+        """Replace a trained update by the whole numbers that its client would mask and send.
+
+        The update is refused if a value is too large to be encoded.
 
         Args:
             assignment: task of the client.
@@ -101,11 +103,13 @@ class SecureGroups:
         except OutOfRange:
             update.refusal = OUT_OF_RANGE
 
-    def sum(self, pairs: Sequence[tuple[Assignment, Update]], scale: float) -> None:
-        """Mark updates as one group, and mask them if the simulation does so; refuse them if there are too few.
+    def form_group(self, pairs: Sequence[tuple[Assignment, Update]], scale: float) -> None:
+        """Put encoded updates into one group whose sum is merged; refuse them if there are too few to hide each other.
+
+        With the option ``simulate_masks`` the masks are added and removed, as in a run with real clients.
 
         Args:
-            pairs: task and update of each client, from `encode`; refused updates are left out.
+            pairs: task and update of each client that `encode` did not refuse.
             scale: largest weight in the group, from `scale`.
         """
         masked, opened = self.merge.options.simulate_masks, len(pairs) >= self.least

@@ -109,7 +109,7 @@ class Formed:
             }
             share = float(meta["share"])
             if not 0 <= share <= 1 or not isinstance(meta["group"], str) or len(meta["group"]) > 64:
-                raise ValueError("share or group is out of range")
+                raise ValueError("share is not from 0 to 1, or group is no text of at most 64 characters")
         except (SpecError, KeyError, TypeError, ValueError, IndexError) as error:
             raise Refused("bad-json", f"group: {sanitize_text(error)}") from None
         group = Group(meta["group"], members, count_of(meta, "threshold", 1), count_of(meta, "min_cover", 1))
@@ -152,9 +152,11 @@ class Members:
 
 
 def layout_of(**sizes: int) -> Layout:
-    """Return the tensor layout of named byte strings of these sizes.
+    """Return the tensor layout in which byte strings are sent.
 
-    An empty string takes one byte, since a message without tensors is another message.
+    Args:
+        sizes: length of each byte string, by name. An empty one takes one byte, since a message needs tensors for its
+            receiver to recognise it.
     """
     return Layout.pack((name, (max(size, 1),), torch.uint8) for name, size in sizes.items())
 
@@ -201,16 +203,18 @@ def sizes_for(coverage: Coverage, receiver: int, senders: Iterable[int]) -> dict
     return {key: share_bytes(coverage, key) for key in senders if key != receiver}
 
 
-def reveal_sizes(coverage: Coverage, senders: Iterable[int], left: frozenset[int], min_cover: int) -> dict[int, int]:
-    """Return the number of bytes that another member must reveal about each member, so that the sum can be computed.
+def reveal_sizes(coverage: Coverage, senders: Iterable[int], arrived: frozenset[int], min_cover: int) -> dict[int, int]:
+    """Return the number of bytes of the secret shares that a member reveals about each member at the end.
+
+    From these shares the server removes the masks from the sum of the updates.
 
     Args:
         coverage: cells (pieces of the model) that each member's submodel covers.
         senders: task ids of the members that sent shares.
-        left: task ids of the members whose masked updates arrived.
+        arrived: task ids of the members whose masked updates arrived.
         min_cover: smallest number of members that must cover a cell whose sum is revealed.
     """
-    return {key: reveal_bytes(coverage, key, left, min_cover) for key in senders}
+    return {key: reveal_bytes(coverage, key, arrived, min_cover) for key in senders}
 
 
 def shares_layout(coverage: Coverage, sender: int, receivers: Iterable[int]) -> Layout:

@@ -176,7 +176,9 @@ def build(
         BadInput: the data do not fit the clients, or a client has too little memory for every submodel.
     """
     if experiment.overlap and pace:
-        raise BadInput("overlap is true, but emulation waits for whole tasks: set emulate to false")
+        raise BadInput(
+            "overlap is true, but emulate delays each task as a whole, so that nothing overlaps: set emulate to false"
+        )
     set_numerics(experiment.threads, experiment.fabric)
     data = load_data(experiment)
     module = make_model(experiment)
@@ -186,7 +188,7 @@ def build(
     clients = client_infos(experiment, data)
     if min_clients is None:
         min_clients = max(sum(client.profile.available(0.0) for client in clients), 1)
-    algorithm = assemble(experiment, submodels)
+    algorithm = _assemble(experiment, submodels)
     limits = limits_of(experiment, min_clients, count_lost)
     coordinator = coordinator_of(experiment, data, algorithm, state, limits, pace=pace)
     fleet = coordinator.fleet.of(clients)
@@ -198,12 +200,13 @@ def build(
     return ServerSetup(experiment, data, module, submodels, coordinator, clients)
 
 
-def assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
+def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
     """Wrap the merge of the algorithm in the options of the run (guard, privacy, precision); used once, on the server.
 
-    Order, from the inside: the method's own merge; the guard; privacy, which must see what the guard lets pass; batch
-    norm statistics; at least single precision; and the limit on the norm of an update, which is checked before anything
-    else. With secure aggregation only sums of updates are merged, and the last three are left out.
+    Order, from the inside: the method's own merge; the guard; privacy, which must see what the guard lets pass; pooled
+    batch norm statistics; conversion of half-precision updates to single precision; and the limit on the norm of an
+    update, which is checked before anything else. With secure aggregation the last three are left out, since only sums
+    of updates are merged.
 
     Raises:
         BadInput: an option does not work with the algorithm.
@@ -297,13 +300,13 @@ def own_tests(experiment: Experiment, data: FederatedData) -> OwnTests:
     return OwnTests(dict(enumerate(data.test_sizes, start=1)), experiment.partition.test_share)
 
 
-def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
+def _make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOptions, max_built: int) -> LocalTrainer:
     """Build the trainer that runs the tasks of an experiment.
 
     Args:
         experiment: settings of the run.
         submodels: submodels of the model.
-        options: options of Fabric.
+        options: options of Lightning Fabric, such as device and precision.
         max_built: number of built submodels that are kept for reuse.
     """
     algorithm = experiment.algorithm
@@ -316,8 +319,8 @@ def make_trainer(experiment: Experiment, submodels: Submodels, options: FabricOp
         )  # fmt: skip
     except (ValueError, RuntimeError, ImportError) as error:  # Fabric knows what this machine can do
         raise BadInput(
-            f"fabric.accelerator is '{options.accelerator}', fabric.precision '{options.precision}': "
-            f"{' '.join(str(error).split())}"
+            f"fabric.accelerator is '{options.accelerator}' and fabric.precision '{options.precision}', which cannot "
+            f"be used here: {' '.join(str(error).split())}"
         ) from error
 
 
@@ -329,7 +332,7 @@ def client_parts(
     Args:
         experiment: settings of the run.
         data: data of the run.
-        options: options of Fabric.
+        options: options of Lightning Fabric, such as device and precision.
         max_built: number of built submodels that are kept for reuse.
     """
     drawn = generators()
@@ -341,7 +344,7 @@ def client_parts(
     if submodels.frozen:
         # of several forms of the base, a process that trains one client's tasks holds the one that these need
         submodels.attach_base(make_model(experiment), (lambda: make_model(experiment)) if max_built == 1 else None)
-    return submodels, make_trainer(experiment, submodels, options, max_built)
+    return submodels, _make_trainer(experiment, submodels, options, max_built)
 
 
 MAX_BUILT = 16
@@ -364,7 +367,7 @@ def make_executor(
 
     own, max_built = own or {}, min(MAX_BUILT, 2 * len(parts.clients))
     options = parts.experiment.fabric.at(Place.here(None)) if ranks else parts.experiment.fabric
-    trainer = make_trainer(parts.experiment, parts.submodels, options, max_built)
+    trainer = _make_trainer(parts.experiment, parts.submodels, options, max_built)
 
     def data_of(client: int) -> ClientData:
         return own[client] if client in own else parts.data.client(client)

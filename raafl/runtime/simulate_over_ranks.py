@@ -53,4 +53,4 @@ def train(experiment: Experiment, transport: Transport) -> None:
     except GpuLost as lost:  # no exit code that tells it: torchrun would end the others
         _log.warning(f"{lost}; the others go on")
     except (PeerLost, PeerTimeout, Refused) as error:
-        raise RunFailed(f"rank 0 has ended or cannot be reached: {error}") from None
+        raise RunFailed(f"rank 0 has ended or cannot be reached ({error}): see the output of rank 0") from None

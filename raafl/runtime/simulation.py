@@ -199,7 +199,7 @@ class Simulation(Driver):
             self._forget_task(due)
             del self._ready[due.assignment.id]
         sound = [(due.assignment, update) for due, update in zip(dues, updates, strict=True) if update.refusal is None]
-        groups.sum(sound, scale)
+        groups.form_group(sound, scale)
         self._tell_group(updates)
 
     # ---- events ----

@@ -209,7 +209,10 @@ def encode_head(message: Message) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"meta of {message.kind.name} is not JSON ({error}): send plain finite values only") from None
     if len(text) > MAX_JSON_BYTES or _too_deep(text):
-        raise ValueError(f"meta of {message.kind.name}: {len(text)} bytes; at most {MAX_JSON_BYTES}, {MAX_DEPTH} deep")
+        raise ValueError(
+            f"meta of {message.kind.name} has {len(text)} bytes of JSON: at most {MAX_JSON_BYTES} bytes and {MAX_DEPTH} "
+            "nested levels can be sent"
+        )
     payload_bytes = num_payload_bytes(buffers)
     sizes = (len(text), len(buffers), 0, payload_bytes, xxhash.xxh3_64_intdigest(text))
     try:

@@ -49,7 +49,7 @@ class Connection(ABC):
     def send(self, message: Message, timeout_s: float | None = None) -> int:
         """Send a message; return the number of bytes sent. Afterwards the caller may change the tensors.
 
-        A long message returns only once the peer has received it.
+        For a long message, this returns only once the peer has received it.
 
         Args:
             message: message to send.
@@ -80,10 +80,13 @@ class Connection(ABC):
         """
 
     def settle(self, stopped: Callable[[], bool]) -> None:
-        """Wait until the caller may change the tensors of the last message; a session that can resume may need them longer.
+        """Wait until the caller may change the tensors of the last sent message.
+
+        A connection that can resume may have to send them again, so it waits until the peer confirms the message.
 
         Args:
-            stopped: function that returns whether nothing is being received any more, so that the wait would never end.
+            stopped: function that returns whether this side no longer receives, so that no confirmation can arrive and
+                the wait ends.
         """
         return
 

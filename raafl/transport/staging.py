@@ -70,7 +70,7 @@ def problem_of(piece: Tensor, finite: bool) -> tuple[str, str] | None:
 
 
 class Staging:
-    """Ring of pinned host buffers through which the pieces of a GPU tensor pass; allocated once, then reused.
+    """Ring of pinned host buffers (slots) through which the pieces of a GPU tensor pass; allocated once, then reused.
 
     The GPU copies on a stream of this ring, independent of its other work. Each slot of the ring has an event that
     marks the end of its copy, so that the next pieces are copied while one is hashed or sent.
@@ -97,16 +97,20 @@ class Staging:
                 self._wait(index)
 
     def take(self, like: Tensor) -> Tensor:
-        """Return the next slot as a 1-D tensor with the length and dtype of ``like``, once the slot's last copy is complete."""
+        """Return the next host buffer of the ring as a 1-D tensor; wait until the last copy from or to it is complete.
+
+        Args:
+            like: tensor that determines length and dtype.
+        """
         index = self._next % NUM_STAGED
         self._next += 1
         self._wait(index)
         return self._slots[index][: like.numel() * like.dtype.itemsize].view(like.dtype)
 
     def outgoing(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Copy each piece to a host slot and yield it, while the next `NUM_AHEAD` pieces are being copied.
+        """Copy pieces of a GPU tensor to host buffers; yield each buffer while the next `NUM_AHEAD` pieces are copied.
 
-        A yielded slot is valid until `NUM_STAGED` - `NUM_AHEAD` further slots were taken.
+        A yielded buffer is reused after `NUM_STAGED` - `NUM_AHEAD` others were yielded; use it before.
         """
         ahead = deque[Tensor]()
         for piece in pieces:
@@ -118,7 +122,12 @@ class Staging:
             yield self._filled(ahead.popleft())
 
     def land(self, slot: Tensor, piece: Tensor) -> None:
-        """Start the copy from a host slot to a piece on the device."""
+        """Start to copy a received piece from a host buffer to the GPU.
+
+        Args:
+            slot: host buffer from `take`.
+            piece: part of the tensor on the GPU.
+        """
         self._copy(piece, slot, slot)
 
     def _copy(self, target: Tensor, source: Tensor, slot: Tensor) -> None:
@@ -154,7 +163,14 @@ class StagingRings:
         self._rings: dict[tuple[str, torch.device], Staging] = {}
 
     def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> AbstractContextManager[Staging | None]:
-        """Return the context of a ring for one payload; it yields None if the tensors are in host memory and need no ring."""
+        """Return a context for transferring one payload, which yields the ring of host buffers that its tensors pass.
+
+        It yields None if the tensors are in host memory and need no ring.
+
+        Args:
+            way: direction of the transfer.
+            tensors: tensors to be sent, or storage to receive into.
+        """
         if not self.are_needed(tensors):
             return nullcontext()
         key = way, tensors.device

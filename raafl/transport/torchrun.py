@@ -72,7 +72,9 @@ class TorchrunTransport(Transport):
             )
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if rank >= world_size:
-            raise BadInput(f"RANK is {rank}, but WORLD_SIZE is {world_size}: ranks are 0 to {world_size - 1}")
+            raise BadInput(
+                f"RANK is {rank}, but WORLD_SIZE is {world_size}: set RANK to a number from 0 to {world_size - 1}"
+            )
         if world_size != clients + 1:
             raise BadInput(
                 f"clients is {clients}, but torchrun started {world_size} ranks (1 aggregator and {world_size - 1} "
@@ -174,5 +176,5 @@ def _store(rank: int, world_size: int, wait_s: float) -> Store:
             raise BadInput(f"MASTER_PORT is {port}, which is in use on {address}: choose a free port") from None
         raise BadInput(
             f"torchrun's store does not answer at {address}:{port} (MASTER_ADDR, MASTER_PORT): "
-            f"{str(error).splitlines()[0]}"
+            f"{str(error).splitlines()[0]}: start rank 0 there, or correct the address"
         ) from None

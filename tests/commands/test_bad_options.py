@@ -228,7 +228,7 @@ def test_bad_input_of_a_whole_command(argv, line, capsys, monkeypatch, tmp_path)
             {"MASTER_PORT": "70000"},
             "raafl: MASTER_PORT is '70000': give a whole number up to 65535, or let torchrun set it\n",
         ),
-        ({"RANK": "5"}, "raafl, rank 5: RANK is 5, but WORLD_SIZE is 5: ranks are 0 to 4\n"),
+        ({"RANK": "5"}, "raafl, rank 5: RANK is 5, but WORLD_SIZE is 5: set RANK to a number from 0 to 4\n"),
         (
             {"RANK": "1"},
             "raafl, rank 1: another program listens at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): "

@@ -46,7 +46,7 @@ def test_a_site_refuses_a_task_or_a_whole_run_and_the_others_go_on(tmp_path):
     assert {row["outcome"] for row in run.rows() if row["client"] == "2"} <= {"refused:policy", "unused"}
     assert run.summary["updates_refused"]["policy"] >= 1 and run.summary["updates_merged"] >= 1
     assert run.summary["connections_refused"] == {"policy": 1}
-    assert "its model is model_zoo.MLP, and policy.models is ['CNN']" in third.words()
+    assert "its model is model_zoo.MLP, but policy.models allows only ['CNN']" in third.words()
     assert "min_samples" not in told(run.folder) and "CNN" not in told(run.folder)
     settled(run)
 
@@ -69,7 +69,7 @@ def test_a_site_adds_noise_until_its_budget_is_spent_and_then_leaves(tmp_path):
     rows = [row for row in run.rows() if row["client"] == "2"]
     assert [row["outcome"] for row in rows][:3] == ["merged", "merged", "refused:policy"]
     assert all(row["loss"] and not row["measured_bytes"] for row in rows[:2])
-    assert "the budget is spent: policy.privacy.max_epsilon is" in second.words()
+    assert "the privacy budget is used up: policy.privacy.max_epsilon is" in second.words()
     ledger = [json.loads(line) for line in (tmp_path / "site" / "ledger.jsonl").read_text().splitlines()]
     assert [row["assignment"] for row in ledger] == [int(row["assignment"]) for row in rows[:2]]
     assert [row["epsilon"] for row in ledger] == [spent(1 / 9, 1e-5), spent(2 / 9, 1e-5)]
@@ -100,7 +100,7 @@ def test_who_only_looks_sees_what_is_asked_and_does_not_join(tmp_path):
     assert "model: model_zoo.MLP(in_features=64, " in said and "data: raafl.data.Digits(" in said
     assert "the model has 15,010 parameters, digest " in said
     assert "a task: 1 batches of 32, " in said and "its answer has at most 60 kB (compressed: " in said
-    refused = "the site's policy refuses this run: its model has 15,010 parameters, and policy.max_parameters is 100"
+    refused = "the site's policy refuses this run: its model has 15,010 parameters, but policy.max_parameters is 100"
     assert refused in third.words() and "a task: " not in third.words()
     assert run.summary["connections_refused"] == {"dry-run": 2}
     assert {event["client"] for event in run.events("joined")} == {1}

@@ -51,9 +51,9 @@ def join(
         address: ``HOST:PORT`` of the server.
         client: id of this client.
         credentials: certificate or token with which the client authenticates.
-        make_site: function that builds the client from the server's config (a checked text), or from its own config if
-            the argument is None.
-        needs_config: whether to ask the server for its config.
+        make_site: function that builds the client; its argument is the text of the server's config, or None if the
+            client has a config of its own.
+        needs_config: whether the client has no config of its own and must ask the server for one.
         proxy: URL of an HTTP proxy; see `raafl.transport.ConnectOptions`.
         alone_s: seconds after which to give up if the server is absent; None = `Timeouts.alone_s`.
         say: function that shows a line to the user.
@@ -78,7 +78,7 @@ def join(
         pair = gate.connection(link.connection)
         try:
             if site is None:
-                site = _told(make_site(ask_config(pair)), say)
+                site = _told(make_site(_ask_config(pair)), say)
             worker = link.worker = site.client(pair, unsent=unsent, on_welcome=search.succeeded, files=files)
             reason = _work(worker, site, say)
         except PolicyRefusal as refusal:
@@ -89,7 +89,7 @@ def join(
             num_refused = (0 if link.worker and link.worker.num_answered else num_refused) + isinstance(error, Refused)
             if num_refused >= _SURE:
                 raise RunFailed(
-                    f"client {client}: the server at {address} does not use raafl's protocol: {error}"
+                    f"client {client}: the server at {address} does not speak raafl's protocol ({error}): check the address"
                 ) from None
             say(f"the connection to {address} broke ({error}); trying again for {alone_s:g} s")
             unsent = unsent if link.worker is None else link.worker.unsent
@@ -135,7 +135,7 @@ def _part(refusal: PolicyRefusal, pair: Connection, worker: Client | None, say: 
         say: shows a line to the user.
     """
     if worker is None:
-        tell_not_joining(pair, refusal.server_reason)
+        _tell_not_joining(pair, refusal.server_reason)
     if refusal.then == "end":
         raise refusal
     say(str(refusal))
@@ -160,7 +160,11 @@ class _Search:
         self.spare: Connection | None = None  # was made to come back to a session that is no more: good for a new one
 
     def succeeded(self, how: str = "joined") -> None:
-        """Record that a server has admitted the client, so that the next search has the full time again."""
+        """Record and show that the server has admitted the client; the limit ``alone_s`` starts anew at the next search.
+
+        Args:
+            how: verb of the line that is shown, such as "joined".
+        """
         self._taken_in = True
         self._say(f"{how} {self._address}")
 
@@ -197,13 +201,22 @@ class _Search:
         return True
 
     def pause(self, problem: str = "") -> None:
-        """Wait before the next attempt, longer each time; raise `RunFailed` if the time is up."""
+        """Wait before the next attempt to connect, longer each time.
+
+        Args:
+            problem: reason why the last attempt failed, for the error; "" = unknown.
+
+        Raises:
+            RunFailed: no server has answered for ``alone_s`` seconds.
+        """
         if self._taken_in:
             self._since, self._wait_s, self._taken_in = time.monotonic(), _FIRST_WAIT_S, False
         left = self._alone_s - (time.monotonic() - self._since)
         if left <= 0:
+            why = f" ({problem})" if problem else ""
             raise RunFailed(
-                f"no server answered at {self._address} for {self._alone_s:g} s{': ' + problem if problem else ''}"
+                f"no server answered at {self._address} for {self._alone_s:g} s{why}: start the server, or check the "
+                "address"
             )
         time.sleep(min(self._wait_s * random.uniform(0.8, 1.2), left))
         self._wait_s = min(2 * self._wait_s, _LONGEST_WAIT_S)
@@ -252,7 +265,7 @@ class _Link:
         raise PeerLost("connection-closed", "the server does not have the session any more")
 
 
-def tell_not_joining(pair: Connection, reason: str) -> None:
+def _tell_not_joining(pair: Connection, reason: str) -> None:
     """Tell a server that this client does not join, and wait until the server closes the connection.
 
     Args:
@@ -264,7 +277,7 @@ def tell_not_joining(pair: Connection, reason: str) -> None:
         pair.recv(no_tensors, _PARTING_S)
 
 
-def ask_config(pair: Connection) -> str:
+def _ask_config(pair: Connection) -> str:
     """Ask the server for its config, check it, and return it.
 
     Raises:

@@ -36,7 +36,9 @@ def with_memory(
     place: Place,
     num_processes: int = 1,
 ) -> tuple[ClientInfo, list[str]]:
-    """Return the client's description with its available memory, and notes for the user; called when all but a task is loaded.
+    """Return the client's description with the memory that is free for a task, and notes for the user.
+
+    Call this after the model and the data are loaded, so that only the memory of a task is still to be allocated.
 
     Args:
         experiment: settings of the run.
@@ -79,8 +81,8 @@ def settle_heap(
     """Set whether the allocator keeps freed memory for the next step, or returns it to the system because memory is scarce.
 
     Memory suffices if the whole model could train in it, fragmentation included, and always if the model is on another
-    device. For a client whose model is sharded over processes, memory counts as scarce, since kept memory would become
-    so fragmented that nothing is saved.
+    device. Memory always counts as scarce if the model is sharded over processes: there fragmentation of the memory
+    that the allocator keeps would cost as much as sharding saves.
 
     Args:
         experiment: settings of the run.

@@ -59,10 +59,10 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
     """Train one client in all processes that torchrun started; return the exit code.
 
     Args:
-        make_site: function that builds the client from the server's config, or from its own config if the argument is
-            None.
-        work: function that runs in the first process and talks to the server; its argument is the function that builds
-            the client.
+        make_site: function that builds the client; its argument is the text of the server's config, or None if the
+            client has a config of its own.
+        work: function that runs the client in the first process, which alone talks to the server, and returns the exit
+            code; it gets a variant of ``make_site`` that also builds the client in the other processes.
         client: id of the client.
         say: function that shows a line to the user.
 
@@ -74,13 +74,16 @@ def together(make_site: MakeSite, work: Callable[[MakeSite], int], client: int, 
         return work(make_site)
     with ClientGroup(client, say) as span:
         if span.rank == 0:
-            return work(span.leading(make_site))
+            return work(span.in_all_processes(make_site))
         span.follow(make_site)
     return 0
 
 
 def refuse(site: ClientSetup) -> None:
-    """Raise `BadInput` for an algorithm that cannot train one client in several processes, which average only gradients."""
+    """Raise `BadInput` if the algorithm cannot train one client in several processes.
+
+    The processes of a client average their gradients and nothing else, which is not enough for some algorithms.
+    """
     if not site.experiment.algorithm.local.supports_data_parallel:
         raise BadInput(
             f"algorithm is '{site.experiment.algorithm.name}', whose clients cannot have several processes: join "
@@ -128,8 +131,15 @@ class ClientGroup:
 
     # ---- the leader ----
 
-    def leading(self, make_site: MakeSite) -> MakeSite:
-        """Wrap ``make_site`` so that the followers build the client, too, and all results are compared."""
+    def in_all_processes(self, make_site: MakeSite) -> MakeSite:
+        """Return a function that builds the client like ``make_site``, but in all processes.
+
+        It raises `RunFailed` if the processes differ in version, config, model or data.
+
+        Args:
+            make_site: function that builds the client in this process; its argument is the text of the server's config,
+                or None if the client has a config of its own.
+        """
 
         def make(config_yaml: str | None) -> ClientSetup:
             site = make_site(config_yaml)
@@ -166,7 +176,7 @@ class ClientGroup:
             name = "frozen parameters" if different.field == "base" else different.field
             raise RunFailed(
                 f"client {self._client}: its processes differ in {name}: {different.ours} in process 0, {different.theirs} in "
-                f"process {number}"
+                f"process {number}: start all with the same raafl, config and data"
             )
         if theirs.memory_bytes is None:
             return site

@@ -47,14 +47,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Record of one update that a site sent.
+    """Receipt of a site: its signed record of one update that it sent to the server.
 
     Attributes:
         assignment: description of the task, as received, as plain data.
         head: signed hash of the server's journal that came with the task, as `SignedHead.to_meta`; None = none came.
         trained: fingerprint of the trained values.
-        sent: fingerprint that the journal must have for the update; None if the server's fingerprint differs by design,
-            since values are compressed or the server trained a part.
+        sent: fingerprint of the update as sent, with which the server's journal must agree; None if the two differ by
+            design, since values are compressed or the server trained a part.
         num_samples: number of samples that the client reported.
         inputs: fingerprint of the received values, if these are stored.
     """
@@ -68,7 +68,9 @@ class Receipt:
 
 
 class Receipts:
-    """Writer of a site's receipts; the inputs of tasks are written by a thread of its own.
+    """Writer of a site's receipts (signed records of sent updates), which also stores the inputs of some tasks.
+
+    A thread of its own writes the inputs.
 
     Attributes:
         folder: folder of the receipts.
@@ -114,9 +116,9 @@ class Receipts:
         own_data: bool,
         signer: Signer | None = None,
     ) -> Self | None:
-        """Create a new folder of receipts in this user's state folder, and return its writer.
+        """Create a new folder of receipts (signed records of sent updates), and return its writer.
 
-        None if no file can be written there.
+        The folder is in this user's state folder; return None if no file can be written there.
 
         Args:
             client: id of this client.
@@ -186,13 +188,14 @@ class Receipts:
 def receipt_of(
     assignment: Assignment, head: SignedHead | None, *, trained: str, sent: str | None, num_samples: int
 ) -> Receipt:  # fmt: skip
-    """Build the receipt of an update.
+    """Build the receipt of an update (a site's record that it sent this update).
 
     Args:
         assignment: task of the update.
         head: signed hash of the journal that came with the task; None = none.
-        trained: fingerprint of the trained values; see `Receipt`.
-        sent: fingerprint that the journal must have; see `Receipt`.
+        trained: fingerprint of the trained values.
+        sent: fingerprint of the update as sent, with which the journal must agree; None = they differ by design, as
+            `Receipt` explains.
         num_samples: number of samples that the client reported.
     """
     told = None if head is None else head.to_meta()
@@ -201,7 +204,7 @@ def receipt_of(
 
 @dataclass(frozen=True)
 class SiteReceipts:
-    """Receipts of a site, read from their folder.
+    """Receipts of a site (signed records of the updates that it sent), read from their folder.
 
     Attributes:
         folder: folder of the receipts.
@@ -244,7 +247,7 @@ class SiteReceipts:
         return cls(folder, client, site.get("own_data") is True, known, receipts, findings)
 
     def inputs(self) -> Iterator[tuple[Receipt, Path]]:
-        """Yield each receipt whose task's inputs are stored, and the file with the inputs."""
+        """Yield each receipt whose task has stored inputs, together with the file of these inputs."""
         for receipt in self.receipts:
             path = self.folder / INPUTS / f"{receipt.assignment['id']:09d}.pt"
             if receipt.inputs is not None and path.is_file():
@@ -282,4 +285,7 @@ def read_inputs(path: Path, layout_of: Callable[[], Layout]) -> FlatTensors:
     try:
         return FlatTensors.from_named(torch.load(path, map_location="cpu", weights_only=True), layout_of())
     except Exception as error:  # torch.load raises errors of many types
-        raise BadInput(f"inputs in '{path}' cannot be read: {type(error).__name__}") from None
+        raise BadInput(
+            f"inputs in '{path}' are damaged or of another model ({type(error).__name__}): restore the file from a "
+            "copy, or delete it"
+        ) from None

@@ -59,17 +59,17 @@ class SecureSide(Questions):
         return None
 
     def mask(self, assignment: Assignment, update: Update, answer: Answer) -> FlatTensors:
-        """Mask an update and send it; return the secret shares by which the server computes the group's sum.
+        """Mask an update and send it; return the secret shares from which the server computes the sum of its group.
 
         The caller sends the shares in the task's last message.
 
         Args:
             assignment: task of the update.
-            update: trained update, which `refusal` has accepted.
-            answer: fields of the answer that the server may read.
+            update: trained update, for which `refusal` returned None.
+            answer: fields such as the number of samples, which are sent without a mask.
 
         Raises:
-            CannotOpen: this client does not agree to the group, or too few members are left.
+            CannotOpen: the group that the server proposes breaks this client's rules, or too few members are left.
             Stopped: the server has ended the task, or the connection is lost.
         """
         self._assignment, options, key = assignment, self._merge.options, assignment.id

@@ -101,7 +101,7 @@ class ClientSetup:
             client: id of the client.
             place: rank of this process on its machine, which determines its GPU.
             own_data: whether all of the training data belong to this client; else it gets its share of them.
-            alike: digests of the config sections that the server compares.
+            alike: digest of each config section that must be the same on the server; None = none is compared.
             num_processes: number of processes that train the client together.
         """
         set_numerics(experiment.threads, experiment.fabric)

@@ -57,7 +57,7 @@ class SiteKeys:
         self._federation = own.federation
 
     def prove(self, assignment: int, keys: bytes) -> KeyProof:
-        """Sign the public keys of a task with this site's key.
+        """Sign the public keys that this client uses in one task, so that other clients can check whose they are.
 
         Args:
             assignment: id of the task.
@@ -70,7 +70,7 @@ class SiteKeys:
 
         Args:
             group: group whose members' keys are checked.
-            proofs: proof of each member's keys, by member.
+            proofs: certificate and signature for each member's keys, by the id of the member's task.
             min_cover: smallest number of sites in a group, from the client's own config; with fewer, one site's update
                 might be inferred.
 

@@ -209,7 +209,9 @@ class Client:
             if self._plan is None:
                 return plain
             if plain != self._plan.submodels.layout(assignment.spec, "sent"):
-                raise SpecError("it is about another part of the model than this client's config says")
+                raise SpecError(
+                    "it splits the model elsewhere than this client's config does: give both the same model"
+                )
         return self._down.layout(assignment)
 
     def _work(self, assignment: Assignment, wire: FlatTensors) -> None:

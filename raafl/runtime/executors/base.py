@@ -81,7 +81,10 @@ class Executor(ABC):
         return evaluator(values)
 
     def counted(self) -> dict[str, Any]:
-        """Return statistics of how tasks were trained, to be combined by `summed`; empty if tasks are trained one by one."""
+        """Return statistics on how many tasks were trained as batches; empty if all are trained one by one.
+
+        `summed` combines the statistics of several processes.
+        """
         return {}
 
     def report(self) -> dict[str, Any]:
@@ -116,7 +119,14 @@ class Inline(Executor):
 
 
 def summed(counts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the statistics of several processes from `Executor.counted`; empty if no process has any."""
+    """Combine the statistics of several processes on how many tasks were trained as batches.
+
+    Args:
+        counts: result of `Executor.counted` of each process.
+
+    Returns:
+        Entry for the run's summary; empty if no process has statistics.
+    """
     found = [one for one in counts if one]
     if not found:
         return {}

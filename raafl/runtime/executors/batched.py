@@ -73,14 +73,12 @@ class _Standing:
         return self.cohort_s * _GAIN >= self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
-        """Record the times of a trial in which tasks were trained both as a batch and one by one, with equal results.
-
-        The best ratio of all trials is kept.
+        """Record how long the same tasks took as one batch and one by one; the comparison best for batches is kept.
 
         Args:
-            trained: results of the batch.
+            trained: results of the batch, which were equal to those of training one by one.
             seconds: duration of training as one batch.
-            loop_s: seconds of training one by one.
+            loop_s: duration in seconds of training one by one.
             size: number of tasks.
         """
         self.trials += 1

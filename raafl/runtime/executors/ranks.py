@@ -77,7 +77,7 @@ class RankExecutor(Executor):
         self._measures_alone = False  # what is measured cannot be shared
 
     def take_on(self, name: str, connect: Callable[[], Connection]) -> None:
-        """Add the rank that ``connect`` waits for; it works from then on until `close`. Return at once."""
+        """Start a thread that connects to another rank by ``connect`` and gives it tasks until `close`; return at once."""
         thread = threading.Thread(target=self._serve, args=(name, connect), name=name, daemon=True)
         self._threads.append(thread)
         self._num_ranks += 1

@@ -67,7 +67,7 @@ class StaticStatistics:
         self._state = ModuleState(self._module, submodels)
 
     def fill_(self, values: FlatTensors) -> None:
-        """Compute the running statistics of a model and write them into its values, in place."""
+        """Compute the running statistics of a model's batch norm layers and write them into its values, in place."""
         if not self.is_on:
             return
         with self._lock:
@@ -81,7 +81,12 @@ class StaticStatistics:
 
     @contextmanager
     def filled(self, values: FlatTensors, *, anew: bool) -> Iterator[None]:
-        """Return a context in which ``values`` contains running statistics: newly computed if ``anew``, else the last ones."""
+        """Return a context in which a model's values contain the running statistics of its batch norm layers.
+
+        Args:
+            values: values of the model; their own statistics are restored when the context ends.
+            anew: whether to compute the statistics; else those that were computed last are used.
+        """
         with self.untouched(values):
             if anew or (self.is_on and self._latest is None):
                 self.fill_(values)
@@ -91,9 +96,12 @@ class StaticStatistics:
 
     @contextmanager
     def measured(self, values: FlatTensors) -> Iterator[None]:
-        """Return a context in which ``values`` contains the statistics that were computed for the last evaluation on this thread.
+        """Return a context in which a model's values contain the batch norm statistics of its evaluation.
 
-        Another thread may have computed statistics since, for another model.
+        These are the statistics that this thread computed last; another thread may evaluate another model meanwhile.
+
+        Args:
+            values: values of the model that this thread evaluated last.
         """
         with self.untouched(values):
             if self.is_on:
@@ -101,7 +109,10 @@ class StaticStatistics:
             yield
 
     def untouched(self, values: FlatTensors) -> AbstractContextManager[None]:
-        """Return a context at whose end the running statistics in ``values`` are restored, if batch norm is static."""
+        """Return a context that restores the running statistics of batch norm in ``values`` when it ends.
+
+        It does nothing unless these statistics are computed on the server (``batch_norm: static``).
+        """
         return self._norms.untouched(values)
 
     def _run(self, module: nn.Module, numbered: tuple[int, Tensor]) -> None:
@@ -123,7 +134,7 @@ class StaticStatistics:
 
 
 class StatisticsHookList(HookList):
-    """List of observers that is called with running statistics filled in, so that observers save complete models."""
+    """List of observers that get models with the running statistics of batch norm, so that they save complete models."""
 
     def __init__(self, statistics: StaticStatistics, *hooks: RunHooks) -> None:
         """Call ``hooks`` in order."""
@@ -131,14 +142,14 @@ class StatisticsHookList(HookList):
         self._filler = statistics
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Call each observer with the statistics computed for the evaluation of this model; see `RunHooks.on_values`."""
+        """Call each observer with values that contain the batch norm statistics of this model; see `RunHooks.on_values`."""
         with self._filler.measured(values):
             super().on_values(version, metrics, values)
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Call each observer for a checkpoint; see `RunHooks.on_checkpoint`.
+        """Call each observer for a checkpoint, which contains batch norm statistics; see `RunHooks.on_checkpoint`.
 
-        At the end of a run these are the statistics of the final model, earlier of the last evaluated model.
+        At the end of a run they are computed from the final model; before, those of the last evaluated model are used.
         """
         with self._filler.filled(coordinator.state.values, anew=coordinator.finished is not None):
             super().on_checkpoint(coordinator, version, clock)

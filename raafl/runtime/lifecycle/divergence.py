@@ -52,7 +52,14 @@ class Divergence(RunHooks):
             )
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Check for a non-finite update, or for two clients with too large updates since the last merged one."""
+        """Check whether a client's update was refused as non-finite, or updates of two clients as far too large.
+
+        A client with a far too large update no longer counts after one of its updates was merged.
+
+        Args:
+            settled: outcome of a task.
+            now: time in seconds on the run's clock.
+        """
         if settled.outcome == NON_FINITE and not self._refused:
             self._refused = True
             self._find(self._of_client(settled.client))

@@ -53,16 +53,16 @@ def save_final(
     module, state, experiment = parts.module, parts.coordinator.state, parts.experiment
     is_pretrained = callable(getattr(module, "save_pretrained", None))
     card = model_card(summary, experiment.name, type(module).__name__, is_pretrained=is_pretrained)
-    path = save_model(run_folder, saver.wait(), module, state, parts.data, progress, card)
+    path = _save_model(run_folder, saver.wait(), module, state, parts.data, progress, card)
     if experiment.saves_safetensors and not is_pretrained:
         path = _save_safetensors(run_folder, module, state, progress, card) or path
     # a run that was stopped may end without a checkpoint of its last version: then none has failed
     failed = saver.num_failed > 0 or is_pretrained
-    copy = save_copy(run_folder, module, state, progress) if path is None and failed else None
+    copy = _save_copy(run_folder, module, state, progress) if path is None and failed else None
     return path, copy
 
 
-def save_model(
+def _save_model(
     run_folder: Path,
     checkpoint: Path | None,
     module: LightningModule,
@@ -101,7 +101,7 @@ def save_model(
     return str(found.relative_to(run_folder))
 
 
-def save_copy(run_folder: Path, module: LightningModule, state: GlobalState, progress: Progress) -> str | None:
+def _save_copy(run_folder: Path, module: LightningModule, state: GlobalState, progress: Progress) -> str | None:
     """Save the model to the system's temporary folder; return its path, or None if that fails, too.
 
     This is tried if the run folder's disk is full, since training may have taken days.
@@ -117,7 +117,7 @@ def save_copy(run_folder: Path, module: LightningModule, state: GlobalState, pro
         folder = Path(tempfile.mkdtemp(prefix=f"{run_folder.name}-"))
         values = with_ties(module, state.values)
         path = checkpoint_files.save(folder, state.version, values, module=module)
-    except Exception as error:  # as in `save_model`
+    except Exception as error:  # as in `_save_model`
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         progress.warn(
@@ -156,7 +156,7 @@ def _save_safetensors(
         with _whole(run_folder / FOLDER) as folder:
             save_file(named, folder / SAFETENSORS, metadata={"format": "pt"})
             (folder / CARD).write_text(card, encoding="utf-8")
-    except Exception as error:  # as in `save_model`
+    except Exception as error:  # as in `_save_model`
         progress.warn(f"the final model cannot be written to {run_folder / FOLDER}: {cause(error)}")
         return None
     return FOLDER

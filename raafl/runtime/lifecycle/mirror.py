@@ -96,7 +96,7 @@ class Mirror:
         return True
 
     def close(self) -> None:
-        """End the thread, unless it waits for the store; the method can be called again."""
+        """End the copying thread; one that waits for the store ends later. The method can be called again."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -104,7 +104,14 @@ class Mirror:
             self._thread.join(timeout=1.0)
 
     def report(self, whole: bool) -> dict[str, Any] | None:
-        """Return an entry for the run's summary: URL of the copy, whether it is ``whole``, failed attempts, last error."""
+        """Return an entry for the run's summary: URL of the copy, number of failed attempts and the last error.
+
+        Args:
+            whole: whether the copy is complete.
+
+        Returns:
+            The entry; None without a store.
+        """
         if self._thread is None:
             return None
         return {"url": self.url, "whole": whole, "failed": self.num_failed, "error": self._error or None}

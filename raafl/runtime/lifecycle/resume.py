@@ -39,8 +39,8 @@ class SavedRun:
     Attributes:
         folder: folder of the run.
         state_dict: global values by name.
-        section: saved state: ``runtime``, ``finished``, ``coordinator``, ``record``, and ``clock``, the state of the
-            runtime.
+        section: state of the run by name: ``runtime`` ("simulated" or "distributed"), ``finished`` (reason for the end,
+            None = not finished), ``coordinator``, ``record`` (counts and metrics) and ``clock`` (time and timers).
     """
 
     folder: Path
@@ -60,8 +60,13 @@ class SavedRun:
 def load(folder: Path, runtime: str) -> SavedRun:
     """Load the last checkpoint of a run.
 
+    Args:
+        folder: folder of the run.
+        runtime: runtime that is to resume the run, "simulated" or "distributed".
+
     Raises:
-        BadInput: there is no checkpoint, it was written before the first task, or the run used the other clock.
+        BadInput: there is no checkpoint, it was written before the first task, or the run was simulated and is to be
+            resumed on real clients, or the reverse.
     """
     if not folder.is_dir():
         raise BadInput(f"resume is '{folder}', which is not a folder: name the folder of the interrupted run")
@@ -136,7 +141,7 @@ def _check(section: dict[str, Any]) -> None:
             if type(number) not in ((int, float) if name in times or name == "staleness" else (int,)):
                 raise ValueError(f"{name} is not a number")
             if not 0 <= number < math.inf:
-                raise ValueError(f"{name} is {number}")
+                raise ValueError(f"{name} is {number}, but must be finite and at least 0")
 
 
 def check_limits(saved: SavedRun, limits: Limits) -> None:
@@ -144,11 +149,11 @@ def check_limits(saved: SavedRun, limits: Limits) -> None:
     now, merged = saved.section["clock"]["now"], saved.section["coordinator"]["merged"]
     if limits.max_time_s is not None and limits.max_time_s <= now:
         raise BadInput(
-            f"max_time is {limits.max_time_s:g} s, but the run has already taken {now:.1f} s: give more, or null"
+            f"max_time is {limits.max_time_s:g} s, but the run has already taken {now:.1f} s: give a larger value, or null"
         )
     if limits.max_updates is not None and limits.max_updates <= merged:
         raise BadInput(
-            f"max_updates is {limits.max_updates}, but the run has already merged {merged}: give more, or null"
+            f"max_updates is {limits.max_updates}, but the run has already merged {merged}: give a larger value, or null"
         )
 
 
@@ -183,7 +188,15 @@ def _note() -> Path:
 
 @dataclass(frozen=True)
 class Mended:
-    """Result of `mend`: journal and tables of a run in their state at the checkpoint."""
+    """Result of `mend`, which cuts the journal and tables of a run back to its last checkpoint.
+
+    Attributes:
+        last_id: largest id of a task in the journal; later tasks get larger ids.
+        num_lost: number of tasks that were lost.
+        num_missing: number of events before the checkpoint that the journal lacks.
+        joins: number of times that each client has joined, by client id.
+        merged: client id and model version of each merged update after the checkpoint.
+    """
 
     last_id: int
     num_lost: int
@@ -226,13 +239,13 @@ def mend(saved: SavedRun) -> Mended:
 
 
 def resume(saved: SavedRun, mended: Mended, coordinator: Coordinator, record: RunRecord) -> None:
-    """Restore a new coordinator and a new record from a checkpoint, in place; the runtime restores its own clock.
+    """Restore the state of a run from a checkpoint into a new coordinator and a new record; clocks are not restored.
 
     Args:
         saved: checkpoint of the run.
         mended: result of `mend`.
-        coordinator: new coordinator with the same config.
-        record: new record with the same folder.
+        coordinator: new coordinator with the same config, changed in place.
+        record: new writer of the run's journal and tables, with the same folder, changed in place.
     """
     record.restore(saved.section["record"])
     coordinator.state.values.copy_(saved.values(coordinator.state.values.layout))

@@ -62,7 +62,7 @@ class Child:
         fds: file descriptors that the process inherits.
         process: the present or last process.
         due_s: time of the next start on the monotonic clock; None = no start is planned.
-        settled: whether it was decided whether to start the process again.
+        settled: whether the end of the present process was handled, by a planned restart or by giving it up.
     """
 
     name: str
@@ -175,8 +175,8 @@ class Supervisor:
     """Supervisor of a server and its clients on this machine; it runs until the server has ended.
 
     A server that was killed by a signal is started again after a wait, as is a client that was killed or failed. If the
-    server ends by itself, the run ends. A client that reports bad input is not started again; its message is shown only
-    once the run has begun, since the server reports errors in the same config.
+    server ends by itself, the run ends. A client that reports bad input is not started again. Its message is shown only
+    once the run has begun: earlier the server reports the same error, since both read the same config.
 
     ``begun`` returns whether the server has begun its run. ``listener`` is the server's socket; it is closed once the
     server has ended, so that no client waits for another server.

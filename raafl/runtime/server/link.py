@@ -67,10 +67,10 @@ class Resumption:
 
     Attributes:
         client: id of the client.
-        incarnation: join number of the new connection, no longer needed once the session continues on it.
-        wanted: join number of the session to continue.
+        incarnation: number that the server gave to this join of the client; unused if the session continues.
+        wanted: number of the earlier join, whose session is to continue.
         pair: new connection of the client.
-        position: amount of the session that the client has received.
+        position: messages and chunks of the session that the client has received.
         is_taken: queue for the answer: whether the session continues on the connection.
     """
 
@@ -156,7 +156,7 @@ class SessionLink:
 
         Args:
             pair: new connection of the client.
-            position: amount of the session that the client has received.
+            position: messages and chunks of the session that the client has received.
         """
         with self._lock:
             if self._has_ended or self._pair is None or self._pair.closed:
@@ -173,10 +173,10 @@ class SessionLink:
             self._next.get()[0].close()
 
     def renew(self, here: Position, error: Exception) -> tuple[TcpConnection, Position]:
-        """Wait for the client's next connection; return it, and the amount of the session that the client has received.
+        """Wait for the client's next connection; return it, and how much of the session the client has received.
 
         Args:
-            here: amount of the session that this side has received.
+            here: messages and chunks of the session that this side has received.
             error: error that broke the last connection; raised again if the client does not come back or may not.
         """
         number, since = self._task(), time.monotonic()

@@ -14,9 +14,9 @@ from raafl.units import duration
 
 
 class LinkTracker:
-    """Record of broken connections: it marks their clients as away, and writes to journal and log.
+    """Tracker of broken connections: it marks their clients as away until they are back, and writes to journal and log.
 
-    The coordinator gets no events of these, since the clients' tasks go on.
+    The coordinator gets no event for a broken or resumed connection, since the client's task goes on.
     """
 
     def __init__(

@@ -83,7 +83,7 @@ class SecureStep:
 
     @property
     def life(self) -> tuple[int, int]:
-        """Client id and join number of the task."""
+        """Id of the client, and the number of times that it has joined."""
         return self.assignment.client, self.assignment.incarnation
 
     def update(self, tensors: FlatTensors, moved: tuple[int, int]) -> Update:
@@ -203,7 +203,12 @@ class _Running:
     gone: set[int] = field(default_factory=set)
 
     def await_(self, phase: Phase, keys: Iterable[int]) -> None:
-        """Start to wait for the next messages of those members that are still connected."""
+        """Start to wait for the next message of each given member that is still connected.
+
+        Args:
+            phase: phase of the protocol to which the messages belong.
+            keys: task ids of the members.
+        """
         self.phase, self.waiting, self.here = phase, set(keys) - self.gone, {}
 
 

@@ -104,7 +104,7 @@ class Session(threading.Thread):
         self._outbox.put(Task(assignment, snapshot, head))
 
     def fail(self, error: NoRoom) -> None:
-        """End the session, since there is no room for what its client is to be sent; return at once."""
+        """End the session, since the server has too little memory or disk space for the client's task; return at once."""
         self._outbox.put(error)
 
     def stop(self, reason: str, wait_s: float | None = None) -> None:

@@ -107,7 +107,7 @@ class Listener:
         self._thread = threading.Thread(target=self._listen, name="listener", daemon=True)
 
     def start(self) -> Listener:
-        """Start to accept connections, and return the listener; earlier connection attempts were refused."""
+        """Start to accept connections, and return the listener. Until then, the system refuses connection attempts."""
         try:
             self._listener.listen(_BACKLOG)
         except OSError as error:  # somebody else has bound the port, too, and was faster

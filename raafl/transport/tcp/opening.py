@@ -55,7 +55,10 @@ class Peer:
 
 
 def opening_stream(sock: socket.socket, timeout_s: float) -> SocketStream:
-    """Return a stream over a plain or TLS socket that reads no byte ahead; used only until the client is admitted."""
+    """Return a stream over a plain or TLS socket, used only until the client is admitted.
+
+    It takes from the socket only the bytes that are asked for, so that later bytes are left for the connection.
+    """
     budget = TimeBudget(timeout_s)
     return TlsStream(sock, budget, 0) if isinstance(sock, ssl.SSLSocket) else SocketStream(sock, budget, 0)
 

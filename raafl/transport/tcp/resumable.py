@@ -35,7 +35,7 @@ _LOOK_S = 0.05  # how often a thread that waits for the other looks again
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Amount of a session that one side has received.
+    """Number of messages and chunks that one side of a session has received.
 
     Attributes:
         num_messages: number of task messages that were received completely.
@@ -53,9 +53,9 @@ Renew = Callable[[Position, Exception], tuple[TcpConnection, Position]]
 class ResumableConnection(Connection):
     """A session with one peer that survives broken connections: it continues on the peer's next connection.
 
-    One thread may send while another receives, as in `Connection`. Both may notice that the connection is broken. Only
-    a thread that holds the receiving lock replaces it, so that no thread is in the middle of the message to be
-    continued.
+    One thread may send while another receives, as in `Connection`, and both may notice that the connection is broken.
+    Only a thread that holds the receiving lock replaces the connection, since the receiver might otherwise be in the
+    middle of a message that the new connection is to continue.
 
     Attributes:
         pair: the present connection of the session.
@@ -99,7 +99,7 @@ class ResumableConnection(Connection):
         The tensors of a task message must stay unchanged until the next message is received.
         """
         if not self._sending.acquire(timeout=-1 if timeout_s is None else timeout_s):
-            raise PeerTimeout("a message cannot be sent while another one is")
+            raise PeerTimeout("another message is still being sent")
         try:
             if not message.assignment:
                 return self.pair.send(message, timeout_s)

@@ -42,7 +42,7 @@ class TimeBudget:
         self._silent_s += seconds
 
     def moved(self, num_bytes: int) -> None:
-        """Add the time that transferred bytes have earned to the budget."""
+        """Extend the budget for transferred bytes, each by 1 / ``min_bytes_per_s`` seconds, up to the initial value."""
         self.left_s = min(self.timeout_s, self.left_s + num_bytes / self.min_bytes_per_s)
         self._silent_s = 0.0
 
@@ -99,7 +99,7 @@ class SocketStream:
             _tune(sock)
         self.sock, self.reading, self.writing = sock, budget, budget
         self.num_read = self.num_written = 0
-        self._ahead = zeroed_memory(ahead_bytes)
+        self._ahead = _zeroed_memory(ahead_bytes)
         self._start = self._end = 0
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -185,7 +185,7 @@ class SocketStream:
         budget.waited(time.monotonic() - start)
 
 
-def zeroed_memory(num_bytes: int) -> memoryview:
+def _zeroed_memory(num_bytes: int) -> memoryview:
     """Return zeroed memory that is allocated at first use and goes back to the operating system when freed.
 
     Memory of this size from malloc would stay with the process, once for each thread.

@@ -52,7 +52,11 @@ class TcpTransport(Transport):
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Admit clients that have authenticated; their connection exists already. See `Transport.listen`."""
+        """Start to admit clients that authenticate. See `Transport.listen`.
+
+        The function that ``admit`` gets returns at once, since a client authenticates on the connection that is used
+        afterwards.
+        """
         self._admit, self._refused = admit, refused
         self._listener.start()
 
@@ -65,7 +69,7 @@ class TcpTransport(Transport):
     def recheck(self) -> None:
         """Close each connection whose client `ConnectOptions.authorize` would refuse now; called after the rules have changed.
 
-        A broken connection is closed with the reason, too, since its session may be waiting for the client to come back.
+        This includes broken connections, whose sessions may be waiting for the client to come back.
         """
         with self._lock:
             admitted = list(self._admitted.items())

@@ -207,8 +207,8 @@ def test_a_resumed_run_of_real_ranks_keeps_the_limit_that_it_is_given(tmp_path):
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("option", "says"),
-    [("--max_time=0.1", r"max_time is 0\.1 s, but the run has already taken \d\.\d s: give more, or null"),
-     ("--max_updates=6", r"max_updates is 6, but the run has already merged \d\d: give more, or null")],
+    [("--max_time=0.1", r"max_time is 0\.1 s, but the run has already taken \d\.\d s: give a larger value, or null"),
+     ("--max_updates=6", r"max_updates is 6, but the run has already merged \d\d: give a larger value, or null")],
 )  # fmt: skip
 def test_a_limit_that_lies_behind_a_run_is_named_before_anything_changes(tmp_path, monkeypatch, option, says):
     folder = tmp_path / "cut"

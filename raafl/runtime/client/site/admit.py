@@ -18,15 +18,13 @@ from raafl.submodel import skeleton
 def open_gate(file: str | None, say: Callable[[str], None], *, looks: bool = False) -> SiteGate | None:
     """Return the gate that checks tasks against the policy of the site; None if there is no policy.
 
-    If a client has several processes, only the first has the gate, since only it talks to the server.
-
-    If a client has several processes, only the first talks to the server, and it forwards nothing that it refuses.
+    If a client has several processes, only the first has a gate, since only it talks to the server.
 
     Args:
         file: path of the policy; None = no policy.
         say: function that shows a line to the site's user.
         looks: whether the client only looks at the run without joining: then nobody is asked for consent, and the
-            site's hours are ignored.
+            site's hours and its limit on bytes are ignored.
 
     Raises:
         BadInput: the policy, or the site's stored state, is invalid.
@@ -40,7 +38,9 @@ def open_gate(file: str | None, say: Callable[[str], None], *, looks: bool = Fal
 def admit(
     gate: SiteGate | None, experiment: Experiment, config_yaml: str, build: Callable[[], ClientSetup]
 ) -> ClientSetup:
-    """Build a client and attach its site's gate, which checks tasks against a policy; the gate is asked before the model is built.
+    """Build a client, unless the policy of its site refuses the run, and attach the gate that checks its tasks.
+
+    The config is checked before the model is built, and the model and the data are checked afterwards.
 
     Args:
         gate: gate of the site; None = no policy.

@@ -27,7 +27,7 @@ _LOCK = "lock"
 
 @dataclass(slots=True)
 class Used:
-    """Counts of the bytes and the privacy budget that a site has used.
+    """Number of bytes that a site has sent and received, and the part of its privacy budget that it has used.
 
     Attributes:
         day: day, in local time, to which ``bytes`` belongs; empty = none yet.
@@ -51,13 +51,16 @@ class BudgetSpent(Exception):
     """Raised if sending another update would exceed the privacy budget; the message says by how much."""
 
 
-def after(used: Used, privacy: SitePrivacy) -> float:
+def _after_update(used: Used, privacy: SitePrivacy) -> float:
     """Return the value that `Used.inverse_squares` would have after one more update."""
     return used.inverse_squares + (privacy.noise_multiplier**-2 if privacy.noise_multiplier else math.inf)
 
 
 class SiteBooks:
-    """Stored counts of one site. They are read at each call, since another client of the site may have changed them."""
+    """Stored account of the bytes and the privacy budget that one site has used.
+
+    Each call reads the files anew, since another client of the site may have changed them.
+    """
 
     def __init__(self, folder: str) -> None:
         """Open the books in ``folder``, which is made where there is none; only its owner may read it.
@@ -76,7 +79,7 @@ class SiteBooks:
             ) from None
 
     def used(self) -> Used:
-        """Read the counts; raise `BadInput` if they cannot be read."""
+        """Read the bytes and the privacy budget that the site has used; raise `BadInput` if the file cannot be read."""
         file = self._folder / FILE
         try:
             found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -107,11 +110,11 @@ class SiteBooks:
             BudgetSpent: the update would exceed ``max_epsilon``; nothing was charged.
         """
         with self._changing(lasting=True) as used:
-            used.inverse_squares, used.releases = after(used, privacy), used.releases + 1
+            used.inverse_squares, used.releases = _after_update(used, privacy), used.releases + 1
             epsilon = spent(used.inverse_squares, privacy.delta)
             if privacy.max_epsilon is not None and (epsilon is None or epsilon > privacy.max_epsilon):
                 raise BudgetSpent(
-                    f"another update would spend epsilon {math.inf if epsilon is None else epsilon:.3g}, and "
+                    f"another update would raise epsilon to {math.inf if epsilon is None else epsilon:.3g}, but "
                     f"policy.privacy.max_epsilon is {privacy.max_epsilon:g}"
                 )
             row = {
@@ -124,9 +127,9 @@ class SiteBooks:
 
     def check_budget(self, privacy: SitePrivacy) -> None:
         """Raise `BudgetSpent` if not even one more update may be sent."""
-        epsilon = spent(after(self.used(), privacy), privacy.delta)
+        epsilon = spent(_after_update(self.used(), privacy), privacy.delta)
         if privacy.max_epsilon is not None and (epsilon is None or epsilon > privacy.max_epsilon):
-            raise BudgetSpent(f"the budget is spent: policy.privacy.max_epsilon is {privacy.max_epsilon:g}")
+            raise BudgetSpent(f"the privacy budget is used up: policy.privacy.max_epsilon is {privacy.max_epsilon:g}")
 
     @contextmanager
     def _changing(self, *, lasting: bool = False) -> Iterator[Used]:

@@ -97,9 +97,9 @@ class Gate:
         return dict(metrics)
 
     def hides_tracebacks(self, own_data: bool) -> bool:
-        """Check whether the server gets only the type and place of an error.
+        """Check whether the server gets only the type and place of an error, instead of the full traceback.
 
-        Without a policy, that is so if the data are private.
+        Without a policy the traceback is hidden if the client trains on data of its own.
         """
         return own_data
 
@@ -160,20 +160,22 @@ class SiteGate(Gate):
             path = str(section.get("class_path") if isinstance(section, dict) else section)
             mine = [entry for entry in allowed if same_part(field, entry.partition("@")[0], path)]
             if not mine:
-                raise PolicyRefusal(f"this run: its {kind} is {path}, and policy.{field} is {allowed}")
+                raise PolicyRefusal(f"this run: its {kind} is {path}, but policy.{field} allows only {allowed}")
             if kind != "model":
                 self._check_digest(field, mine, digests[kind])
 
     def _check_digest(self, field: str, entries: list[str], digest: str) -> None:
         if not any(entry.partition("@")[2] in ("", digest) for entry in entries):
-            raise PolicyRefusal(f"this run: its {KINDS[field]} has digest {digest}, and policy.{field} is {entries}")
+            raise PolicyRefusal(
+                f"this run: its {KINDS[field]} has digest {digest}, but policy.{field} allows only {entries}"
+            )
 
     def check_size(self, num_parameters: int) -> None:
         """Raise `PolicyRefusal` if a model has more parameters, frozen ones included, than the site allows."""
         most = self.policy.max_parameters
         if most is not None and num_parameters > most:
             raise PolicyRefusal(
-                f"this run: its model has {num_parameters:,} parameters, and policy.max_parameters is {most:,}"
+                f"this run: its model has {num_parameters:,} parameters, but policy.max_parameters is {most:,}"
             )
 
     def check_parts(
@@ -197,10 +199,10 @@ class SiteGate(Gate):
             self._check_digest("models", self.policy.models, digest)
         if data.num_samples < self.policy.min_samples:
             raise PolicyRefusal(
-                f"this run: the client has {data.num_samples} samples, and policy.min_samples is {self.policy.min_samples}"
+                f"this run: the client has {data.num_samples} samples, but policy.min_samples is {self.policy.min_samples}"
             )
         if self.policy.privacy is not None and (why := problem(trainer)) is not None:
-            raise PolicyRefusal(f"this run: {why}, and policy.privacy is given")
+            raise PolicyRefusal(f"this run: {why}, so policy.privacy cannot make its updates private")
         self._check_budget()
         if not self._consents.given("run", self._asks):
             raise PolicyRefusal("this run: nobody has consented to it (policy.consent)")
@@ -230,7 +232,7 @@ class SiteGate(Gate):
         if most is not None and used + num > most:
             self._day_is_over = _midnight_after(self._now())
             raise PolicyRefusal(
-                f"a task: it has {size(num)} in addition to today's {size(used)}, and policy.bytes_per_day is "
+                f"a task: it has {size(num)}, and today {size(used)} were transferred, but policy.bytes_per_day is "
                 f"{size(most)}",
                 "wait",
             )
@@ -302,11 +304,11 @@ class SiteGate(Gate):
             return
         if update.extra:
             raise PolicyRefusal(
-                f"this run: its method sends {', '.join(update.extra)} beside tensors, which policy.privacy does "
-                "not cover"
+                f"this run: its method sends {', '.join(update.extra)} beside tensors, to which policy.privacy adds "
+                "no noise"
             )
         if update.refusal is not None:
-            raise PolicyRefusal("a task: its update is not finite", "go on")
+            raise PolicyRefusal("a task: its update contains NaN or infinity", "go on")
         try:
             self._books.release(privacy, _in_words(assignment))
         except BudgetSpent as spent:
@@ -337,7 +339,7 @@ class SiteGate(Gate):
         if used + answer > most:
             self._day_is_over = _midnight_after(self._now())
             raise PolicyRefusal(
-                f"a task: its answer has {size(answer)} in addition to today's {size(used)}, and "
+                f"a task: its answer has {size(answer)}, and today {size(used)} were transferred, but "
                 f"policy.bytes_per_day is {size(most)}",
                 "wait",
             )
@@ -348,7 +350,7 @@ class SiteGate(Gate):
         num = min(num_batches * batch_size, self._data.num_samples)
         if num < self.policy.min_samples:
             raise PolicyRefusal(
-                f"a task: it trains on {num} samples, and policy.min_samples is {self.policy.min_samples}", "go on"
+                f"a task: it trains on {num} samples, but policy.min_samples is {self.policy.min_samples}", "go on"
             )
 
 

@@ -16,7 +16,7 @@ from raafl.sanitize import sanitize_text
 class LogBuffer(logging.Handler):
     """Logging handler that collects the last lines of the loggers that a policy names.
 
-    Records with a true attribute `private` are not collected; they explain at the site what its policy refuses.
+    Records whose attribute `private` is true are not collected: they explain refusals, which only the site may see.
     """
 
     def __init__(self, allowed: SiteLogs) -> None:

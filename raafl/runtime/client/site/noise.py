@@ -45,7 +45,10 @@ def spent(inverse_squares: float, delta: float) -> float | None:
 
 
 def problem(trainer: LocalTrainer) -> str | None:
-    """Explain why adding noise to tensors does not make this trainer's updates private; None if it does."""
+    """Return the reason why noise cannot make this trainer's updates private, such as activations that it sends.
+
+    None if noise on the update's tensors is enough.
+    """
     local, submodels = trainer.local, trainer.submodels
     if local.exchange(submodels) is not None:
         return "its method sends activations during a task"
@@ -79,7 +82,7 @@ def privatise(
         received: values that were received; they are not changed.
 
     Raises:
-        ValueError: a number is not finite.
+        ValueError: the update contains NaN or infinity.
     """
     before = trainer.payload.split(received, spec, "sent")[0]
     values, bundles = trainer.payload.split(trained, spec, "trained")
@@ -92,7 +95,7 @@ def privatise(
     changes += [buffer for buffer, _ in pairs]
     norm = math.sqrt(math.fsum(square for buffer in changes for square in _squares(buffer)))
     if not math.isfinite(norm):
-        raise ValueError("a number is not finite")
+        raise ValueError("the update contains NaN or infinity")
     key = secrets.token_bytes(32)
     for number, buffer in enumerate(changes):
         if norm > privacy.clip_norm:

@@ -16,7 +16,7 @@ from raafl.units import size
 
 
 class DryRun(PolicyRefusal):
-    """Raised in a client that only looks at a run, as its reason not to join."""
+    """Raised at the end of a dry run, in which a client looks at a run without joining it."""
 
     server_reason = DRY_RUN
 
@@ -32,7 +32,7 @@ def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str],
         config_yaml: config of the run, as text.
         say: function that shows a line to the user.
     """
-    for line in named_parts(config_yaml):
+    for line in _sections(config_yaml):
         say(line)
     try:
         for line in offer(make(), config_yaml):
@@ -42,12 +42,8 @@ def look(make: Callable[[], ClientSetup], config_yaml: str, say: Callable[[str],
     raise DryRun
 
 
-def named_parts(config_yaml: str) -> list[str]:
-    """Describe each part that a run's config names, a line each, before any part is built.
-
-    Args:
-        config_yaml: config of the run, as text.
-    """
+def _sections(config_yaml: str) -> list[str]:
+    """Describe the model, data and algorithm that a run's config names, a line each, before any of them is built."""
     config, digests = yaml.safe_load(config_yaml) or {}, sections(config_yaml)
     lines = [f"model: {_section(config.get('model'))}"]
     return lines + [f"{kind}: {_section(config.get(kind))}, digest {digests[kind]}" for kind in ("data", "algorithm")]
@@ -57,7 +53,7 @@ def offer(setup: ClientSetup, config_yaml: str) -> list[str]:
     """Describe, a line each, what the tasks of a run would do at this client, and which data it would send.
 
     Args:
-        setup: parts of the client, as for joining.
+        setup: model, data and trainer that the client would join with.
         config_yaml: config of the run, as text.
     """
     trainer, submodels, data, experiment = setup.trainer, setup.submodels, setup.data, setup.experiment

@@ -64,9 +64,9 @@ def test_releases_are_accounted_over_restarts_until_the_budget_is_spent(tmp_path
         books.check_budget(privacy)
         assert books.release(privacy, {"assignment": number}) == spent(number / 16, 1e-5)
     books = SiteBooks(str(tmp_path))
-    with pytest.raises(BudgetSpent, match="another update would spend epsilon"):
+    with pytest.raises(BudgetSpent, match="another update would raise epsilon to"):
         books.release(privacy, {"assignment": 3})
-    with pytest.raises(BudgetSpent, match="the budget is spent"):
+    with pytest.raises(BudgetSpent, match="the privacy budget is used up"):
         books.check_budget(privacy)
     books.check_budget(SitePrivacy(1.0, 4.0))  # without a limit it goes on
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
@@ -80,5 +80,5 @@ def test_a_release_without_noise_leaves_no_finite_epsilon(tmp_path):
     books = SiteBooks(str(tmp_path))
     assert books.release(SitePrivacy(1.0, 0.0), {}) is None
     assert math.isinf(SiteBooks(str(tmp_path)).used().inverse_squares)
-    with pytest.raises(BudgetSpent, match="epsilon inf"):
+    with pytest.raises(BudgetSpent, match="raise epsilon to inf"):
         books.release(SitePrivacy(1.0, 4.0, max_epsilon=100.0), {})

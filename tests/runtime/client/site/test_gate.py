@@ -43,12 +43,12 @@ def test_a_run_of_the_named_parts_is_let_in(policy):
 
 
 @pytest.mark.parametrize(("policy", "said"), [
-    ({"models": ["CNN"]}, "its model is model_zoo.MLP, and policy.models is ['CNN']"),
-    ({"models": ["mine.MLP"]}, "its model is model_zoo.MLP, and policy.models is ['mine.MLP']"),
-    ({"models": []}, "its model is model_zoo.MLP, and policy.models is []"),
-    ({"data": ["MNIST"]}, "its data is raafl.data.Digits, and policy.data is ['MNIST']"),
-    ({"data": ["Digits@" + "0" * 16]}, f"its data has digest {'d' * 16}, and policy.data is ['Digits@{'0' * 16}']"),
-    ({"algorithms": ["fed_buff"]}, "its algorithm is raafl.fed_avg, and policy.algorithms is ['fed_buff']"),
+    ({"models": ["CNN"]}, "its model is model_zoo.MLP, but policy.models allows only ['CNN']"),
+    ({"models": ["mine.MLP"]}, "its model is model_zoo.MLP, but policy.models allows only ['mine.MLP']"),
+    ({"models": []}, "its model is model_zoo.MLP, but policy.models allows only []"),
+    ({"data": ["MNIST"]}, "its data is raafl.data.Digits, but policy.data allows only ['MNIST']"),
+    ({"data": ["Digits@" + "0" * 16]}, f"its data has digest {'d' * 16}, but policy.data allows only ['Digits@{'0' * 16}']"),
+    ({"algorithms": ["fed_buff"]}, "its algorithm is raafl.fed_avg, but policy.algorithms allows only ['fed_buff']"),
 ])  # fmt: skip
 def test_a_run_of_other_parts_is_refused_before_any_is_made(policy, said):
     with pytest.raises(PolicyRefusal) as refused:
@@ -61,16 +61,16 @@ def test_a_model_is_bounded_in_size_and_known_by_its_digest():
     digest = model_digest(gate._trainer.submodels, DIGESTS)
     assert digest != model_digest(gate._trainer.submodels, {**DIGESTS, "model": "1" * 16})
     site_gate(fed_avg(), models=[f"MLP@{digest}"])
-    with pytest.raises(PolicyRefusal, match=f"its model has digest {digest}, and policy.models is"):
+    with pytest.raises(PolicyRefusal, match=f"its model has digest {digest}, but policy.models allows only"):
         site_gate(fed_avg(), models=["MLP@" + "0" * 16])
     site_gate(fed_avg(), max_parameters=7).check_size(7)
     said = refusal(site_gate(fed_avg(), max_parameters=7), lambda gate: gate.check_size(8))
-    assert said == ("end", "this run: its model has 8 parameters, and policy.max_parameters is 7")
+    assert said == ("end", "this run: its model has 8 parameters, but policy.max_parameters is 7")
 
 
 def test_samples_behind_an_update_are_those_of_its_batches():
     """Ten samples in batches of two: the run's three steps see six of them."""
-    with pytest.raises(PolicyRefusal, match=r"the client has 10 samples, and policy.min_samples is 11"):
+    with pytest.raises(PolicyRefusal, match=r"the client has 10 samples, but policy.min_samples is 11"):
         site_gate(fed_avg(), min_samples=11)
     gate = site_gate(fed_avg(), min_samples=7)
     assert refusal(gate, lambda gate: gate.before(task()))[0] == "go on"
@@ -125,7 +125,10 @@ def test_the_days_bytes_end_the_work_until_midnight_also_after_a_restart(tmp_pat
     gate.before(task())
     SiteBooks(str(tmp_path)).add_bytes(1, NOON.date())
     said = refusal(gate, lambda gate: gate.before(task()))
-    assert said == ("wait", "a task: its answer has 4 B in addition to today's 997 B, and policy.bytes_per_day is 1 kB")
+    assert said == (
+        "wait",
+        "a task: its answer has 4 B, and today 997 B were transferred, but policy.bytes_per_day is 1 kB",
+    )
     SiteBooks(str(tmp_path)).add_bytes(3, NOON.date())
     for one in (gate, site_gate(fed_avg(), clock, **policy)):
         clock.at = NOON
@@ -142,7 +145,10 @@ def test_a_download_that_the_day_has_no_bytes_for_is_not_received(tmp_path):
     with TcpConnection(theirs, 5.0) as server, gate.connection(TcpConnection(ours, 5.0)) as pair:
         server.send(Message(Kind.ASSIGN, 1, tensors=storage))
         said = refusal(gate, lambda gate: pair.recv(lambda *_: storage, 5.0))
-        assert said == ("wait", "a task: it has 4 kB in addition to today's 200 B, and policy.bytes_per_day is 1 kB")
+        assert said == (
+            "wait",
+            "a task: it has 4 kB, and today 200 B were transferred, but policy.bytes_per_day is 1 kB",
+        )
         assert pair.closed and pair.received_bytes < 800
     assert gate.wait() is True  # until midnight
 
@@ -181,7 +187,7 @@ def test_an_update_leaves_clipped_and_accounted_for_and_what_noise_does_not_cove
     then, said = refusal(gate, lambda gate: gate.after(task(), answer(7.0, extra={"classes": [1]}), RECEIVED))
     assert (then, said) == (
         "end",
-        "this run: its method sends classes beside tensors, which policy.privacy does not cover",
+        "this run: its method sends classes beside tensors, to which policy.privacy adds no noise",
     )
     assert refusal(gate, lambda gate: gate.after(task(), answer(7.0, refusal="non-finite"), RECEIVED))[0] == "go on"
     assert SiteBooks(str(tmp_path)).used().releases == 1
@@ -196,11 +202,13 @@ def test_a_budget_that_is_spent_ends_the_work_before_the_next_task(tmp_path):
         try:
             gate.before(task())
         except PolicyRefusal as refused:
-            assert refused.then == "end" and "the budget is spent: policy.privacy.max_epsilon is 3" in str(refused)
+            assert refused.then == "end" and "the privacy budget is used up: policy.privacy.max_epsilon is 3" in str(
+                refused
+            )
             break
         gate.after(task(), answer(), RECEIVED)
     assert 1 < num < 20
-    with pytest.raises(PolicyRefusal, match="this run: the budget is spent"):
+    with pytest.raises(PolicyRefusal, match="this run: the privacy budget is used up"):
         site_gate(fed_avg(), **policy)
 
 

@@ -87,7 +87,7 @@ def test_noise_has_the_stated_size_and_is_never_the_same():
 
 
 def test_a_number_that_is_not_finite_is_not_sent():
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="NaN or infinity"):
         privatise(SitePrivacy(1.0, 1.0), trainer_of(fed_avg(), Wide(4)), FULL, weights(math.nan), weights(0.0))
 
 

@@ -90,7 +90,9 @@ def log_lines_of(meta: Meta) -> tuple[LogLine, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SignedHead:
-    """Hash of the server's journal after a task was recorded, signed by the server; a client can keep it as evidence.
+    """Hash of the server's journal (its log of all events), signed by the server when it assigns a task.
+
+    A client can keep it as evidence against later changes of the journal.
 
     Attributes:
         head: hash of the last row and all rows before it; see `raafl.runfolder.chain`.

@@ -43,7 +43,7 @@ def fit(
 
 
 def take_part(experiment: Experiment, transport: Transport) -> None:
-    """Work as a client until the server ends the run; the connection is made once.
+    """Work as a client until the server ends the run; if the connection breaks, the client does not connect again.
 
     Raises:
         RunFailed: the server refused the client, or the connection was lost.

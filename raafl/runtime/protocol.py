@@ -208,7 +208,7 @@ class Answer:
         num_steps: number of optimiser steps made.
         metrics: metrics that the client measured, by name; at most `MAX_METRICS`.
         extra: plain data that the method sends to the merge.
-        base: digest of the frozen parameters in the precision that the task asked for; None = it asked for none.
+        base: digest of the frozen parameters in the precision that the task names; None = the task names no precision.
         refusal: reason for which the update may not be merged; None = it may be merged.
         counted: statistics of how a rank has trained its tasks so far; empty from a client.
         logs: log lines of the client that its site allows to be sent.

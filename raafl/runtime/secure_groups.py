@@ -36,7 +36,7 @@ class SecureGroups:
 
     @classmethod
     def of(cls, coordinator: Coordinator) -> Self | None:
-        """Return the groups of a run; None if the run has no secure aggregation."""
+        """Return the rules by which the clients of a run form groups; None if the run has no secure aggregation."""
         merge = coordinator.algorithm.merge
         return cls(coordinator, merge) if isinstance(merge, SecureSum) else None
 

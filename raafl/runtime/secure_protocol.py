@@ -155,8 +155,7 @@ def layout_of(**sizes: int) -> Layout:
     """Return the tensor layout in which byte strings are sent.
 
     Args:
-        sizes: length of each byte string, by name. An empty one takes one byte, since a message needs tensors for its
-            receiver to recognise it.
+        sizes: length of each byte string, by name; an empty one takes one byte, since a message may not lack tensors.
     """
     return Layout.pack((name, (max(size, 1),), torch.uint8) for name, size in sizes.items())
 

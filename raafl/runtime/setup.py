@@ -256,7 +256,7 @@ def compression_plan(experiment: Experiment, submodels: Submodels) -> Compressio
 
 
 def data_notes(parts: ServerSetup) -> list[str]:
-    """Return remarks for the user before a run: which data the metrics are measured on, and batches that are never full."""
+    """Return remarks for the user before a run: on which data metrics are measured, and clients smaller than a batch."""
     size, sizes = parts.coordinator.fleet.batch_size, parts.data.sizes
     small = [n for n in sizes if n < size]
     found = list(parts.data.notes)

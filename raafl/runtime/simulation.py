@@ -114,7 +114,7 @@ class Simulation(Driver):
         }
 
     def restore(self, data: dict[str, Any]) -> None:
-        """Restore the clock and its events from the result of `save`; coordinator and record are restored elsewhere."""
+        """Restore the clock, waiting events and unfinished tasks from the result of `save`, but not the coordinator."""
         self._now, self._sequence, self._num_lost = data["now"], data["sequence"], data["num_lost"]
         self._heap = [(at, priority, number, _item_from_plain(item)) for at, priority, number, item in data["heap"]]
         limit = self.coordinator.limits.max_time_s

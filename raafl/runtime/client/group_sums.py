@@ -28,7 +28,9 @@ _log = logging.getLogger(__name__)
 
 
 def open_mesh(store: Any, rank: int, size: int, timeout_s: float, device: torch.device) -> DeviceMesh:
-    """Return the device mesh of a client's processes, for FSDP2, which needs torch's default process group.
+    """Return the device mesh over which FSDP2 shards a model between the processes of one client.
+
+    This initialises torch's default process group, which FSDP2 needs.
 
     Args:
         store: store by which these processes find each other.

@@ -123,10 +123,10 @@ class ClientSetup:
     def receipts_kept(
         self, share: float, say: Callable[[str], None], signer: Signer | None = None
     ) -> Iterator[None]:  # fmt: skip
-        """Return a context in which receipts of sent updates are written.
+        """Return a context in which the client writes a receipt (a signed record) for each update that it sends.
 
         Args:
-            share: share of the tasks whose inputs are stored, too, from 0 to 1.
+            share: share of the tasks whose inputs are also stored, from 0 to 1.
             say: function that shows a line to the user.
             signer: holder of the key that signs receipts; None = this user's own key.
         """
@@ -154,7 +154,7 @@ class ClientSetup:
 
         Args:
             pair: connection to the server.
-            files: TLS files by which the site signs the public keys of secure aggregation; None = none.
+            files: TLS files, whose private key signs the client's public keys in secure aggregation; None = no files.
             unsent: id of a task whose update could not be sent on an earlier connection; None = none.
             on_welcome: function called when the server has admitted the client.
         """

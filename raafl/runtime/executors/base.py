@@ -33,7 +33,7 @@ class Executor(ABC):
     Attributes:
         note: function that shows a line to the user.
         warn: function that shows a warning; called on any thread.
-        needed: number of results that will be requested if none is refused, so that no more tasks are trained in
+        needed: number of results after which the run ends if none is refused, so that more tasks are not trained in
             advance; None = unknown.
     """
 
@@ -46,8 +46,8 @@ class Executor(ABC):
         """Number of processes that train tasks, this one included."""
         return 1
 
-    def most(self, assignment: Assignment) -> int:
-        """Return the largest number of tasks that are trained together, for tasks like this one."""
+    def max_together(self, assignment: Assignment) -> int:
+        """Return the largest number of tasks like this one that one process trains together as one batch."""
         return 1
 
     @abstractmethod

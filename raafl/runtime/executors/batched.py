@@ -122,8 +122,8 @@ class BatchedExecutor(Executor):
         self._loop_s = self._tried_s = 0.0
         self._reasons: dict[str, None] = {}
 
-    def most(self, assignment: Assignment) -> int:
-        """Return the largest batch for tasks like this one; 1 if they are trained one by one."""
+    def max_together(self, assignment: Assignment) -> int:
+        """Return the largest number of tasks like this one that are trained together; 1 = they are trained one by one."""
         standing = self._standing.get(_kind(assignment))
         is_left = self._refusal is not None or (standing is not None and standing.reason is not None)
         return 1 if is_left else max(self._cap(assignment.spec), 1)

@@ -88,16 +88,16 @@ class RankExecutor(Executor):
         """Number of processes that train: this one and all ranks that are not lost."""
         return 1 + self._num_ranks
 
-    def most(self, assignment: Assignment) -> int:
-        """Return the largest number of tasks that one process trains together."""
-        return self._inner.most(assignment)
+    def max_together(self, assignment: Assignment) -> int:
+        """Return the largest number of tasks like this one that one process trains together as one batch."""
+        return self._inner.max_together(assignment)
 
     def submit(self, assignment: Assignment, snapshot: FlatTensors, needed_at: float) -> None:
         """Accept a task for training; see `Executor.submit`. Tasks begin in the order in which their results are needed."""
         with self._changed:
             task = self._tasks[assignment.id] = _Task(assignment, snapshot, needed_at)
             self._offer(task)
-            if len(self._alike[kind_of(assignment)]) >= self.most(assignment) // 4:  # else more are worth waiting for
+            if len(self._alike[kind_of(assignment)]) >= self.max_together(assignment) // 4:  # else wait for more
                 self._changed.notify()
 
     def result(self, assignment_id: int, context: TaskContext = ALONE) -> Update:
@@ -136,7 +136,7 @@ class RankExecutor(Executor):
 
     def _for_here(self, task: _Task) -> list[_Task]:
         """Take what this process trains next, as a task's result is asked for; the caller has the condition."""
-        if task.here or (task.begun and self._num_here >= self.most(task.assignment)):
+        if task.here or (task.begun and self._num_here >= self.max_together(task.assignment)):
             return []
         some = self._begin() if task.begun else self._with(task, max(self._room(), 1))
         for one in some:
@@ -238,7 +238,7 @@ class RankExecutor(Executor):
     def _with(self, task: _Task, room: int) -> list[_Task]:
         """Take a task, and with it a process's share of what waits of its kind, what is needed first before the rest."""
         alike = self._alike[kind_of(task.assignment)]
-        size = min(self._inner.most(task.assignment), -(-len(alike) // self._num_free), room)
+        size = min(self._inner.max_together(task.assignment), -(-len(alike) // self._num_free), room)
         some = [task]
         if size > 1:
             others = (one for one in alike.values() if one is not task)

@@ -149,7 +149,7 @@ def cause(error: BaseException) -> str:
 
 
 def with_ties(module: nn.Module, values: FlatTensors) -> dict[str, torch.Tensor]:
-    """Return the values by the names of the module's state dict; a parameter with several names appears under each."""
+    """Return the values by the names of the module's state dict; tied parameters appear under each of their names."""
     owners: dict[int, str] = {}
     named: dict[str, torch.Tensor] = {}
     flat = dict(values.items())

@@ -40,8 +40,8 @@ def save_final(
     """Save the final model of a run.
 
     Returns:
-        Two paths, of which at least one is None: of the model, relative to the run folder; and of a copy in the
-            system's temporary folder if the run folder has no space.
+        Path of the model, relative to the run folder, and path of a copy, which is written to the system's temporary
+            folder only if the run folder has no space; a path is None if that file was not written.
 
     Args:
         run_folder: folder of the run.

@@ -56,7 +56,7 @@ class Mirror:
 
     @classmethod
     def to(cls, output: str | None, folder: Path, warn: Callable[[str], None]) -> Self:
-        """Return the mirror of a run; it does nothing unless ``output`` is a URL.
+        """Return the mirror that copies a run folder to an object store; it does nothing unless ``output`` is a URL.
 
         Args:
             output: setting `output` of the run, a folder or a URL.

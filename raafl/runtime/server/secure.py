@@ -226,7 +226,7 @@ class SecureAggregator:
 
     @property
     def is_running(self) -> bool:
-        """Whether a group is in the middle of the protocol; the coordinator then gets no other events."""
+        """Whether a group is in the middle of the protocol; until it ends, no other events go to the coordinator."""
         return self._running is not None
 
     def take(self, step: SecureStep) -> None:
@@ -243,7 +243,12 @@ class SecureAggregator:
             self._late.append(_refused(step))
 
     def lose(self, client: int, incarnation: int) -> None:
-        """Continue without a client whose connection has ended, given by its id and join number."""
+        """Continue without a client whose connection has ended.
+
+        Args:
+            client: id of the client.
+            incarnation: number of times that the client had joined when it opened the connection.
+        """
         life = (client, incarnation)
         self._ready = {key: step for key, step in self._ready.items() if step.life != life}
         if self._running is not None:

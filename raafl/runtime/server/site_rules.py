@@ -26,7 +26,7 @@ class SiteRules:
     profile: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def check(self, info: ClientInfo) -> None:
-        """Raise `Refused` for a client that claims more than its site may; the client gets the reason."""
+        """Raise `Refused` for a client that claims more, such as samples, than its site may; the client gets the reason."""
         if info.own_data and not self.own_data:
             raise Refused("own-data", f"client {info.id} has data of its own, which the server forbids its site")
         if self.max_samples is not None and info.num_samples > self.max_samples:

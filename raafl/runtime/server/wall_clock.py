@@ -115,9 +115,9 @@ class Server(Driver):
         heapq.heapify(self._timers)
 
     def enter(self, client: int, make: Callable[[int], Session]) -> None:
-        """Admit a client, callable from any thread; ``make`` gets its number of joins and returns its session.
+        """Admit a client, from any thread; replace its earlier session, whose connection may be dead without a sign of it.
 
-        The new session replaces the client's earlier one, whose connection may be dead without the server knowing it.
+        ``make`` returns the new session; its argument is the number of times that the client has joined.
 
         Raises:
             Refused: this client opens too many connections at once, or the run has ended.

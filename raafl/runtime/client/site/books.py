@@ -43,7 +43,7 @@ class Used:
     inverse_squares: float = 0.0
 
     def bytes_on(self, day: date) -> int:
-        """Return the number of bytes that were counted for a day."""
+        """Return the number of bytes sent and received on ``day``; 0 if the stored number is of another day."""
         return self.bytes if self.day == day.isoformat() else 0
 
 
@@ -94,7 +94,7 @@ class SiteBooks:
             ) from None
 
     def add_bytes(self, num: int, day: date) -> None:
-        """Add bytes to the count of a day; the count of an earlier day is dropped."""
+        """Add ``num`` to the number of bytes sent and received on ``day``; the number of an earlier day is discarded."""
         with self._changing() as used:
             used.bytes = used.bytes_on(day) + num
             used.day = day.isoformat()

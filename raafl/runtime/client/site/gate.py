@@ -80,7 +80,7 @@ class Gate:
         """Check a received task; raise `PolicyRefusal` if the policy does not allow it."""
 
     def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
-        """Check a trained update, and return it in the form in which it may be sent.
+        """Check a trained update, and return it as it may be sent, for example with noise added.
 
         Args:
             assignment: task of the update.

@@ -139,7 +139,7 @@ def _forecast(comparison: Comparison, *, as_json: bool) -> str:
     from raafl.compare.tables import text
 
     rows = forecast.forecast(comparison)
-    return json.dumps(forecast.as_json(rows)) if as_json else text(forecast.shown(rows))
+    return json.dumps(forecast.as_json(rows)) if as_json else text(forecast.as_table(rows))
 
 
 def _shown(found: Mapping[str, Any], comparison: Comparison, paths: Sequence[Path]) -> str:

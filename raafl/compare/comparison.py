@@ -124,7 +124,7 @@ def _size(label: str, grid: Mapping[str, Sequence[Any]]) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison: rows of options, each run with several seeds; read from a file and checked.
+    """A comparison of settings: rows of options, each run with several seeds; read from a file and checked.
 
     Attributes:
         name: name of the comparison's folder; by default the file's name.

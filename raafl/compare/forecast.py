@@ -31,7 +31,7 @@ class Forecast:
         time_s: virtual seconds of a run.
         num_bytes: number of bytes sent and received by all clients in a run.
         here_s: seconds that one process on this machine needs for a run, including evaluations.
-        problem: reason why the row cannot be predicted; all figures are then 0.
+        problem: reason why the row cannot be predicted; all numbers are then 0.
     """
 
     row: str
@@ -61,7 +61,7 @@ def forecast(comparison: Comparison) -> list[Forecast]:
     return [_row(comparison, label, machine) for label in comparison.rows]
 
 
-def shown(rows: Sequence[Forecast]) -> Cells:
+def as_table(rows: Sequence[Forecast]) -> Cells:
     """Format the predictions as a table of texts: a header, a row for each row of the comparison, and the sum."""
     table = [["row", "runs", "trials", "updates", "virtual time", "sent", "a run here", "all here"]]
     for row in rows:

@@ -23,7 +23,7 @@ TASK_S = "{task_s}"
 
 @dataclass(frozen=True)
 class GridTask:
-    """A learning task of a grid: a model with its data.
+    """A learning task of a grid (comparisons of the same methods on several tasks and fleets): a model with its data.
 
     Attributes:
         name: name of the task's file.
@@ -47,7 +47,7 @@ class GridTask:
 
 @dataclass(frozen=True)
 class GridFleet:
-    """A fleet of a grid: the devices of all clients, and the virtual time of a run on them for each task.
+    """A fleet (devices of all clients) of a grid, with the virtual time of a run on it for each learning task.
 
     Attributes:
         name: name of the fleet's file.
@@ -68,7 +68,7 @@ class GridFleet:
 
 @dataclass(frozen=True)
 class GridMethod:
-    """A method of a grid, which becomes a row of each comparison.
+    """A federated method of a grid; it becomes a row of each comparison.
 
     Attributes:
         name: label of its rows.
@@ -103,7 +103,7 @@ class GridSearch:
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of comparisons, read from files and checked.
+    """A grid of comparisons: the same methods on several learning tasks and fleets; read from files and checked.
 
     Attributes:
         name: name of the result folder; by default the file's name.

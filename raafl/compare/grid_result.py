@@ -86,14 +86,14 @@ def standings(rows: Sequence[Row], *, maximize: bool) -> dict[str, dict[str, Any
 
     The time of a method is the median over its seeds; methods that did not reach the target share the last rank.
 
+    Args:
+        rows: measured values of the methods on one task and fleet.
+        maximize: whether a larger value of the metric is better.
+
     Returns:
         For each method its ranks (`rank`); whether no other method needs less time and fewer bytes to the target
         (`pareto`); and the ratio of its time to the fastest method's, as a geometric mean over seeds with a 95 %
         interval (`behind`).
-
-    Args:
-        rows: figures of the methods on one task and fleet.
-        maximize: whether a larger value of the metric is better.
     """
     times = {row["row"]: _first(row["time_to"], "median_s") for row in rows}
     sent = {row["row"]: _first(row["megabytes_to"]) for row in rows}

@@ -27,8 +27,8 @@ def verify_grid(
 
     Each new run is also replayed (computed again from its event log). Yields `cell`, `row` and `seed` of each run, and
     `why`: None if the journal and the model have the digests in the result, else what differs. Nothing in the result is
-    executed: the grid's own files configure the runs, and of the result only those settings are used that the grid's
-    search would try, too.
+    executed: the grid's own files configure the runs, and a method's settings are taken from the result only if the
+    grid's search would try them.
 
     Args:
         grid: description of the grid.
@@ -99,7 +99,7 @@ def add_rows(whole: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Add the rows of another result for the same tasks, fleets and options; return a new result with ranks among all rows.
 
     Args:
-        whole: the result to extend; a method that it has a row for is not taken from the other result.
+        whole: the result to extend; for a method with a row here, the row of the other result is not used.
         path: file of the other result; each row taken from it gets a field `from` with this path.
 
     Raises:

@@ -27,7 +27,7 @@ def result(
     comparison: Comparison, outcomes: Sequence[Outcome], trials: Mapping[str, Sequence[Trial]], best: Mapping[str, Trial],
     root: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the result of a comparison as JSON: the figures of every run and trial, commands, and versions.
+    """Return the result of a comparison as JSON: the measured values of every run and trial, commands, and versions.
 
     Args:
         comparison: description of the comparison.

@@ -241,7 +241,7 @@ class Runner:
         Raises:
             KeyboardInterrupt: Ctrl-C or SIGTERM was received; runs in progress were interrupted, and the next call
                 continues them.
-        BadInput: another process is working on one of the runs.
+            BadInput: another process is working on one of the runs.
         """
         found = {run: outcome for run in runs if (outcome := self.find(run)) is not None}
         queue = [run for run in dict.fromkeys(runs) if run not in found]

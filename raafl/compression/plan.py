@@ -107,22 +107,23 @@ class CompressionPlan:
         Args:
             spec: submodel of the task.
             way: direction of travel: "sent" to the client, or "trained" back to the server.
-            extra: `Work.extra` of the task; see `Payload.travelling`.
+            extra: further settings of the task (`Work.extra`); None = all tensors are sent.
         """
         one, plain = self.compressor(way), self.payload.travelling(spec, way, extra)
         return plain if one is None else one.layout(plain)
 
     def added_back(self, layout: Layout) -> list[TensorEntry]:
-        """Return the tensors of an update to which the server adds the values that it sent, to undo a subtraction.
+        """Return those tensors of an update that arrive as differences and must become values again.
 
-        They arrive as differences, because the compressor needs these, but the merge needs the trained values.
+        The compressor needs trained minus received values, but the merge needs the trained values; so the server adds
+        what it sent.
         """
         if self.up is None or not self.adds_back:
             return []
         return [entry for entry in self.up.taken(layout) if entry.name in self.submodels.parameter_names]
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the copy plan of a task: which elements of the whole model's tensors its own, smaller tensors are.
+        """Return the copy plan of a task: for each of the task's tensors, where in the whole model its elements are.
 
         Args:
             spec: submodel of the task.
@@ -133,12 +134,12 @@ class CompressionPlan:
     # ---- what it costs ----
 
     def cost(self, cost: Cost, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
-        """Return ``cost`` with the bytes that travel, after compression.
+        """Return the cost of a task with compression: fewer bytes are sent, but the client needs memory for it.
 
         Args:
             cost: predicted cost of the task without compression.
             spec: submodel of the task.
-            extra: `Work.extra` of the task; None = unknown.
+            extra: further settings of the task (`Work.extra`); None = unknown.
         """
         down, up, held = self._more(self.submodels.normal(spec).leading)
         if self.payload.is_resident:

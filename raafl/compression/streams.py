@@ -94,7 +94,7 @@ class DownlinkCodec(_End):
     def pack(self, assignment: Assignment, snapshot: FlatTensors) -> FlatTensors:
         """Compress the values of a task for sending; the result is valid until the next call.
 
-        Calling this does not yet count the values as received: the server calls `unpack` for that, too.
+        To update its record of the client's values, the server also calls `unpack` with the result.
 
         Args:
             assignment: assignment of the task.

@@ -393,5 +393,5 @@ SECTIONS: dict[str, Any] = {
 
 
 def marked(mark: str) -> tuple[str, ...]:
-    """Return the names of the fields with a certain mark in their metadata (`About`), such as ``shared``."""
+    """Return the names of the fields whose metadata (`About`) has a certain mark, such as ``must_match``."""
     return tuple(name for name, one in ABOUT.items() if getattr(one, mark))

@@ -156,7 +156,7 @@ def maker(
         spec: class and arguments of the logger.
         folder: folder of the run.
         warn: function called with warnings.
-        note: function called with the folder or URL to which the logger writes, if the user would not know it.
+        note: function called with a remark for the user, such as that the logger works offline.
         before: arguments by which the logger continues an earlier run; None = a new run.
         version: version of the global model from which the run continues.
     """

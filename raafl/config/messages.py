@@ -48,7 +48,7 @@ _SPEC = ("class_path", "init_args", "dict_kwargs")
 class Wrong(ValueError):
     """One error in a config; ``field`` is the dotted name of the field at fault."""
 
-    def __init__(self, field: str, text: str) -> None:
+    def __init__(self, text: str, field: str) -> None:
         super().__init__(text)
         self.field = field
 
@@ -62,7 +62,7 @@ def explain(refused: str, parser: ArgumentParser, argv: Sequence[str], hidden: s
         argv: arguments of the command line.
         hidden: path of a temporary config file that the user did not write; errors in it get no line number.
     """
-    lines = Explained(parser).lines(argv, hidden)
+    lines = ErrorCollector(parser).lines(argv, hidden)
     return "\n".join(lines) or " ".join(refused.split())
 
 
@@ -109,8 +109,8 @@ def relative(path: str) -> str:
     return path.removeprefix(str(Path.cwd()) + os.sep)
 
 
-class Explained(Check):
-    """Finder of all errors in a command line and its config files; later ones override earlier ones, as in a run."""
+class ErrorCollector(Check):
+    """Checker that collects all errors in a command line and its config files; later values override earlier ones."""
 
     def __init__(self, parser: ArgumentParser) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Explained(Check):
         if name == "json":
             return self.value(value, bool, name, name)
         if name not in self.hints:
-            raise Wrong(f"{name}", unknown(f"unknown field {name}", f"{name}", [*ABOUT, "config", "json"]))
+            raise Wrong(unknown(f"unknown field {name}", f"{name}", [*ABOUT, "config", "json"]), f"{name}")
         if name in MADE:
             return self.check_object(name, value, name)
         if name != "logger":  # which has a check of its own
@@ -208,13 +208,13 @@ class Explained(Check):
         path = spec.get("class_path", before)
         for name in map(str, spec.keys() - _SPEC):
             if (hint := nearest(name, _SPEC[:2])).startswith("did you mean"):
-                raise Wrong(f"{where}.{name}", f"unknown field {where}.{name}: {hint}")
+                raise Wrong(f"unknown field {where}.{name}: {hint}", f"{where}.{name}")
         if path is None:
             return
         target = self._target(kind, path, where)
         arguments = spec.get("init_args") or {}
         if not isinstance(arguments, dict):
-            raise Wrong(where, f"{where}.init_args is {arguments!r:.60}: give a table of arguments")
+            raise Wrong(f"{where}.init_args is {arguments!r:.60}: give a mapping of arguments", where)
         arguments = {**arguments, **{str(n): v for n, v in spec.items() if n not in _SPEC}}
         self.arguments(arguments, target, where, path)
         if where in MADE:
@@ -228,18 +228,18 @@ class Explained(Check):
         if not isinstance(path, str) or "." not in path:
             hint = nearest(path, _public(home), home=f"{home}.") if isinstance(path, str) and _public(home) else ""
             remedy = f"; {hint}" if hint else f", such as {example}"
-            raise Wrong(where, f"{where} is '{path}': give a class path{remedy}")
+            raise Wrong(f"{where} is '{path}': give a class path{remedy}", where)
         try:
             target = _imported(path)
         except ModuleNotFoundError as error:
-            raise Wrong(where, f"{where} cannot be imported, {_no_module(str(error.name))}") from None
+            raise Wrong(f"{where} cannot be imported, {_no_module(str(error.name))}", where) from None
         except Exception as error:
             home = path.rpartition(".")[0]
             missing = isinstance(error, AttributeError | ValueError) and (home in sys.modules or not user_frame(error))
             if not missing:
-                raise Wrong(where, f"{where} is {path}, which cannot be imported: {cause(error)}") from None
+                raise Wrong(f"{where} is {path}, which cannot be imported: {cause(error)}", where) from None
             hint = nearest(path.rpartition(".")[2], _public(home), home=f"{home}.")
-            raise Wrong(where, f"{where} is {path}, which does not exist: {hint}") from None
+            raise Wrong(f"{where} is {path}, which does not exist: {hint}", where) from None
         made = target
         if not inspect.isclass(target):
             with suppress(Exception):
@@ -248,11 +248,11 @@ class Explained(Check):
             target
         ):  # jsonargparse takes a function by what it says it makes
             if not callable(target):
-                raise Wrong(where, f"{where} is {path}, which is no class or function: give one, such as {example}")
+                raise Wrong(f"{where} is {path}, which is no class or function: give one, such as {example}", where)
             remedy = f"annotate it, as in `def {path.rpartition('.')[2]}(...) -> {base}:`"
-            raise Wrong(where, f"{where} is {path}, which does not say what it makes: {remedy}")
+            raise Wrong(f"{where} is {path}, which does not say what it makes: {remedy}", where)
         if inspect.isclass(made) and base not in [one.__name__ for one in made.__mro__]:
-            raise Wrong(where, f"{where} is {path}, which makes no {base}: give one that does, such as {example}")
+            raise Wrong(f"{where} is {path}, which makes no {base}: give one that does, such as {example}", where)
         return target
 
     def takes(self, factory: object) -> Mapping[str, Any]:
@@ -303,22 +303,22 @@ class Explained(Check):
         try:
             parser.instantiate(namespace)
         except ValueError as error:
-            raise Wrong(where, str(error)) from None
+            raise Wrong(str(error), where) from None
 
     def refuse(self, where: str, value: object, hint: object) -> NoReturn:
         """Raise an error with the value and a description of the expected type; see `Check.refuse`."""
         if where in SECTIONS and not isinstance(value, dict):
-            raise Wrong(where, f"{where} is {value!r:.60}: give its fields, as in --{where}.FIELD VALUE (see --help)")
+            raise Wrong(f"{where} is {value!r:.60}: give its fields, as in --{where}.FIELD VALUE (see --help)", where)
         shown = f"'{value}'" if isinstance(value, str) else f"{value}"
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-        raise Wrong(where, f"{where} is {shown}: give {' or '.join(dict.fromkeys(_words(hint)))}")
+        raise Wrong(f"{where} is {shown}: give {' or '.join(dict.fromkeys(_words(hint)))}", where)
 
     def refuse_name(self, where: str, name: object, value: object, takes: Sequence[str], owner: str) -> NoReturn:
         """Raise an error with the unknown argument and the nearest valid name; see `Check.refuse_name`."""
         field = f"{where}.{name}"
         if where in SECTIONS:
-            raise Wrong(field, unknown(f"unknown field {field}", field, [f"{where}.{one}" for one in takes]))
-        raise Wrong(field, f"unknown field {field}: {nearest(str(name), takes)}")
+            raise Wrong(unknown(f"unknown field {field}", field, [f"{where}.{one}" for one in takes]), field)
+        raise Wrong(f"unknown field {field}: {nearest(str(name), takes)}", field)
 
 
 @lru_cache(maxsize=64)  # one message asks for the same few up to ten times, for 10 ms each

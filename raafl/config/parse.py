@@ -59,7 +59,7 @@ def make_parser(command: str, packages: tuple[str, ...] = ("lightning",), *, pla
         packages: names of imported packages that classes of models and data may come from: `lightning`,
             `pytorch_lightning`.
         plain: whether the parser must work without importing torch; model, data, algorithm and partition may then have
-            any value. For help texts and `raafl.config.plain`.
+            any value. Used for help texts, and for the check of plain values (`raafl.config.plain`).
     """
     import jsonargparse
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from raafl.config.argv import name_of, values
 from raafl.config.check import MADE
 from raafl.config.experiment import Experiment
-from raafl.config.messages import Explained
+from raafl.config.messages import ErrorCollector
 from raafl.config.parse import NEEDS_CONFIG, TRUST, config_first, expand_strict, make_parser
 from raafl.errors import BadInput
 
@@ -50,7 +50,7 @@ def check_plain(command: str, argv: Sequence[str], *, whole: bool = True) -> Non
     whole = whole and not (values(argv, "--resume") and not values(argv, "--config"))
     parser = make_parser(command, plain=True)
     made = _made(parser, argv)
-    lines = _Explained(parser, whole=whole).lines(argv) if made is None else _out_of_range(made, whole)
+    lines = _PlainErrors(parser, whole=whole).lines(argv) if made is None else _out_of_range(made, whole)
     if lines:
         raise BadInput("\n".join(lines))
 
@@ -95,7 +95,7 @@ def _out_of_range(namespace: Namespace, whole: bool) -> list[str]:
         return []
 
 
-class _Explained(Explained):
+class _PlainErrors(ErrorCollector):
     """Messages about plain fields alone."""
 
     def __init__(self, parser: ArgumentParser, *, whole: bool) -> None:

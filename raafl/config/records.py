@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
-from raafl.config.messages import Explained, Wrong, parser_of, relative, yaml_line
+from raafl.config.messages import ErrorCollector, Wrong, parser_of, relative, yaml_line
 from raafl.errors import BadInput
 
 Record = TypeVar("Record")
@@ -26,7 +26,7 @@ def make_record(tree: Mapping[str, Any], kind: type[Record], name: str, file: st
     """
     assert is_dataclass(kind)
     parser = parser_of(kind)
-    checked, problems = Explained(parser), []
+    checked, problems = ErrorCollector(parser), []
     for field, value in tree.items():
         try:
             checked.arguments({field: value}, kind, name, kind.__name__)

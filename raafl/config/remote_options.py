@@ -81,7 +81,7 @@ def credentials(own: Namespace, *, server: bool) -> TlsFiles | LocalToken:
 
 
 def tls_key(known: TlsFiles | LocalToken) -> Path | None:
-    """Return the path of this process's private key for TLS, which also signs the run's log; None if it has a token."""
+    """Return the path of a client's private key for TLS, which also signs its receipts of tasks; None if it has a token."""
     from raafl.transport.tcp.credentials import TlsFiles
 
     return known.key if isinstance(known, TlsFiles) else None

@@ -22,9 +22,11 @@ _SERVERS_OWN = (*CHANGES, "repeat_s", "recorded")
 
 
 def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
-    """Return a digest of each section of the config that must be equal on server and client.
+    """Return a digest of each section of the config that must be equal on server and client, by name of the section.
 
-    The digest is "own" for the data of a client that trains on its own data.
+    Args:
+        config_yaml: text of the config.
+        own_data: whether this is a client that trains on its own data; the section ``data`` then gets "own" for a digest.
     """
     import yaml
 

@@ -62,7 +62,7 @@ class SitePrivacy:
 
 @dataclass(frozen=True, slots=True)
 class Consent:
-    """Settings of how a person at the site is asked for consent.
+    """Settings for asking a person at the site for consent.
 
     Attributes:
         how: ``ask`` = at the terminal; ``spool`` = by a request in a folder, which a reviewer answers.
@@ -88,7 +88,7 @@ class Consent:
 
 @dataclass(frozen=True, slots=True)
 class SiteLogs:
-    """Settings of which log lines of the client are sent to the server.
+    """Choice of those log lines of a client that are sent to the server.
 
     Attributes:
         level: lowest level of the lines.
@@ -226,7 +226,7 @@ def load_policy(file: str) -> SitePolicy:
     """Read the policy of a site from a YAML file.
 
     Raises:
-        BadInput: the file is missing or no mapping, or fields are unknown or have wrong values (with a line for each).
+        BadInput: the file is missing or not a mapping, or fields are unknown or have wrong values (a line for each).
     """
     from raafl.config.records import make_record
 

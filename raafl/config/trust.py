@@ -142,7 +142,10 @@ def is_trusted(folder: Path, *, asked: bool) -> bool:
 
 
 def remember(config_yaml: str, run_folder: Path) -> None:
-    """Record that this user has run a config, so that `is_trusted` accepts it later; only if the config needs that."""
+    """Record that this user has run a config, so that `is_trusted` accepts it later.
+
+    Nothing is recorded for a config that needs no trust: one that names only classes of raafl and writes to no URL.
+    """
     try:
         tree = _tree(config_yaml)
         _check_names(tree)
@@ -162,7 +165,7 @@ def _check_names(tree: Mapping[str, Any]) -> None:
 
 @contextmanager
 def imports_only(paths: Sequence[str]) -> Iterator[None]:
-    """Return a context in which jsonargparse can import only these paths, as a second protection."""
+    """Return a context in which jsonargparse can import only these paths: a protection in addition to checking the config."""
     import jsonargparse
     from jsonargparse import _common  # what its interface tightens it does not loosen again
 
@@ -291,7 +294,7 @@ class _Check(Check):
 
 def _table(value: object, where: str) -> Mapping[Any, Any]:
     if not isinstance(value, dict | None):
-        _refuse(where, value, "which is no table of arguments")
+        _refuse(where, value, "which is no mapping of arguments")
     return value or {}
 
 

@@ -173,7 +173,10 @@ class Admission:
         return max(int(self.limits.max_weight * self.roster.middle), 1)
 
     def counted_samples(self, client: ClientInfo, num_samples: int) -> int:
-        """Return the weight of an update in samples: the ``num_samples`` that its client reports, up to the client's bound."""
+        """Return the weight of an update, in samples: the ``num_samples`` that its client reports, up to a limit.
+
+        Only clients with their own data have a limit: ``limits.max_weight`` times the median client's samples.
+        """
         most = self._max_samples(client)
         return num_samples if most is None else min(num_samples, most)
 

@@ -167,7 +167,7 @@ class Local(Part):
 
     @property
     def steps_are_plain(self) -> bool:
-        """Whether the hook is the base class `Hook`. Then only the proximal term, clipping and the optimiser read gradients."""
+        """Whether this part trains with the base class `Hook`: only proximal term, clipping and optimiser read gradients."""
         return type(self).hook is Local.hook and self.hook.__func__ is Local.hook  # type: ignore[attr-defined]
 
     def prepare(self, module: torch.nn.Module) -> Any:
@@ -185,7 +185,7 @@ class Local(Part):
 
         Args:
             submodels: submodels of the model.
-            extra: entries `Work.extra` of the task; None = the protocol for any task of this run.
+            extra: further settings of the task (`Work.extra`); None = the protocol for any task of this run.
 
         Raises:
             SpecError: ``extra`` names parts that the model does not have.
@@ -204,7 +204,7 @@ class Local(Part):
 
         Args:
             submodels: submodels of the model.
-            extra: `Work.extra` of the task.
+            extra: further settings of the task (`Work.extra`).
             way: "sent" to a client that has received values before, or "trained" back to the server.
 
         Raises:
@@ -236,7 +236,7 @@ class Local(Part):
             submodels: submodels of the model.
             spec: submodel to train.
             batch_size: local batch size.
-            extra: `Work.extra` of the task.
+            extra: further settings of the task (`Work.extra`).
         """
         return submodels.cost(spec, batch_size)
 

@@ -11,7 +11,11 @@ _CLOSE = 0.8
 
 
 class Part:
-    """Base of an algorithm's five parts. Its public methods are called by the runtime, so defining an unknown one is an error."""
+    """Base class of an algorithm's five parts.
+
+    The runtime calls only the public methods that a part's base class defines. To define another public method with
+    nearly the same name as one of these is an error, since it is probably a misspelt override.
+    """
 
     __slots__ = ()
 

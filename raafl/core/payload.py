@@ -101,7 +101,7 @@ class Payload:
 
     @property
     def is_resident(self) -> bool:
-        """Whether clients keep the payload from one task to the next."""
+        """Whether clients keep the tensors of a task for their next task, so that not all are sent each time."""
         return self._travels is not None
 
     def travelling(self, spec: Spec, way: Way, extra: Mapping[str, Any] | None = None) -> Layout:
@@ -112,7 +112,7 @@ class Payload:
         Args:
             spec: submodel of the task.
             way: "sent" to the client, or "trained" back to the server.
-            extra: `Work.extra` of the task; None = all are sent, since the client keeps none yet.
+            extra: further settings of the task (`Work.extra`); None = all are sent, since the client keeps none yet.
         """
         if self._travels is None:
             return self.layout(spec, way)
@@ -128,7 +128,7 @@ class Payload:
         return self.layout(spec, "trained") if self._travels is None else self.submodels.layout(spec, "trained")
 
     def plan(self, spec: Spec, way: Way) -> CopyPlan:
-        """Return the copy plan of a submodel: which elements of the whole model's tensors its own, smaller tensors are.
+        """Return the copy plan of a submodel: for each of its tensors, where in the whole model the elements are.
 
         Args:
             spec: submodel of the task.
@@ -146,10 +146,12 @@ class Payload:
         return CopyPlan(spec, self.layout(way=way), self.layout(spec, way), selections)
 
     def split(self, flat: FlatTensors, spec: Spec, way: Way) -> tuple[FlatTensors, Bundles]:
-        """Return views of a payload's flat storage: the submodel's values, and the bundles (extra tensors) by name.
+        """Split the storage of a task's tensors: return views of the submodel's values, and of the bundles by name.
+
+        Bundles are extra tensors of the method.
 
         Args:
-            flat: storage that holds the whole payload.
+            flat: storage that holds all tensors that are sent in this direction.
             spec: submodel of the task.
             way: direction of travel: "sent" to the client, or "trained" back to the server.
         """
@@ -171,12 +173,12 @@ class TransferCost(Protocol):
     """Interface to predict how many bytes a task transfers, for parts that choose submodels."""
 
     def cost(self, cost: Cost, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
-        """Return ``cost`` with the bytes that travel, after compression.
+        """Return the cost of a task with compression: fewer bytes are sent, but the client needs memory for it.
 
         Args:
             cost: predicted cost of the task without compression.
             spec: submodel of the task.
-            extra: `Work.extra` of the task; None = unknown.
+            extra: further settings of the task (`Work.extra`); None = unknown.
         """
         ...
 

@@ -114,7 +114,7 @@ def event_from_json(data: Mapping[str, Any]) -> Event:
             return Timer(data["id"])
         case "stop":
             return Stop(data["reason"])
-    raise ValueError(f"{data['event']} is not the name of an event")
+    raise ValueError(f"'{data['event']}' is not the name of an event: read the journal with the version that wrote it")
 
 
 _ASSIGNED = tuple(one.name for one in fields(Assignment) if one.name not in ("extra", "lr_scale"))

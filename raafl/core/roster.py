@@ -13,7 +13,8 @@ from raafl.core.types import Assignment, ClientInfo
 class Roster:
     """Record of all clients and their assignments. Each client is idle, drawn (about to start), at work, or has reported.
 
-    Where tasks and transfers overlap, the update of one further task of each client may travel meanwhile.
+    If clients may train while they send (`Coordinator.overlap`), the update of a client's previous task may still be on
+    its way.
 
     Attributes:
         clients: every client that joined and is neither lost nor suspended, by id.
@@ -118,7 +119,7 @@ class Roster:
         Args:
             sample: the algorithm's sample part.
             rng: the run's random generator.
-            rolling: whether each client restarts by itself when it finishes, instead of a cohort starting together.
+            rolling: whether clients are started one by one, as others finish (asynchronous), not as a cohort together.
         """
         chosen = sample.draw(self.idle, self.num_at_work + len(self.drawn), rng, rolling=rolling)
         self.drawn.update(dict.fromkeys(chosen))
@@ -148,7 +149,12 @@ class Roster:
         self.idle.add(assignment.client)
 
     def release(self, assignment: Assignment, *, back: bool) -> None:
-        """Remove ``assignment`` from the active ones; with ``back``, its client becomes idle unless it has the next task."""
+        """Remove ``assignment`` from the active ones.
+
+        Args:
+            assignment: assignment that has ended.
+            back: whether its client becomes idle; a client that already works on its next task stays busy.
+        """
         del self.active[assignment.id]
         self.late.discard(assignment.id)
         for having in (self.busy, self.sending):

@@ -88,8 +88,8 @@ class Sample(Part):
             idle: clients that could start.
             num_busy: number of clients at work or already drawn.
             rng: the run's random generator.
-            rolling: whether clients restart at each arrival. Then no more clients are drawn than may start at once, so
-                that each free slot is filled by a uniform draw.
+            rolling: whether clients are started one by one, as others finish (asynchronous). Then no more clients are
+                drawn than may start at once, so that each free slot is filled by a uniform draw.
         """
         limit = self.cohort
         if rolling and self.concurrency is not None:

@@ -54,7 +54,7 @@ class OwnTests:
 
 @dataclass(frozen=True, slots=True)
 class SelectContext:
-    """Everything that a `select` part, which chooses the work of a client, may read.
+    """Everything that the choice of a client's work (an algorithm's `select` part) may depend on.
 
     Attributes:
         state: the global model with its version and merge counts; read only.
@@ -97,7 +97,7 @@ class SelectContext:
 
         Args:
             spec: submodel of the task.
-            extra: entries `Work.extra` of the task; None = no entries.
+            extra: further settings of the task (`Work.extra`); None = none.
         """
         if spec.base is None and (bases := self.state.submodels.bases.names):
             spec = replace(spec, base=bases[-1])
@@ -112,7 +112,7 @@ class SelectContext:
         Args:
             client: client whose memory must hold the task.
             spec: submodel of the task; returned unchanged if it already names a precision.
-            extra: entries `Work.extra` of the task; None = no entries.
+            extra: further settings of the task (`Work.extra`); None = none.
         """
         bases = self.state.submodels.bases.names
         if not bases or spec.base is not None:
@@ -167,7 +167,7 @@ class SelectContext:
 
         Args:
             client: client that trains the task.
-            extra: entries `Work.extra` of the task; None = no entries.
+            extra: further settings of the task (`Work.extra`); None = none.
         """
         return self.own_tests.of(client) if self.local.evaluates_on_client(extra or {}) else 0.0
 
@@ -176,7 +176,11 @@ class SelectContext:
         return self.task_time(client, work).total_s
 
     def problems(self, ask: Callable[[ClientInfo], object]) -> list[str]:
-        """Call ``ask(client)`` for every client; return the messages of all `BadInput` errors that it raises."""
+        """Apply a check to every client and return its error messages.
+
+        Args:
+            ask: function called with each client; it raises `BadInput` to report a problem.
+        """
         found = []
         for client in self.clients.values():
             try:
@@ -192,7 +196,7 @@ class SelectContext:
 
 
 class Select(Part, ABC):
-    """Base of the part that decides which submodel a client gets, and how long it trains it."""
+    """Base class of the part of an algorithm that decides which submodel a client gets, and how long it trains it."""
 
     @property
     def needs_last_update(self) -> bool:

@@ -25,10 +25,10 @@ class Snapshots:
         self._free: dict[Layout, list[FlatTensors]] = {}
 
     def cut(self, assignment: Assignment) -> FlatTensors:
-        """Return a copy of the values to send for ``assignment``; it stays unchanged until `give_back`.
+        """Return a copy of the values to send for ``assignment``; it stays unchanged until passed to `give_back`.
 
         Raises:
-            NoRoom: there is no room for it.
+            NoRoom: there is too little memory or disk space for the copy.
         """
         if self._merge.personalizes:
             return self._own(assignment)

@@ -68,8 +68,7 @@ class ClientState:
             client: id of the client.
             layout: layout of the tensors.
             device: device on which new tensors are created.
-            folder: folder in which to keep the tensors as files (`raafl.submodel.tensor_files`), which changes no bit;
-                None = in memory.
+            folder: folder in which to keep the tensors as files, to save memory; None = in memory.
             fill: initial value of floating-point elements; integers start at 0.
         """
         kept = self.everyone(name, folder)
@@ -136,7 +135,7 @@ class GlobalState:
 def copied(state: GlobalState, but: str) -> dict[str, Any]:
     """Copy all state that a merge may change, so that the merge can be undone.
 
-    Tensors stored for clients are saved at their first change, by `ClientState.recording`, in the entry "clients".
+    The tensors stored for clients are not copied here; each is copied only when it first changes (`ClientState.recording`).
 
     Args:
         state: the global model.

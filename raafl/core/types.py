@@ -202,7 +202,7 @@ class Sending:
 
     Attributes:
         client: id of the client.
-        incarnation: incarnation of the client.
+        incarnation: number of times that the client had joined before.
         assignment: id of the trained task's assignment.
     """
 

@@ -47,7 +47,7 @@ def test_time_here_is_that_of_the_flops(rows):
 
 
 def test_the_table_has_a_sum(rows):
-    cells = module.shown(rows)
+    cells = module.as_table(rows)
     assert [line[0] for line in cells] == ["row", "A", "B", "all rows"]
     assert rows[0].total_s == rows[0].here_s * 6.5
     assert module.as_json(rows)[0]["total_s"] == rows[0].total_s

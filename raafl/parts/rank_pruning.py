@@ -34,7 +34,7 @@ class RankMemory(MergeMemory):
 
     Attributes:
         pruned: number of times that a client's ranks were pruned, by client.
-        tails: size of the last ranks in the values that a client received, by client; see `tail`.
+        tails: norm of the last ranks, which pruning would remove, in the values that a client received, by client.
     """
 
     key = "lora ranks"
@@ -53,7 +53,9 @@ def kept(num_ranks: int, share: float) -> int:
 
 
 def tail(adapters: Iterable[tuple[Tensor, Tensor]], share: float) -> Tensor:
-    """Return a measure of the ranks that pruning would remove: the sum over layers of ``||B[:, k:]|| ||A[k:]||``, a scalar.
+    """Return the size of the ranks that pruning would remove: the sum over layers of ``||B[:, k:]|| ||A[k:]||``, a scalar.
+
+    Pruning keeps the first k ranks of a layer (`kept`).
 
     Args:
         adapters: matrices B and A of each adapted layer.
@@ -68,7 +70,7 @@ def tail(adapters: Iterable[tuple[Tensor, Tensor]], share: float) -> Tensor:
 
 
 class Penalised(Hook):
-    """Hook that adds ``penalty * tail`` to the loss, which shrinks the ranks that pruning would remove."""
+    """Hook that adds to the loss a penalty on the last LoRA ranks, which shrinks them until they can be pruned."""
 
     def __init__(self, task: Task, share: float, penalty: float) -> None:
         """Find the adapters of the task's module."""
@@ -78,7 +80,7 @@ class Penalised(Hook):
         self._adapters = [(module.get_parameter(p.b), module.get_parameter(p.a)) for p in pairs_of(module)[0]]
 
     def loss(self, batch: Any, index: int) -> Tensor:
-        """Return the module's loss plus ``penalty * tail``."""
+        """Return the module's loss plus the penalty on the last LoRA ranks."""
         return super().loss(batch, index) + self._penalty * tail(self._adapters, self._share)
 
 
@@ -126,8 +128,8 @@ def _axis_of(pair: LoraPair, state: GlobalState) -> str | None:
     return None
 
 
-def compare(state: GlobalState, update: Update, pairs: Iterable[LoraPair], share: float) -> None:
-    """Prune the ranks of a client once more if training has shrunk its last ranks; see `tail`.
+def prune_if_shrunk(state: GlobalState, update: Update, pairs: Iterable[LoraPair], share: float) -> None:
+    """Let a client have fewer LoRA ranks from its next task on if training has shrunk its last ranks (`tail`).
 
     Args:
         state: the global model, whose memory counts the prunings.

@@ -27,7 +27,7 @@ class EachArrival(Trigger):
         return True
 
     def needed(self, num_more: int, num_waiting: int) -> int:
-        """Return the number of updates that must still arrive until enough are merged; see `Trigger.needed`."""
+        """Return the number of updates that must arrive before ``num_more`` further ones are merged; see `Trigger.needed`."""
         return num_more - num_waiting
 
     def staleness(self, num_at_work: int) -> float:
@@ -44,10 +44,10 @@ class BufferMemory(MergeMemory):
 
     Attributes:
         size: number of updates in a merge at present.
-        since_s: time of the last comparison with the size, in seconds on the run's clock.
+        since_s: start of the current measurement of clients at work, in seconds on the run's clock.
         until_s: time of the latest update.
         num_updates: number of updates that have arrived since ``since_s``.
-        work_s: total seconds that clients were at work since then, summed over clients.
+        work_s: total seconds that clients were at work since ``since_s``, summed over clients.
     """
 
     key = "buffer"
@@ -119,7 +119,7 @@ class Buffered(Trigger):
         return min(max(self.size * (at_work - 1) / (self.at_work - 1), least), 2 * self.size)
 
     def needed(self, num_more: int, num_waiting: int) -> int | None:
-        """Return the number of updates that must still arrive until enough are merged, counted in full buffers.
+        """Return the number of updates that must arrive before ``num_more`` further ones are merged, in full buffers.
 
         See `Trigger.needed`.
         """

@@ -116,7 +116,7 @@ def _submodels(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Measured runs on one fleet and one learning task.
+    """Measured runs of all candidate methods on one fleet (set of client devices) and one learning task.
 
     Attributes:
         fleet, task: names of the fleet's and the task's files.
@@ -139,8 +139,8 @@ class Table:
         candidates: methods with settings.
         cells: measured updates for each fleet and task.
         held_out: summary of the choices on fleets that were left out; empty = unknown.
-        rates: number of pairs of method and task with a search for the learning rate, and number of these whose best
-            rate is the most common one; empty = unknown.
+        rates: result of the learning-rate searches: the number of searches ("pairs" of method and task), and the number
+            of those with the most common best rate ("same"); empty = unknown.
     """
 
     candidates: Sequence[Candidate]
@@ -169,9 +169,10 @@ class Table:
         return asdict(self)
 
     def updates(self, features: Features) -> dict[str, float]:
-        """Estimate how many updates each candidate needs on a fleet, divided by the smallest number; by the candidate's label.
+        """Estimate the updates that each candidate needs on a fleet (set of client devices), as a multiple of the fewest.
 
-        The result is a geometric mean over the measured fleets; a fleet at distance d has weight ``exp(-d^2)``.
+        Keys are the candidates' labels. The result is a geometric mean over the measured fleets; a fleet at distance d
+        has weight ``exp(-d^2)``.
         """
         squares = [cell.features.distance(features) ** 2 for cell in self.cells]
         weights = [math.exp(min(squares) - square) for square in squares]

@@ -86,7 +86,7 @@ class World:
         self._submodels: dict[str, Submodels] = {}
 
     def submodels(self, algorithm: Algorithm) -> Submodels:
-        """Return the submodels of the model as an algorithm trains it, without parameter values."""
+        """Return the submodels of the model, without parameter values, after ``algorithm`` has prepared it for training."""
         prepared = type(algorithm.local).prepare
         key = "plain" if prepared.__qualname__ == "Local.prepare" else repr(algorithm.local)
         key += " whole" if type(algorithm.select) is Full else ""
@@ -104,7 +104,7 @@ class World:
         return self.submodels(replace(own, select=RateSelect()) if type(own.select) is Full else own)
 
     def fleet(self, algorithm: Algorithm) -> SelectContext:
-        """Return the context for selecting submodels, with all clients, even if the algorithm does not suit them."""
+        """Return the context in which the algorithm selects submodels, with all clients; whether it suits them is not checked."""
         fleet = self._coordinator(algorithm, None, real=False).fleet
         return fleet.of(self.clients)
 

@@ -35,7 +35,7 @@ class Features:
     clients: float
 
     def distance(self, other: Features) -> float:
-        """Return the Euclidean distance between two fleets; each number is first divided by its own scale."""
+        """Return the Euclidean distance between two fleets, with weights that make their six numbers comparable."""
         ours, theirs = asdict(self), asdict(other)
         return math.sqrt(sum(((ours[name] - theirs[name]) / scale) ** 2 for name, scale in _SCALES.items()))
 

@@ -24,8 +24,8 @@ STRAGGLER = 2.0
 class SubmodelRow:
     """Cost of a task with one submodel: bytes sent (after compression), FLOPs per sample, memory.
 
-    ``peaks`` has the memory peak for each precision of the frozen parameters, with ``peak_bytes`` first; empty if there
-    is only one precision.
+    If clients may store frozen parameters in several precisions, ``peaks`` has the peak memory with each of them; it is
+    empty otherwise.
     """
 
     name: str

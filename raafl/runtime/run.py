@@ -23,7 +23,7 @@ from raafl.loggers.loggers import Loggers
 from raafl.monitoring.monitor import Monitor
 from raafl.object_store import is_url
 from raafl.optimizers import configure
-from raafl.parts.select.axis_report import HALF_AND_QUARTER, axis_rows, leaves, sentence_of
+from raafl.parts.select.axis_report import HALF_AND_QUARTER, axis_rows, remaining_shares, sentence_of
 from raafl.parts.select.submodels import Full
 from raafl.runfolder.books import check_books
 from raafl.runfolder.journal import RunFolder, default_run_folder
@@ -252,8 +252,8 @@ class Run:
         guessed = self.parts.submodels.cost(FULL, fleet.batch_size).guessed
         notes += [Warn(f"predicted times and memory are a guess: {guessed}")] if guessed else []
         axes, is_cut = self.parts.submodels.axes, not isinstance(self.parts.coordinator.algorithm.select, Full)
-        self._leaves = leaves(axes, HALF_AND_QUARTER, fleet.cost) if is_cut and axes else {}
-        notes += [sentence_of(self._leaves)] if self._leaves else []
+        self._remaining = remaining_shares(axes, HALF_AND_QUARTER, fleet.cost) if is_cut and axes else {}
+        notes += [sentence_of(self._remaining)] if self._remaining else []
         warnings = [note for note in notes if isinstance(note, Warn)]
         if warnings and self.parts.experiment.strict:
             raise BadInput("\n".join([f"{warning} (an error, since strict is true)" for warning in warnings]))
@@ -321,8 +321,8 @@ class Run:
             summary["batched"] = batched
         summary["weights_clipped"] = {str(client): n for client, n in sorted(coordinator.clipped.items())}
         summary.update(cast(Summary, coordinator.algorithm.merge.report(coordinator.state)))
-        summary["rates_leave"] = self._leaves
-        summary["axes"] = axis_rows(self.parts.submodels) if self._leaves else []
+        summary["rates_leave"] = self._remaining
+        summary["axes"] = axis_rows(self.parts.submodels) if self._remaining else []
         summary["kept_whole"] = self.parts.submodels.reasons
         self.saver.close()
         with self.statistics.filled(coordinator.state.values, anew=False):

@@ -74,7 +74,7 @@ def test_the_rows_of_table_3_are_settings(arguments, how, trigger):
         ({"K": 0.0}, "K is 0"),
         ({"staleness": "linear"}, "staleness is 'linear'"),
         ({"staleness_a": -1.0}, "staleness_a is -1"),
-        ({"select": "fewest_updates", "K": 9.0}, "K is 9.0, but select 'fewest_updates' has no bound"),
+        ({"select": "fewest_updates", "K": 9.0}, "K is 9.0, but select 'fewest_updates' has no time limit"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):

@@ -38,7 +38,7 @@ from raafl.core.state import GlobalState
 from raafl.core.types import Update, derive_seed
 from raafl.parts.merge.mean import Deltas, Mean
 from raafl.parts.merge.wrapped import Wrapped
-from raafl.parts.rank_pruning import compare
+from raafl.parts.rank_pruning import prune_if_shrunk
 from raafl.submodel import Spec, Submodels
 from raafl.submodel.lora import LoraPair, pairs_of
 
@@ -239,7 +239,7 @@ class HetLoRA(LowRank):
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Decide whether the client's ranks are pruned, if pruning is on, and store its adapters."""
         if self.prune_share is not None:
-            compare(state, update, pairs(state.submodels), self.prune_share)
+            prune_if_shrunk(state, update, pairs(state.submodels), self.prune_share)
         super().receive(state, update, spec, staleness)
 
     def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:

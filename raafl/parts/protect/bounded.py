@@ -99,8 +99,8 @@ class BoundedMemory(MergeMemory):
 
     Attributes:
         norms: records of accepted updates, by the fingerprint of their layout.
-        measured: assignment and norms of the update measured last, and whether it is large; None = it was received
-            already.
+        measured: assignment id and norms of the update checked last, and whether it is large (above `SAFE`); None = the
+            wrapped merge has received this update.
         large: whether a large update waits for the merge.
         model: a version of the model and the norm of its parameters; None = the norm is not known.
     """
@@ -127,17 +127,16 @@ class BoundedMemory(MergeMemory):
 
 @dataclass(frozen=True)
 class Bounded(Wrapped):
-    """Outermost wrapper of a merge: refuses updates that are far too large, or whose merge would overflow.
+    """Outermost wrapper of a merge: refuses updates whose norm is far too large, or whose merge would overflow.
 
-    Norms are compared among updates of the same layout, separately for parameters, running statistics (as differences),
-    each bundle, and numbers that replace tensors. A norm is far too large above ``max_norm_ratio`` times the largest
-    value that the median of the last `WINDOW` accepted norms has ever had. The largest value counts because norms
-    shrink as training converges, and a late client with other data must not be refused for that. Until `WARM_UP` norms
-    are accepted, parameters and numbers are compared with the model's norm (at least 1, unless it is 0).
+    A norm is far too large above ``max_norm_ratio`` times the largest median that the latest accepted norms ever had.
+    The current median would not do: norms shrink as training converges, and a late client with other data must not be
+    refused for that. Updates of one layout are compared, separately for each kind of content, such as parameters and
+    running statistics. Before enough norms are known, parameters are compared with the model's norm.
 
-    Overflow is found by trial. A large update (above `SAFE`) is scaled up by `HEADROOM` and merged with all waiting
-    updates; the result is checked, and the merge is undone. The same is done, unscaled, for each update that arrives
-    while a large one waits. So the actual merge, which computes the same result, stays finite.
+    Overflow is found by trial. A large update is scaled up by `HEADROOM` and merged with all waiting updates; the
+    result is checked, and the merge is undone. The same is done, unscaled, for each update that arrives while a large
+    one waits. So the actual merge, which computes the same result, stays finite.
 
     Attributes:
         max_norm_ratio: multiple of the usual norm above which an update is refused; None = no bound.
@@ -156,9 +155,9 @@ class Bounded(Wrapped):
         return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Try the merge with a large update, or with one that arrives while a large one waits; return whether it overflows.
+        """Check by a trial merge whether this update, if it or one that waits is large, makes the merge overflow.
 
-        Both orders are tried: a merge right after this update, and one after `detach`.
+        There are two trials, since `detach` may change the order of sums: one calls it before the merge, one does not.
         """
         _, is_large = self._measured(state, update, spec)
         if not is_large and not state.memory.of(BoundedMemory).large:

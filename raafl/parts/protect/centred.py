@@ -22,7 +22,7 @@ Stored = tuple[Spec, int, FlatTensors]
 
 @dataclass
 class CentredMemory(MergeMemory):
-    """State of `Centred`: updates since the last merge, and that merge's centre (None before the first merge)."""
+    """State of `Centred`: updates that wait for the merge, and the clipping centre v (None before the first merge)."""
 
     key = "centred"
     stored: list[Stored] = field(default_factory=list)
@@ -35,9 +35,9 @@ class Centred(Wrapped):
 
     ``v <- v + 1/K sum_i (d_i - v) min(1, tau / ||d_i - v||)`` (Karimireddy et al. 2021, equation 3, one iteration). d_i
     is an update's change of the model, and K the number of updates that trained an element. At the first merge v is the
-    coordinate-wise median. Without a radius, tau is the median distance of the updates. Distances are over parameters;
-    between submodels they are compared as root mean squares, since a small submodel would otherwise always be near. All
-    updates have the same weight. The wrapped merge receives v in place of every update (`feed`). Elements that no
+    coordinate-wise median. tau is the radius, by default the median distance of the updates from v. Distances are over
+    parameters; with several submodels they are root mean squares, so that a small submodel is not near just for its
+    size. All updates have the same weight. The wrapped merge receives v in place of every update. Elements that no
     update trained keep their v. Memory: K updates, and three tensors of the model's size.
 
     The paper's clients send momentum, by which honest updates become similar over time. Here they send the change of
@@ -51,7 +51,7 @@ class Centred(Wrapped):
     radius: float | None
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and a warning if combining updates makes one of its options useless."""
+        """Return the wrapped merge's notes, and a warning if it averages by class, which combined updates do not allow."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
@@ -113,7 +113,7 @@ class Centred(Wrapped):
         return moved
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the clipping radius and that centred clipping was used, under the name "guard"."""
+        """Return the wrapped merge's entries for the run's summary, and the clipping radius, under the name "guard"."""
         inner = super().report(state)
         return {**inner, "guard": {**inner.get("guard", {}), "combine": "centred_clip", "radius": self.radius}}
 

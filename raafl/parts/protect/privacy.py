@@ -69,8 +69,8 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
         )
     if getattr(algorithm.trigger, "at_work", None) is not None:
         raise BadInput(
-            f"privacy.clip_norm is {privacy.clip_norm:g}, whose noise is that of merges of one size, but clients_at_work changes "
-            "it: leave clients_at_work out"
+            f"privacy.clip_norm is {privacy.clip_norm:g}, which needs merges of a fixed number of updates, but clients_at_work "
+            "changes this number: leave clients_at_work out"
         )
     if privacy.noise_multiplier > 0 and importlib.util.find_spec("dp_accounting") is None:
         raise BadInput(f"privacy.clip_norm needs the package dp-accounting: {installing('privacy')}")
@@ -84,7 +84,7 @@ def private(algorithm: Algorithm, privacy: Privacy, num_clients: int, key: bytes
 
 
 def expected_updates(algorithm: Algorithm, num_clients: int) -> float:
-    """Return the usual number of updates in a merge: a cohort's (or all clients'), a full buffer's, or 1."""
+    """Return the usual number of updates in a merge: the cohort's size (or all clients), the buffer's size, or 1."""
     trigger: Any = algorithm.trigger
     if trigger.restart == "merge":
         return float(getattr(algorithm.sample, "cohort", None) or num_clients)
@@ -101,7 +101,7 @@ def noise_key(privacy: Privacy, seed: int) -> bytes:
         seed: seed of the run.
 
     Raises:
-        BadInput: the file cannot be read or created, or has another content.
+        BadInput: the file cannot be read or created, or does not contain 64 hexadecimal digits.
     """
     if privacy.seed_file is None:
         return hashlib.blake2b(f"raafl noise/{seed}".encode(), digest_size=32).digest()
@@ -166,7 +166,7 @@ class PrivacyMemory(MergeMemory):
 
     Attributes:
         updates: number of a client's updates that were merged, by client.
-        squares: sum over merges of the squared number of a client's updates in each, by client.
+        squares: sum of n^2 over all merges, where n is the number of a client's updates in the merge, by client.
         sums: sum of clipped changes, by submodel.
         received: submodel, staleness, client and assignment of each update since the last merge.
     """
@@ -208,7 +208,7 @@ class Private(Wrapped):
     max_epsilon: float | None = None
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the wrapped merge's problems, and those of privacy: running statistics in the model, or too small a budget."""
+        """Return the wrapped merge's problems, and own ones: running statistics in the model, or too small a max_epsilon."""
         trained = state.submodels.layout(part="trained").entries
         problems = super().check(state)
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
@@ -228,7 +228,7 @@ class Private(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, one on the meaning of epsilon, and a warning if privacy makes an option useless."""
+        """Return the wrapped merge's notes, one on the meaning of epsilon, and a warning if that merge averages by class."""
         noisy = [f"privacy: epsilon is between runs that differ in {NEIGHBOURS}, at delta {self.delta:g}"]
         return super().notes(state, num_clients) + joint_notes(self.inner) + (noisy if self.noise_multiplier else [])
 
@@ -266,7 +266,9 @@ class Private(Wrapped):
     def release_sum(
         self, state: GlobalState, total: FlatTensors, received: Sequence[tuple[Spec, int, int, int]]
     ) -> None:
-        """Merge a noisy mean when only the sum of updates is known, whose clients have clipped their changes themselves.
+        """Add noise to a sum of updates, and merge the resulting mean; for secure aggregation, which reveals only the sum.
+
+        The clients have clipped their changes themselves.
 
         Args:
             state: the global model.
@@ -319,9 +321,9 @@ class Private(Wrapped):
         return epsilon(self.noise_multiplier, compositions, self.delta)
 
     def ends_run(self, state: GlobalState) -> str | None:
-        """Return `EPSILON` if merging the updates that wait would exceed a client's ``max_epsilon``.
+        """Return a reason to end the run if merging the updates that wait would exceed a client's ``max_epsilon``.
 
-        Else ask the wrapped merge.
+        Else the wrapped merge decides.
         """
         if self.max_epsilon is not None:
             memory = state.memory.of(PrivacyMemory)

@@ -37,7 +37,7 @@ WINDOW = 101
 
 
 def difference(state: GlobalState, update: Update, spec: Spec, sends: str) -> FlatTensors:
-    """Return the change that ``update`` makes to the model; read only if it shares the update's own tensors.
+    """Return the change that ``update`` makes to the model; do not modify the result, which may be the update itself.
 
     Args:
         state: the global model.
@@ -101,7 +101,7 @@ class GuardMemory(MergeMemory):
     """State of `NormFilter`: norms of accepted updates, and the number of clipped ones.
 
     Attributes:
-        norms: norms of the latest accepted updates, by size class of the submodel.
+        norms: norms of the latest accepted updates, by size class (group of submodels of similar size).
         clipped: number of updates that were clipped.
         measured: assignment and norm of an update that has passed the checks and is received next; None = there is
             none.
@@ -339,7 +339,7 @@ class CoordinateWise(Wrapped):
     trim: float
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and a warning if combining updates makes one of its options useless."""
+        """Return the wrapped merge's notes, and a warning if it averages by class, which combined updates do not allow."""
         return super().notes(state, num_clients) + joint_notes(self.inner)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:

@@ -17,9 +17,10 @@ Shares = dict[str, dict[str, float]]
 
 
 def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict[str, Any]:
-    """Report as plain data which axes of a model can shrink, how much remains at given rates, and which dimensions cannot shrink.
+    """Report as plain data which dimensions of a model can be cut, how much remains at given rates, and what stays whole.
 
-    Axes over which norms compute statistics (the residual width) are not shrunk.
+    Dimensions that are cut together, such as a layer's hidden neurons, are an axis. For the shares that remain, axes
+    over which norm layers compute statistics (the width of a transformer) are not cut.
 
     Args:
         submodels: submodels of the model.
@@ -32,23 +33,23 @@ def facts(submodels: Submodels, rates: Iterable[float], batch_size: int) -> dict
     return {
         "axes": axis_rows(submodels),
         "whole": [{"parameter": name, "dim": dim, "reason": why} for (name, dim), why in _whole(submodels).items()],
-        "rates": leaves(cut, named, lambda spec: submodels.cost(spec, batch_size)),
+        "rates": remaining_shares(cut, named, lambda spec: submodels.cost(spec, batch_size)),
     }
 
 
 def axis_rows(submodels: Submodels) -> list[dict[str, Any]]:
-    """Return the axes in the model's order as plain data, each with the names of its parameters and buffers."""
+    """Return the axes (dimensions that are cut together) as plain data: name, size, and names of parameters and buffers."""
     return [
         {"name": axis.name, "size": axis.size, "parameters": list(dict.fromkeys(m.name for m in axis.members))}
         for axis in submodels.axes.values()
     ]
 
 
-def leaves(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[[Spec], Cost]) -> Shares:
-    """Return the shares of the model's parameters and FLOPs that remain at each rate.
+def remaining_shares(axes: Mapping[str, Axis], rates: Mapping[str, float], cost: Callable[[Spec], Cost]) -> Shares:
+    """Return which shares of the model's parameters and FLOPs remain if its axes are cut to each rate.
 
     Args:
-        axes: axes that are shrunk; all others stay whole.
+        axes: axes (dimensions that are cut together) to cut; all others stay whole.
         rates: rates by the names that the report gives them.
         cost: function that predicts the cost of a submodel.
     """
@@ -69,7 +70,7 @@ def share(value: float) -> str:
 
 
 def sentence_of(shares: Shares) -> str:
-    """Describe in a sentence what share of the model each rate keeps, given the result of `leaves`."""
+    """Describe in a sentence what share of the model each rate keeps, given the result of `remaining_shares`."""
     percents = {
         rate: (percent(share_of["parameters"]), percent(share_of["flops"])) for rate, share_of in shares.items()
     }

@@ -20,8 +20,8 @@ class SpeedMemory(MergeMemory):
     """State of `BySpeed`: speeds of the clients that are present.
 
     Attributes:
-        measured: seconds of one step in a client's latest submodel, by client, for clients with a measured ratio.
-        predicted: predicted seconds of one step, by client, for clients without a measured ratio.
+        measured: seconds of one step in a client's latest submodel, by client, for clients with an entry in ``ratio``.
+        predicted: predicted seconds of one step, by client, for clients without an entry in ``ratio``.
         ratio: measured divided by predicted time of a client's latest task, by client.
         latest: newest ratio of any client, used for clients without one.
     """
@@ -62,7 +62,7 @@ class BySpeed(WrappedSelect):
         return replace(work, num_steps=min(max(math.floor(most * share + 1e-9), self.least), most))
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Predict the client's speed, and delete its measured ratio, since it may have joined from another device."""
+        """Predict the client's speed, and forget what was measured, since it may have joined from another device."""
         super().on_join(client, fleet)
         fleet.state.memory.of(SpeedMemory).ratio.pop(client.id, None)
         self._record(client, Work(), fleet)

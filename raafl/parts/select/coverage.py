@@ -26,17 +26,18 @@ Taken = tuple[tuple[int, ...], ...]
 
 
 def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]:
-    """Return m_n, the number of regions (out of 4) that each client trains at a level of heterogeneity in the paper (section 6.2).
+    """Return the number of regions (quarters of the model) that each client trains, for a setting of the RA-Fed paper.
 
-    L-Arb gives 2 regions, S-Arb 1, and MIX-Arb 2 to one half of the clients and 1 to the other.
+    The settings (section 6.2 there) are called L-Arb: every client trains 2 regions; S-Arb: 1 region; and MIX-Arb: one
+    half of the clients trains 2 regions, the other half 1.
 
     Args:
-        level: name of the level, L-Arb, S-Arb or MIX-Arb.
+        level: name of the setting, L-Arb, S-Arb or MIX-Arb.
         num_clients: number of clients N.
         seed: seed that decides which half of the clients gets 2 regions.
 
     Raises:
-        BadInput: the level is unknown, or there is no client.
+        BadInput: the setting is unknown, or there is no client.
     """
     one_of("mask level", level, LEVELS)
     at_least("num_clients", num_clients, 1)
@@ -50,11 +51,11 @@ def mask_level(level: Level, num_clients: int, seed: int = 0) -> tuple[int, ...]
 class RegionCoverage:
     """Schedule that says which client trains which regions (parts of the model's width) in each round.
 
-    It depends only on the seed and the round. Without ``rest`` each round is drawn independently. With ``rest``, the
-    trained regions and their distribution over clients rotate, so that each client has trained all regions after
-    ``period`` rounds; if ``rest`` allows more rounds, the order varies. With ``hold`` all rounds are the same, and
-    regions beyond ``trained`` are never trained. With ``rest`` or ``hold``, the least covered region has exactly
-    ``coverage`` clients in every round.
+    It depends only on the seed and the round. By default each round is drawn independently. If ``rest`` limits for how
+    many rounds a client may skip a region, regions rotate over rounds and clients, and each client has trained all of
+    them after ``period`` rounds; a larger ``rest`` leaves more freedom in their order. If ``hold`` is true, all rounds
+    are the same, and regions beyond ``trained`` are never trained. In both of these cases the region that is trained by
+    the fewest clients has exactly ``coverage`` of them in every round.
 
     Attributes:
         takes: number m_n of regions that client n trains in a round, by client.
@@ -94,9 +95,9 @@ class RegionCoverage:
             )
         if self.rest is not None and self.rest < self.period - 1:
             raise BadInput(
-                f"rest is {self.rest}: it takes {self.period} rounds until a client that trains {min(self.takes)} of "
-                f"{self.num_trained} regions has trained all {self.regions}: give at least {self.period - 1}, or more "
-                "takes or trained regions"
+                f"rest (rounds in which a client may skip a region) is {self.rest}: a client that trains {min(self.takes)} "
+                f"of {self.num_trained} regions a round needs {self.period} rounds for all {self.regions}: give at least "
+                f"{self.period - 1}, or a larger takes or trained"
             )
         self._check_rotation()
 
@@ -106,17 +107,17 @@ class RegionCoverage:
             raise BadInput(f"rest is {self.rest}, but with hold the assignment never changes: leave out rest or hold")
         if self.rest is not None and self.rest > 2 * self.period - 2:
             raise BadInput(
-                f"rest is {self.rest}: every client trains all regions within {self.period} rounds, so no region is "
-                f"left out for more than {2 * self.period - 2}: give at most that, or hold: true, which leaves "
-                "regions out for the whole run"
+                f"rest (rounds in which a client may skip a region) is {self.rest}: clients train all regions every "
+                f"{self.period} rounds, so they skip none for more than {2 * self.period - 2}: give at most that, or hold: "
+                "true, by which clients skip regions in the whole run"
             )
         if self.coverage is None or (self.rest is None and not self.hold):
             return
         realised = self._least_covered(self._offsets())
         if realised != self.coverage:
             raise BadInput(
-                f"coverage is {self.coverage}: {len(self.takes)} clients that train {sorted(set(self.takes))} of "
-                f"{self.num_trained} regions in turn train each region {realised} times or more in a round: give "
+                f"coverage is {self.coverage}, but {len(self.takes)} clients that train {sorted(set(self.takes))} of "
+                f"{self.num_trained} regions each cover every region {realised} times or more in a round: give "
                 f"{realised}, or leave out coverage"
             )
 
@@ -153,7 +154,7 @@ class RegionCoverage:
 
     @property
     def period(self) -> int:
-        """Number of rounds in which every client can train every region: ``ceil(K / S) * ceil(S / min m_n)``."""
+        """Number of rounds that suffice for every client, also the one with the fewest regions a round, to train all regions."""
         return -(-self.regions // self.num_trained) * self._visits
 
     @property

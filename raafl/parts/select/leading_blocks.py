@@ -17,11 +17,11 @@ from raafl.submodel import Spec, Submodels
 
 @dataclass(frozen=True)
 class LeadingBlocks(Select):
-    """Select part that gives each client the lowest blocks with all exits among them, and the first units of each axis.
+    """Select part that gives each client the lowest blocks of the model, and the first units of each layer's width.
 
-    An exit is an output head after a block. Submodels are nested, since every client trains the lowest blocks. A client
-    gets fewer blocks if its share does not fit its memory. A model without a stack of blocks keeps its depth; one
-    without exits ends with its own last layers.
+    The exits (output heads after a block) among these blocks are part of the submodel. Submodels are nested, since
+    every client trains the lowest blocks. A client gets fewer blocks if its share does not fit its memory. A model
+    without a stack of blocks keeps its depth; one without exits ends with its own last layers.
 
     Attributes:
         depths: share of the blocks that a client gets: one number for all; a list that clients 1, 2, ... take in turn;
@@ -83,7 +83,7 @@ class LeadingBlocks(Select):
         return fleet.problems(lambda client: self._largest(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's cached submodel; it does not influence other clients."""
+        """Delete the client's cached submodel; other clients' submodels do not depend on it."""
         fleet.cache.pop(client.id, None)
 
     def notes(self, fleet: SelectContext) -> list[str]:

@@ -107,7 +107,7 @@ class RateSelect(Select):
 
         if self.relative and not self.measured:
             raise BadInput(
-                "relative is true, but measured is false, so that there is no ratio: give measured: true, too"
+                "relative is true, but measured is false, so clients' speeds are unknown: give measured: true, too"
             )
 
     def _all_rates(self) -> list[float]:
@@ -148,11 +148,11 @@ class RateSelect(Select):
         return fleet.problems(lambda client: self._size(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's cached size; it does not influence other clients."""
+        """Delete the cached size of the client's submodel; other clients' submodels do not depend on it."""
         fleet.cache.pop(client.id, None)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's measured ratio, since it may have joined from another device."""
+        """Forget the client's measured speed, since it may have joined from another device."""
         if self.measured:
             fleet.state.memory.of(RateMemory).ratio.pop(client.id, None)
         super().on_join(client, fleet)
@@ -183,7 +183,7 @@ class RateSelect(Select):
             fleet.cache.clear()
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a warning if the model has no axes, so that rates have no effect."""
+        """Return a warning if no dimension of the model can be cut, so that rates have no effect."""
         submodels = fleet.state.submodels
         cuts = min(self._all_rates()) < 1 and not submodels.axes
         return uncut(submodels, "cut by rates") if cuts else []

@@ -106,10 +106,10 @@ def _is_shared(submodels: Submodels, axis: Axis, member: Member) -> bool:
 
 
 class Gates:
-    """Gates that emulate a mask in the whole module, by multiplying the weights that read an axis's units; one per segment.
+    """Factors (gates) on segments of units, by which the whole module computes as if a mask had removed some of them.
 
-    With gates of 0 and 1, the loss and the gradients of kept parameters equal those of the small module that the mask
-    would give. Gates between 0 and 1 have gradients.
+    A gate multiplies the weights that read its segment's units. With gates of 0 and 1, the loss and the gradients of
+    kept parameters equal those of the small module that the mask would give. Gates between 0 and 1 have gradients.
     """
 
     def __init__(self, module: nn.Module, submodels: Submodels, segments: Mapping[str, Segments]) -> None:

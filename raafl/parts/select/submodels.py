@@ -62,7 +62,7 @@ def uncut(submodels: Submodels, what: str) -> list[str]:
 
 
 def fragment_ratios(fragments: int | Sequence[float]) -> tuple[float, ...]:
-    """Return the share of the model in each fragment: a row of the paper's Table 4, or the given ratios scaled to sum to 1.
+    """Return the share of the model in each fragment: a row of Fed-RAA's Table 4, or the given ratios scaled to sum to 1.
 
     Args:
         fragments: number of fragments, for a row of Table 4; or a list of relative sizes.
@@ -134,7 +134,7 @@ class OneOf(Select):
         positive("K", self.bound_s, optional=True)
         if self.how == "fewest_updates" and self.bound_s is not None:
             raise BadInput(
-                f"K is {self.bound_s}, but select 'fewest_updates' has no bound: leave K out, or use gre_raa"
+                f"K is {self.bound_s}, but select 'fewest_updates' has no time limit: leave K out, or use gre_raa"
             )
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
@@ -157,7 +157,7 @@ class OneOf(Select):
         return specs
 
     def bound(self, fleet: SelectContext) -> float:
-        """Return the time limit K in seconds: the given one, or that computed from the present clients."""
+        """Return the time limit for a client's task in seconds: the given one, or that computed from the present clients."""
         if self.bound_s is not None:
             return self.bound_s
         cache = fleet.cache
@@ -189,12 +189,12 @@ class OneOf(Select):
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the cached time limit K, which depends on all clients, and the set S of this client."""
+        """Delete the cached time limit, which depends on all clients, and the cached choice of submodels for this client."""
         fleet.cache.pop("K", None)
         fleet.cache.get("S", {}).pop(client.id, None)
 
     def allowed(self, client: ClientInfo, fleet: SelectContext) -> list[int]:
-        """Return the numbers, from 1, of the submodels in the client's set S; cached."""
+        """Return the numbers, from 1, of the submodels that the client can train in its memory and the time limit; cached."""
         # K is the cost of some fragment on some client, which rounding must not exclude
         limit = float("inf") if self.how == "fewest_updates" else self.bound(fleet) * (1 + 1e-9)
         cached: dict[int, list[int]] = fleet.cache.setdefault("S", {})
@@ -208,7 +208,7 @@ class OneOf(Select):
         return cached[client.id]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that can train no submodel of the set within K and its memory."""
+        """Return a problem for each client that can train no submodel of the set in its memory and the time limit."""
         return [self._problem(c, fleet) for c in fleet.clients.values() if not self.allowed(c, fleet)]
 
     def _costs(self, client: ClientInfo, fleet: SelectContext) -> list[float]:

@@ -20,10 +20,10 @@ from raafl.submodel import Spec, Submodels
 class WindowPieces(OneOf):
     """Select part that chooses among pieces of the model: some consecutive blocks, and a slice of their width.
 
-    A rate r gives windows of ``ceil(r_d L)`` consecutive blocks (`RollingWindows`). Each is cut into ``ceil(1 / r_w)``
-    slices of ``ceil(r_w S)`` heads or segments, which together cover all of them. The number q(j) of merges is counted
-    for each piece j. Gre-RAA then gives a client the piece merged least often, among those that it finishes within the
-    time K.
+    A share r of the model is divided into a share r_d of its L blocks and a share r_w of their width. It gives windows
+    of ``ceil(r_d L)`` consecutive blocks, each of which is cut into ``ceil(1 / r_w)`` slices that together cover the
+    width. A client gets the piece that was merged least often so far, among those that it finishes within the time
+    limit K (Gre-RAA, from Fed-RAA).
 
     Attributes:
         rates: shares r of the model that a piece has, one for each set of pieces.

@@ -27,7 +27,7 @@ STEPS = 16
 
 
 def split_rate(rate: float, ratio: float) -> tuple[float, float]:
-    """Split the share of a model into a share r_w of its width and a share r_d of its depth (Table VIII).
+    """Split the share of a model into a share r_w of its width and a share r_d of its depth (Co-S2P, Table VIII).
 
     ``r_w * r_d = rate`` and ``log r_w = ratio * log r_d``. So ratio 1 shrinks both equally, 0 shrinks the depth only,
     and infinity the width only.
@@ -103,8 +103,11 @@ class _Size:
     starts: tuple[int, ...]
     masks: tuple[tuple[str, ...], ...] = ()
 
-    def turn(self, merged: int) -> tuple[int, tuple[str, ...]]:
-        """Return the client's round, and the axes whose mask scores train in its next task; ``merged`` counts its merged tasks."""
+    def next_task(self, merged: int) -> tuple[int, tuple[str, ...]]:
+        """Return the round of the client's next task, and the axes whose mask scores it trains; none = it trains the window.
+
+        ``merged`` is the number of the client's tasks that were merged so far.
+        """
         for round, axes in enumerate(self.masks):
             if not axes or merged == 0:
                 if merged == 0:
@@ -122,13 +125,14 @@ class _Size:
 class RollingWindows(Select):
     """Select part of Co-S2P: a window of consecutive blocks that moves up in each round, narrowed by the client's own mask.
 
-    The window has ``ceil(r_d L)`` of L blocks and the share r_w of each axis. Blocks below it are frozen and equally
-    narrow; blocks above are absent, and the exit at the window's top ends the submodel. Clients start with different
-    windows (`first_window`).
+    A client's share of the model is divided into a share r_d of the depth and r_w of the width. The window has ``ceil(r_d
+    L)`` of L blocks. Blocks below it are frozen and equally narrow; blocks above are absent, and an exit (output head)
+    at the window's top ends the submodel. Clients start with different windows (`first_window`).
 
-    A client's mask keeps, on each axis, the ``ceil(r_w S)`` of S segments with the largest scores. In a client's first
-    ``mask_rounds`` visits to a block it first gets a task that trains the block's scores, then one that trains the
-    window. Afterwards the scores stay constant. Axes outside all blocks count as visited with any window.
+    A mask keeps, on each axis (dimension that can be cut), the ``ceil(r_w S)`` of S segments with the largest scores.
+    The first ``mask_rounds`` times that the window reaches a block, the client trains the block's scores in a task of
+    their own before it trains the window. Afterwards the scores stay constant. Scores of axes outside all blocks train
+    with the scores of any window.
 
     Attributes:
         rates: rate r of a client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a
@@ -170,7 +174,7 @@ class RollingWindows(Select):
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the task of ``client``, as region ``client.id``; raises `BadInput` if no submodel fits its memory."""
         size, submodels = self._size(client, fleet), fleet.state.submodels
-        round, wanted = size.turn(fleet.state.counts.get(client.id, 0))
+        round, wanted = size.next_task(fleet.state.counts.get(client.id, 0))
         start = size.starts[round % len(size.starts)]
         stop = start + size.num_blocks
         seed = derive_seed(fleet.seed, "masks", client.id, round)
@@ -331,7 +335,7 @@ class RollingWindows(Select):
         return fleet.problems(lambda client: self._size(client, fleet))
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the client's cached size; it does not influence other clients."""
+        """Delete the cached size of the client's submodel; other clients' submodels do not depend on it."""
         fleet.cache.pop(("size", client.id), None)
 
     def notes(self, fleet: SelectContext) -> list[str]:

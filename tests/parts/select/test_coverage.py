@@ -146,12 +146,15 @@ def test_regions_share_the_units_of_an_axis_that_has_fewer():
         ({"takes": (1, 1)}, "cover 4 regions 0 times: give fewer trained regions, or more takes"),
         ({"takes": (1,) * 10, "coverage": 3}, "coverage is 3: 10 clients take 10 regions .* give 1 to 2"),
         ({"takes": (2, 2, 2), "trained": 2, "coverage": 4}, "coverage is 4.*give 1 to 3"),
-        ({"takes": (1,) * 4, "rest": 2}, "rest is 2: it takes 4 rounds .* give at least 3"),
-        ({"takes": (1,) * 10, "rest": 200}, "rest is 200: .* for more than 6: give at most that, or hold: true"),
+        ({"takes": (1,) * 4, "rest": 2}, r"rest \(.*\) is 2: .* needs 4 rounds .* give at least 3"),
+        (
+            {"takes": (1,) * 10, "rest": 200},
+            r"rest \(.*\) is 200: .* for more than 6: give at most that, or hold: true",
+        ),
         ({"takes": (1,) * 10, "rest": 4, "hold": True}, "rest is 4, but with hold the assignment never changes"),
         (
             {"takes": (4, 4, 1, 1), "coverage": 1, "rest": 3},
-            r"coverage is 1: 4 clients that train \[1, 4\] of 4 .* 2 times or",
+            r"coverage is 1, but 4 clients that train \[1, 4\] of 4 .* 2 times or",
         ),
         ({"takes": (1,), "regions": 0}, "regions is 0"),
     ],

@@ -95,7 +95,7 @@ def test_a_model_without_axes_is_one_fragment_and_this_is_said():
 
 
 def test_k_says_nothing_where_there_is_no_bound():
-    with pytest.raises(BadInput, match=r"K is 9.0, but select 'fewest_updates' has no bound: leave K out"):
+    with pytest.raises(BadInput, match=r"K is 9.0, but select 'fewest_updates' has no time limit: leave K out"):
         Fragments(TABLE_4[3], "fewest_updates", 9.0)
 
 

@@ -1,13 +1,13 @@
 """Write the tables of docs from committed results: python -m benchmarks.tables [--check].
 
 A table stands between `<!-- table: benchmarks/results/NAME.json -->` and `<!-- end of table -->`; what is between is replaced.
-Results of `raafl compare` need no more. For those of a benchmark the marker also says what to show, each part behind a `;`:
+Results of `raafl compare` need no more. For the result of a grid the marker also names the task, whose times it shows
+(`; task: mnist-mlp`), or a cell (`; cell: mnist-mlp, gpus`). For the result of a benchmark the marker has a name from
+tables.yaml (`<!-- table: plan -->`), which gives the file (`result`) and what to show of it:
 
 - `columns: model, flops:.2f as FLOPs`: keys of a row, with a format and a title where wanted;
 - `across: rate of ratio:.2f`: a column for each value of one key, filled with another key; rows with equal columns are one;
 - `where: part=comparison, rate=0.5`: rows with these values alone.
-
-Of the result of a grid the marker names the task, whose times it shows (`task: mnist-mlp`), or a cell (`cell: mnist-mlp, gpus`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from raafl.compare.grid_result import cell_table
 from raafl.compare.provenance import machine_name
-from raafl.compare.tables import Cells, cells, sentences, short, time_cell
+from raafl.compare.tables import Cells, cells, quoted, sentences, short, time_cell
 
 ROOT = Path(__file__).parent.parent
 _TABLE = re.compile(r"(<!-- table: (\S+?)(?:; ([^\n]*))? -->\n).*?(<!-- end of table -->)", re.S)
@@ -38,18 +40,22 @@ def written(result: dict[str, Any]) -> str:
     seeds = max(len(row["seeds"]) for row in result["rows"])
     shown = "\n".join(f"- {line}" for line in sentences(result["rows"], result["reference"], result["metric"]))
     source = (
-        f"`raafl compare {_file_of(result['name'])}`, {result['date'][:10]}, {machine_name(result['hardware'])}, commit "
-        f"`{(result['commit'] or 'unknown')[:8]}`: mean over {seeds} seeds ± half of its 95 % interval."
+        f"{_measured(_file_of(result['name']), result)}\n"
+        f"A value a ± b is the mean over {seeds} seeds, and half the width of its 95 % interval."
+        if seeds > 1
+        else f"{_measured(_file_of(result['name']), result)}\nEach value is of one seed."
     )
-    missing = (
-        [
-            "These rows have not been run; the command without `--rows` runs them:",
-            "\n".join(f"- {label}" for label in result["not_run"]),
-        ]
-        if result.get("not_run")
-        else []
-    )
-    return "\n\n".join(filter(None, [source, markdown(cells(result)), shown, *missing]))
+    missing = ""
+    if result.get("not_run"):
+        missing = "These rows of the comparison have not been run; the command without `--rows` runs them:\n"
+        missing += "; ".join(result["not_run"]) + "."
+    return "\n\n".join(filter(None, [source, markdown(cells(result)), shown, missing]))
+
+
+def _measured(file: str, result: dict[str, Any]) -> str:
+    """Return a sentence on the command, the day, the machine and the commit of a result."""
+    made = f"{machine_name(result['hardware'])}, commit `{(result['commit'] or 'unknown')[:8]}`"
+    return f"Measured with `raafl compare {file}` on {result['date'][:10]} ({made})."
 
 
 def _file_of(name: str) -> str:
@@ -71,14 +77,14 @@ def task_of(result: dict[str, Any], task: str) -> str:
     for label in result["methods"]:
         found = [rows.get((fleet, label)) for fleet in cells]
         table.append([label, *("not run" if row is None else time_cell(row["time_to"][target]) for row in found)])
-    shown = "\n".join(f"- On `{fleet}`: {_shown_of(cell)}" for fleet, cell in cells.items())
+    shown = "\n".join(f"- On the fleet `{fleet}` {_shown_of(cell)}" for fleet, cell in cells.items())
     missing = sum(len(seeds) for cell in cells.values() for seeds in cell["not_run"].values())
     verdicts = [row["accepted"] for row in rows.values()]
     grid = f"benchmarks/unequal/{result['name'].removeprefix('unequal-')}.yaml"
-    made = f"{result['date'][:10]}, {machine_name(result['hardware'])}, commit `{(result['commit'] or 'unknown')[:8]}`"
-    source = f"`raafl compare {grid}`, {made}.\nMedian over {len(result['seeds'])} seeds."
+    source = f"{_measured(grid, result)}\nEach time is the median over {len(result['seeds'])} seeds."
     source += f"\nNot run yet: {missing} of the runs." if missing else ""
-    source += f"\nAccepted: {verdicts.count(True)} of {len(verdicts)} rows; refused: {verdicts.count(False)}."
+    source += f"\n{verdicts.count(True)} of {len(verdicts)} rows were accepted (runs that were repeated gave the same results)"
+    source += f", {verdicts.count(False)} refused."
     return "\n\n".join([source, markdown(table), shown])
 
 
@@ -88,13 +94,13 @@ def _shown_of(cell: dict[str, Any]) -> str:
     if not behind:
         return "no method reached the target."
     first = next(iter(behind.values()))["of"]
-    slower = [f"{label} ({one['ratio']:.1f} x)" for label, one in behind.items() if one["shown"]]
-    never = [label for label, one in behind.items() if not one["reached"]]
-    level = [label for label, one in behind.items() if label != first and not one["shown"] and one["reached"]]
-    parts = [f"{first} has the best median."]
-    parts += [f"Shown to be slower: {'; '.join(slower)}."] if slower else []
-    parts += [f"No difference from it is shown for: {'; '.join(level)}."] if level else []
-    parts += [f"Never reached the target: {'; '.join(never)}."] if never else []
+    slower = [f"{quoted(label)} ({one['ratio']:.1f} times)" for label, one in behind.items() if one["shown"]]
+    never = [quoted(label) for label, one in behind.items() if not one["reached"]]
+    level = [quoted(label) for label, one in behind.items() if label != first and not one["shown"] and one["reached"]]
+    parts = [f"{quoted(first)} has the best median time to the target."]
+    parts += [f"Shown to be slower: {', '.join(slower)}."] if slower else []
+    parts += [f"No difference from {quoted(first)} is shown for: {', '.join(level)}."] if level else []
+    parts += [f"Never reached the target: {', '.join(never)}."] if never else []
     return "\n  ".join(parts)
 
 
@@ -105,9 +111,8 @@ def cell_of(result: dict[str, Any], spec: str) -> str:
     return markdown(cell_table(cell))
 
 
-def chosen(result: dict[str, Any], spec: str) -> str:
-    """Return the table of a benchmark's result that a marker asks for (its parts are listed above)."""
-    parts = dict(part.split(": ", 1) for part in spec.split("; "))
+def chosen(result: dict[str, Any], parts: dict[str, str]) -> str:
+    """Return the table of a benchmark's result with the columns and rows that an entry of tables.yaml asks for."""
     columns = [_column(text) for text in parts["columns"].split(", ")]
     wanted = [text.split("=", 1) for text in parts["where"].split(", ")] if "where" in parts else []
     rows = [row for row in result["rows"] if all(str(row.get(key)) == value for key, value in wanted)]
@@ -142,14 +147,17 @@ def _shown(row: dict[str, Any], column: dict[str, str]) -> str:
 
 def renewed(text: str) -> str:
     """Return a page with each of its tables made anew."""
+    named = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
     def anew(found: re.Match[str]) -> str:
-        result = json.loads((ROOT / found[2]).read_text())
-        spec = found[3] or ""
-        if spec.startswith(("cell: ", "task: ")):
+        shown = named.get(found[2], {"result": found[2]})
+        result, spec = json.loads((ROOT / shown["result"]).read_text()), found[3] or ""
+        if "columns" in shown:
+            text = chosen(result, shown)
+        elif spec:
             text = (cell_of if spec.startswith("cell") else task_of)(result, spec[6:])
         else:
-            text = chosen(result, spec) if spec else written(result)
+            text = written(result)
         return f"{found[1]}\n{text}\n\n{found[4]}"
 
     return _TABLE.sub(anew, text)

@@ -61,6 +61,11 @@ def difference(figure: Mapping[str, Any] | None) -> str:
     return sign + _rounded(size, figure["half"]) + ("" if figure["excludes_0"] else " (not shown)")
 
 
+def quoted(label: str) -> str:
+    """Put a row's label into quotation marks if it has a comma."""
+    return f'"{label}"' if "," in label else label
+
+
 def _rounded(mean: float, half: float) -> str:
     """Format a mean and half its interval to the decimals of the interval's second significant digit."""
     if not (math.isfinite(mean) and math.isfinite(half) and half > 0):
@@ -129,13 +134,10 @@ def sentences(rows: Sequence[Mapping[str, Any]], reference: str, metric: str) ->
             continue
         if gap["half"] is None:
             found.append(f"{row['row']}: compared with {reference} on one seed only, so no difference can be shown.")
-        elif gap["excludes_0"]:
-            found.append(
-                f"{row['row']}: {metric} differs from {reference} by {difference(gap)} (95 %, {gap['num']} seeds)."
-            )
         else:
+            size, side = _rounded(abs(gap["mean"]), gap["half"]), "above" if gap["mean"] >= 0 else "below"
+            end = "." if gap["excludes_0"] else ", so no difference is shown."
             found.append(
-                f"{row['row']}: no difference from {reference} is shown ({difference(gap).removesuffix(' (not shown)')}, "
-                f"95 %, {gap['num']} seeds)."
+                f"{row['row']}: {metric} is {size} {side} that of {quoted(reference)} (95 % interval, {gap['num']} seeds){end}"
             )
     return found

@@ -18,7 +18,9 @@ def test_a_table_is_replaced_between_its_marks_alone(tmp_path, monkeypatch):
         f' "reference": "A", "rows": [{str(row).replace(chr(39), chr(34))}]}}'
     )
     text = renewed("before\n<!-- table: r.json -->\nold\n<!-- end of table -->\nafter")
-    assert text.startswith("before\n<!-- table: r.json -->\n\n`raafl compare configs/papers/r.yaml`, 2026-01-02, P")
+    assert text.startswith(
+        "before\n<!-- table: r.json -->\n\nMeasured with `raafl compare configs/papers/r.yaml` on 2026-01-02 (P"
+    )
     assert "| A | 0.50 ± 0.25 |" in text and "old" not in text and text.endswith("\n\n<!-- end of table -->\nafter")
 
 
@@ -30,7 +32,7 @@ def test_an_empty_place_is_filled_and_then_stays(tmp_path, monkeypatch):
     assert "\n\ntable\n\n" in text and renewed(text) == text
 
 
-def test_a_benchmarks_table_has_the_rows_and_columns_that_the_marker_names():
+def test_a_benchmarks_table_has_the_rows_and_columns_that_it_is_asked_for():
     rows = [
         {"model": "A", "rate": 0.5, "ratio": 1.004, "n": 7, "part": "x"},
         {"model": "A", "rate": 0.25, "ratio": 2.0, "n": 7, "part": "x"},
@@ -38,9 +40,9 @@ def test_a_benchmarks_table_has_the_rows_and_columns_that_the_marker_names():
         {"model": "C", "rate": 0.25, "ratio": 9.0, "n": 1, "part": "y"},
     ]
     result = {"date": "2026-01-02T03", "hardware": {"cpu": "P"}, "rows": rows}
-    text = chosen(result, "columns: model, ratio:.2f as times; where: part=x, rate=0.25")
+    text = chosen(result, {"columns": "model, ratio:.2f as times", "where": "part=x, rate=0.25"})
     assert text == "Measured 2026-01-02 on P.\n\n| model | times |\n| --- | --- |\n| A | 2.00 |\n| B |  |"
-    text = chosen(result, "columns: model as name, n; across: rate of ratio:.1f; where: part=x")
+    text = chosen(result, {"columns": "model as name, n", "across": "rate of ratio:.1f", "where": "part=x"})
     assert text.endswith(
         "| name | n | 0.5 | 0.25 |\n| --- | --- | --- | --- |\n| A | 7 | 1.0 | 2.0 |\n| B | 12345 |  |  |"
     )

@@ -38,8 +38,8 @@ def test_cells():
 
 def test_nothing_is_said_that_an_interval_does_not_show():
     c, d = tables.sentences(ROWS, "A & B_1", "accuracy")
-    assert c == "C: no difference from A & B_1 is shown (-0.10 ± 0.30, 95 %, 2 seeds)."
-    assert d == "D: accuracy differs from A & B_1 by +0.25 ± 0.12 (95 %, 2 seeds)."
+    assert c == "C: accuracy is 0.10 ± 0.30 below that of A & B_1 (95 % interval, 2 seeds), so no difference is shown."
+    assert d == "D: accuracy is 0.25 ± 0.12 above that of A & B_1 (95 % interval, 2 seeds)."
 
 
 def test_csv_reads_back_and_latex_escapes():

@@ -61,7 +61,7 @@ class TaskFailed(CodeFailed):
 
     @property
     def kind(self) -> tuple[int, str, str]:
-        """Key that is equal for equal failures, even in different batches: (client at fault, kind of error, source line)."""
+        """Key for counting equal failures: client, type of the error, and line of the code; the batch does not matter."""
         return self.client, self.error.partition(":")[0], self.error.rpartition("(")[2]
 
 
@@ -110,7 +110,7 @@ def user_frame(error: BaseException) -> str:
 
 
 def no_utf8(error: UnicodeDecodeError) -> str:
-    """Return the end of an error message about a file that is not valid UTF-8: the position of the wrong byte, and the remedy."""
+    """Return words to put after a file's name in an error message: "is not text in UTF-8 (...)", and the remedy."""
     at = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
     return f"is not text in UTF-8 ({at}): save it as UTF-8, from a spreadsheet as CSV UTF-8"
 
@@ -211,7 +211,8 @@ def refuse_unused(reason: str, **given: tuple[object, object]) -> None:
     """
     unused = [f"{name} is {value}" for name, (value, default) in given.items() if value != default]
     if unused:
-        raise BadInput(f"{', '.join(unused)}, but {reason}: leave out one of the two")
+        names = " and ".join(text.partition(" is ")[0] for text in unused)
+        raise BadInput(f"{', '.join(unused)}, but {reason}: leave out {names}, which would have no effect")
 
 
 def fraction(field: str, value: float, *, zero: bool = False) -> None:

@@ -72,7 +72,7 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
     try:
         books = check_books(folder, keys=keys, heads=bool(sites))
     except OSError as error:
-        raise BadInput(f"'{folder}' cannot be read: {error}") from None
+        raise BadInput(f"'{folder}' cannot be read ({error}): give a run folder whose files you may read") from None
     result: dict[str, Any] = {
         "books": books.state, "findings": list(books.findings), "notes": list(books.notes), "rows": books.num_rows,
         "signed_rows": books.num_signed, "head": books.head, "seals": books.num_seals, "key": books.key, "replay": None,
@@ -90,7 +90,7 @@ def audit(argv: Sequence[str]) -> tuple[str, bool]:
 
 @dataclass(frozen=True)
 class _Site:
-    """Receipts of a site, and the server's keys in them."""
+    """Receipts of a site (signed records of its client's tasks), and the server's public keys in them."""
 
     books: SiteReceipts
     keys: list[str]
@@ -105,12 +105,15 @@ class _Site:
         *,
         trusted: bool,
     ) -> None:
-        """Compare a site's receipts with a run, repeat some of its training tasks, and add the outcome to ``result``.
+        """Check a server's run against a site's receipts (signed records of the tasks that the site's client did).
+
+        Some of the site's training tasks are repeated, and their updates compared with those in the receipts.
 
         Args:
             run: folder of the run.
-            books: result of reading the run's records.
-            result: mapping to which errors, remarks and an entry of ``sites`` are added.
+            books: result of checking the hashes and signatures of the run's records.
+            result: mapping for the command's output; gets the errors in ``findings``, remarks in ``notes``, and an entry
+                for the site in ``sites``.
             share: share of the tasks to repeat; None = none.
             overrides: options that set the site's data.
             trusted: whether to import any class that the site's config names.

@@ -45,7 +45,9 @@ def parser() -> ArgumentParser:
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
-    """Run `raafl calibrate`; return the text to print.
+    """Fit device profiles to the measured task times of a real run, write them to a file, and return the text to print.
+
+    With `--check`, also predict the times of other real runs from these profiles, and compare them.
 
     Args:
         argv: arguments of the command.

@@ -33,7 +33,10 @@ SITES = """\
 
 
 def command(argv: list[str]) -> str:
-    """Run `raafl certs` with these arguments; return the text to print.
+    """Make, sign, renew, revoke or list TLS certificates, as the first argument says; return the text to print.
+
+    Args:
+        argv: arguments of the command `raafl certs`.
 
     Raises:
         BadInput: an option is wrong, or the folder lacks a file that the command needs.

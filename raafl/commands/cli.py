@@ -164,7 +164,7 @@ def _complain(text: str, *, known_to_all: bool = False) -> None:
 
 
 def _fit(argv: list[str]) -> int:
-    from raafl.commands.stored_runs import located
+    from raafl.commands.stored_runs import with_local_resume
     from raafl.config.plain import check_plain
 
     if values(argv, "--local"):
@@ -174,7 +174,7 @@ def _fit(argv: list[str]) -> int:
             check_plain("fit", read(argv).options)
             return fit_local(argv)
         argv = without(argv, "--local", "--max_restarts")
-    argv = located(argv)
+    argv = with_local_resume(argv)
     check_plain("fit", argv)
     with quick_imports():
         from raafl.commands.auto import parse_run
@@ -189,11 +189,11 @@ def _fit(argv: list[str]) -> int:
 
 
 def _simulate(argv: list[str]) -> int:
-    from raafl.commands.stored_runs import located
+    from raafl.commands.stored_runs import with_local_resume
     from raafl.config.plain import check_plain
     from raafl.local.malloc import keep_freed
 
-    argv = located(argv)
+    argv = with_local_resume(argv)
     check_plain("simulate", argv)
     keep_freed()  # it trains here or in forks of it; and before torch starts threads
     with quick_imports():
@@ -221,12 +221,12 @@ def _num_ranks() -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from raafl.commands.stored_runs import located
+    from raafl.commands.stored_runs import with_local_resume
     from raafl.config.plain import check_plain
     from raafl.config.remote_options import credentials, split
 
     own, rest = split("serve", argv)
-    rest = located(rest)
+    rest = with_local_resume(rest)
     check_plain("serve", rest)
     if not own.address.startswith("fd:"):
         resolves(own.address)

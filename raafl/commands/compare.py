@@ -160,7 +160,10 @@ def _verify(folder: Path, share: float, jobs: int, *, as_json: bool) -> str:
         _tell(f"{verdict['row']}, seed {verdict['seed']}: {outcome}")
     differing = [verdict for verdict in verdicts if not verdict["equal"]]
     if differing:
-        raise RunFailed(f"{len(differing)} of {len(verdicts)} replays are not equal to what the result says")
+        raise RunFailed(
+            f"{len(differing)} of {len(verdicts)} replayed runs gave another result than {folder / 'result.json'} says: "
+            "do not rely on it, and run the comparison again in a new folder"
+        )
     if as_json:
         return json.dumps({"replayed": len(verdicts), "equal": True})
     return f"{len(verdicts)} runs replayed, each equal to what the result says, to the last bit"

@@ -15,7 +15,9 @@ _log = logging.getLogger(__name__)
 
 
 def run_file(options: Namespace) -> str:
-    """Run the grid that a file describes, or with `--verify` check some of its runs; return the text to print.
+    """Run a grid (a comparison for each pair of a task and a set of devices), and return its tables as text.
+
+    With `--verify`, instead repeat some runs of the grid and check that the results are the same.
 
     Args:
         options: parsed options of `raafl compare`.
@@ -31,7 +33,9 @@ def run_file(options: Namespace) -> str:
 
     grid = read_grid(options.file, options.add)
     if options.variant or options.plan:
-        raise BadInput("this file is a grid, which has no --variant and no --plan: leave them out")
+        raise BadInput(
+            f"'{options.file}' describes a grid of comparisons, for which --variant and --plan do not exist: leave them out"
+        )
     if options.rows:
         grid = grid.only(options.rows)
     folder: Path = options.output or Path("comparisons") / grid.name
@@ -54,7 +58,10 @@ def run_file(options: Namespace) -> str:
     refused = [f"{cell['task']} on {cell['fleet']}: {row['row']}" for cell in found["cells"] for row in cell["rows"]
                if row["accepted"] is False]  # fmt: skip
     if refused:
-        raise RunFailed(f"{len(refused)} rows are refused, since a replay is not equal; the first: {refused[0]}")
+        raise RunFailed(
+            f"{len(refused)} rows are marked as not accepted in {folder / 'result.json'}, since replaying one of their runs "
+            f"gave another model; the first: {refused[0]}"
+        )
     return json.dumps(found) if options.json else "\n\n".join([*shown, f"wrote {folder / 'result.json'}"])
 
 
@@ -70,7 +77,9 @@ def _verify(grid: Grid, folder: Path, options: Namespace) -> str:
         )
     differing = [verdict for verdict in verdicts if verdict["why"]]
     if differing:
-        raise RunFailed(f"{len(differing)} of {len(verdicts)} runs are not what {path} says")
+        raise RunFailed(
+            f"{len(differing)} of {len(verdicts)} repeated runs gave another result than {path} says: do not rely on it"
+        )
     if options.json:
         return json.dumps({"verified": len(verdicts), "equal": True})
     return f"{len(verdicts)} runs made again and replayed, each equal to what {path} says, to the last bit"

@@ -38,11 +38,11 @@ _FOLDERS = ("--output", "--resume", "--certs")
 
 
 def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
-    """Return the script that `raafl --print_completion SHELL` prints.
+    """Return a script that makes a shell complete raafl's commands and options when the user presses Tab.
 
     Args:
-        argv: arguments of the command.
-        commands: names of all commands.
+        argv: arguments with `--print_completion SHELL`.
+        commands: names of all commands of raafl.
         usage: help text of `raafl`, which describes each command.
     """
     texts = dict(re.findall(r"^  (\w+) +(\S.*?):?$", usage, re.M))
@@ -51,14 +51,14 @@ def completion(argv: Sequence[str], commands: Iterable[str], usage: str) -> str:
 
 
 def script(shell: str, commands: Mapping[str, str]) -> str:
-    """Return the completion script for a shell.
+    """Return a script that makes a shell complete raafl's commands and options when the user presses Tab.
 
     Args:
         shell: bash, zsh or tcsh.
         commands: description of each command in one line, by name.
 
     Raises:
-        BadInput: the shell is another one.
+        BadInput: ``shell`` is not one of these three.
     """
     if shell not in SHELLS:
         raise BadInput(

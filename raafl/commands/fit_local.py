@@ -66,7 +66,7 @@ def fit_local(argv: Sequence[str]) -> int:
         logs.mkdir()
         environment = child_environment(os.environ, secrets.token_hex(32))
         port = listener.getsockname()[1]
-        server = ServerProcess(asked.options, listener, note)
+        server = ServerCommand(asked.options, listener, note)
         supervisor = Supervisor(
             Child("the server", server.command, {**environment, NOTE: str(note)}, fds=(listener.fileno(),)),
             {
@@ -102,8 +102,8 @@ def _loopback() -> Iterator[socket.socket]:
         yield listener
 
 
-class ServerProcess:
-    """Builder of the command line that starts or restarts the server's process."""
+class ServerCommand:
+    """Builder of the command line that starts the server of `raafl fit --local`, or restarts it after a crash."""
 
     def __init__(self, options: Sequence[str], listener: socket.socket, note: Path) -> None:
         """Serve at ``listener``; the server writes the path of its run folder to ``note``."""
@@ -117,7 +117,7 @@ class ServerProcess:
         return Path(path.strip()) if path.strip() else None
 
     def command(self) -> list[str]:
-        """Return the command that starts the server, with a new run or resuming the run that it had begun."""
+        """Return the command that starts the server; after a crash, it resumes the run from the last checkpoint."""
         folder = self.folder()
         if folder is not None and any((folder / "checkpoints").glob("version-*.ckpt")):
             options = [*without(self._options, "--config", "--resume", "--output"), "--resume", str(folder)]
@@ -151,7 +151,14 @@ def client_command(options: Sequence[str], port: int, number: int) -> list[str]:
 
 
 def child_environment(environment: Mapping[str, str], token: str) -> dict[str, str]:
-    """Return the environment of the processes: one thread each unless set otherwise, and the token by which they connect."""
+    """Return the environment variables for the server and the clients that `raafl fit --local` starts.
+
+    OMP_NUM_THREADS is 1 unless set, and variables of torchrun are left out.
+
+    Args:
+        environment: environment variables of this process.
+        token: shared secret with which clients prove to the server that they belong to the run.
+    """
     kept = {
         name: value
         for name, value in environment.items()
@@ -167,7 +174,9 @@ def read(argv: Sequence[str]) -> LocalOptions:
         BadInput: an option is wrong; see `fit_local`.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        raise BadInput("--local starts its own ranks, but torchrun has started this one: use one of them")
+        raise BadInput(
+            "--local starts the run's processes itself, but torchrun has started this one: leave out --local or torchrun"
+        )
     for name in _TAKEN:
         if values(argv, f"--{name}"):
             raise BadInput(

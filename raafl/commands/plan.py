@@ -45,7 +45,9 @@ data is loaded and shared out; nothing is trained. Every field of a config is an
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
-    """Run `raafl plan` and return the text to print.
+    """Predict times, memory and traffic of a run without training, and return them as text.
+
+    Other options measure this machine as a client device, or list the known devices.
 
     Args:
         argv: arguments of the command.

@@ -99,7 +99,8 @@ def _start(folder: Path, begun: JournalRow) -> dict[str, Any]:
     least, counts = (start.get("min_clients"), start.get("count_lost")) if isinstance(start, dict) else (None, None)
     if not isinstance(least, int) or not isinstance(counts, bool):
         raise BadInput(
-            f"the journal of '{folder}' has {start!r:.80} as the run's start: the journal was changed, and cannot be replayed"
+            f"events.jsonl in '{folder}': start is {start!r:.80} in the first row: the file was changed, so the run cannot be "
+            "replayed; give an unchanged copy of the run's folder"
         )
     return {"min_clients": least, "count_lost": counts}
 

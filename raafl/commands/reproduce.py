@@ -12,7 +12,7 @@ from raafl.compare.papers import Paper, catalogue, paper
 
 
 def reproduce(argv: Sequence[str]) -> str:
-    """Run a table of a paper and return the result; without a name, list all tables.
+    """Run the experiments behind a table or figure of a paper and return their results; without a table, list all tables.
 
     Args:
         argv: arguments of the command.

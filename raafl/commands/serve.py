@@ -54,7 +54,11 @@ def listener(address: str | socket.socket) -> str | socket.socket:
 
 
 def allow_list(own: Namespace, credentials: TlsFiles | LocalToken) -> Sites | None:
-    """Read the list of sites and the client ids that each may use; None if a token is used in place of certificates.
+    """Read which client ids each site (organization with a TLS certificate) may use; None if a token replaces certificates.
+
+    Args:
+        own: parsed options of `raafl serve`; ``sites``, ``certs`` and ``tls_crl`` name the files to read.
+        credentials: files of TLS certificates, or a token that all clients share.
 
     Raises:
         BadInput: the list is missing or invalid.

@@ -21,7 +21,7 @@ _RESUMES = "--resume"
 
 
 def run_folder(text: str) -> Path:
-    """Return the path of a run folder; a run at a URL is copied to a temporary folder first.
+    """Return the local path of a run folder; a run at a URL is first copied to a temporary folder.
 
     Raises:
         BadInput: there is no run at the URL, or the store does not answer.
@@ -30,7 +30,7 @@ def run_folder(text: str) -> Path:
 
 
 def run_tables(text: str) -> Path:
-    """Return the path of a run folder like `run_folder`, but copy neither checkpoints nor model from a URL."""
+    """Return the local path of a run folder; from a run at a URL, all but checkpoints and model are copied first."""
     return _copied(text, tables_only=True) if is_url(text) else Path(text)
 
 
@@ -45,11 +45,13 @@ def _copied(url: str, *, tables_only: bool) -> Path:
     return folder
 
 
-def located(argv: Sequence[str]) -> list[str]:
-    """Replace the value of `--resume` by the path of a folder; a run at a URL is copied to `runs` and continues there.
+def with_local_resume(argv: Sequence[str]) -> list[str]:
+    """Return a command's arguments with `--resume URL` or `--resume auto` replaced by `--resume FOLDER`.
 
-    `--resume auto` resumes the run in `--output` if it has a checkpoint, else it starts the run there. A folder without
-    a checkpoint is renamed before, with the time as a suffix.
+    A run at a URL is copied to a new folder in `runs`, where it continues.
+
+    `--resume auto` means the run in the folder that `--output` names. If that folder has no checkpoint, it is renamed,
+    with the time as a suffix, and the run starts anew; `--resume` is then left out.
 
     Raises:
         BadInput: there is no run at the URL, the store does not answer, or `--resume auto` is used without `--config`

@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch.utils.data import TensorDataset
 
-from raafl.data.sources import Classes
+from raafl.data.sources import TrainTestData
 from raafl.errors import BadInput, at_least
 
 
-class GaussianClusters(Classes):
+class GaussianClusters(TrainTestData):
     """Random points `(num_features,)` for classification: several Gaussian clusters for each class, all of equal size.
 
     By default this is the task of the public toy example of Liu et al. 2024, "Asynchronous Local-SGD Training for

@@ -32,7 +32,7 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
     Args:
         tokenizer: tokenizer of transformers.
         task: kind of task: causal, seq2seq or classification.
-        form: names of the columns in a row, one of `FORMS`.
+        form: names of the columns that a row has, such as prompt and completion.
         max_length: largest number of tokens in an example, including special tokens.
     """
 
@@ -76,15 +76,15 @@ def encoder(tokenizer: Any, task: Task, form: Sequence[str], max_length: int) ->
 def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
     """Convert a chat to tokens by the tokenizer's template; only the assistant's messages have labels.
 
-    A template marks these messages with ``{% generation %}``. Without such marks, the message is the text that the
-    assistant's turn adds to the formatted chat, if formatting one more turn only appends text.
+    The assistant's messages are those that the template marks with ``{% generation %}``. If it has no such marks, the
+    chat is formatted up to each assistant's message, without and with it: the tokens that were added are the message.
 
     Args:
         tokenizer: tokenizer of transformers, with a template for chats.
         messages: messages of the chat, each with role and content.
 
     Raises:
-        BadInput: the tokenizer has no template, or the assistant's messages cannot be found in either way.
+        BadInput: the tokenizer has no template, or the template changes the text of earlier messages.
     """
     template = str(tokenizer.chat_template or "")
     if not template:
@@ -121,7 +121,7 @@ def pack(lengths: Ints, groups: Ints, max_length: int) -> list[Ints]:
         max_length: largest number of tokens in a row.
 
     Returns:
-        The numbers of the examples in each row, in order.
+        Indices of the examples in each row, in order.
     """
     rows: list[list[int]] = []
     for group in np.unique(groups):

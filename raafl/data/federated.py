@@ -134,7 +134,7 @@ class ClientData:
         num_epochs: int | None = None,
         num_steps: int | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Yield the numbers of the samples in each batch; see `batches`, which has the same arguments and errors.
+        """Yield the indices of each batch's samples, in place of the batches; raise the same errors as `batches`.
 
         Args:
             generator: CPU generator that determines the order.
@@ -151,7 +151,7 @@ class ClientData:
         return rows if num_steps is None else islice(rows, num_steps)
 
     def fetch(self, rows: torch.Tensor) -> Any:
-        """Return the client's samples with these numbers as one batch."""
+        """Return one batch with the samples whose indices, from `rows`, are given."""
         return self._fetch(rows)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Sized]:
@@ -189,7 +189,7 @@ class ClientData:
 
 
 class _Parts:
-    """Row numbers of all clients in one tensor; a tensor for each client would cost half a kilobyte of overhead apiece."""
+    """Row indices of all clients in one tensor; a tensor for each client would cost half a kilobyte of overhead apiece."""
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self.sizes = [len(part) for part in parts]
@@ -250,7 +250,7 @@ class FederatedData:
         self.notes: list[str] = []
 
     def _split(self, partition: Partition, num_clients: int, seed: int) -> list[torch.Tensor]:
-        """Return the row numbers of each client; validation rows belong to no client."""
+        """Return the row indices of each client; validation rows belong to no client."""
         rows = np.setdiff1d(np.arange(_length(self._dataset)), self._validation.numpy())
         labels = self.labels()[rows] if partition.needs_labels else np.zeros(len(rows), np.int64)
         # A Subset hides the columns that a data set can give as a whole, so it is made only where rows are left out.
@@ -291,7 +291,7 @@ class FederatedData:
                 )
 
     def client(self, client: int) -> ClientData:
-        """Return the data of one client, built at the first call; those of recently used clients stay cached (`_MOST_KEPT`)."""
+        """Return the data of one client; the data of recently used clients are cached."""
         if client not in self._clients:
             self._clients[client] = self.make_client(client)
             if len(self._clients) > _MOST_KEPT:
@@ -373,7 +373,7 @@ class FederatedData:
             read = read_loader(loader, name)
             if read.weights is not None:
                 raise BadInput(
-                    f"the sampler of {name}() is a WeightedRandomSampler, but each sample is measured exactly once: "
+                    f"the sampler of {name}() is a WeightedRandomSampler, but an evaluation uses each sample once: "
                     "leave the sampler out"
                 )
             return read.dataset, read.collate, read.batch_size

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, Dataset
 from raafl.data import readers, synthetic
 from raafl.data.examples import FORMS, IGNORED, Ints, Task, encoder, pack
 from raafl.data.hub import load_splits, rows_of
-from raafl.data.sources import Classes
+from raafl.data.sources import TrainTestData
 from raafl.data.tokens import Tokenizer, load_tokenizer
-from raafl.errors import BadInput, at_least
+from raafl.errors import BadInput, at_least, one_of
 
 _log = logging.getLogger(__name__)
 _PARTS = ("ids", "starts", "labels", "label_starts", "group")
@@ -41,7 +41,7 @@ class Encoded:
         starts: `(n + 1,)`, position at which each example begins in ``ids``, and the end of the last one.
         labels: labels of all examples; see `raafl.data.examples.Tokens`.
         label_starts: `(n + 1,)`, position at which each example begins in ``labels``, and the end of the last one.
-        group: `(n,)`, number of the person or group to whom each example belongs; 0 if the data does not tell.
+        group: `(n,)`, number of the person or group to whom each example belongs; all 0 if the data has no such column.
     """
 
     ids: Tensor
@@ -65,11 +65,11 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 
     Args:
         encoded: tokens of all examples.
-        rows: numbers of the examples in each row.
+        rows: indices of the examples in each row.
         packed: whether positions restart at each example of a row, which tells transformers to keep the examples apart.
 
     Attributes:
-        group: `(n,)`, number of each row's group, a column for partitions by person or group.
+        group: `(n,)`, number of the person or group to whom each row belongs, for partitions by it.
         labels: `(n,)`, class of each row; only for classification.
     """
 
@@ -127,7 +127,7 @@ class Padding:
         return padded if length is None else F.pad(padded, (0, length - padded.shape[1]), value=value)
 
 
-class FineTuning(Classes):
+class FineTuning(TrainTestData):
     """Data module with examples for fine-tuning a transformers model: causal, encoder-decoder or classifier.
 
     The data's columns determine the form of the examples: ``messages`` (a chat: mappings with role and content),
@@ -178,10 +178,8 @@ class FineTuning(Classes):
     ) -> None:
         """Check the arguments; nothing is read yet."""
         super().__init__(batch_size, num_train, num_test)
-        if task not in FORMS or padding not in ("max_length", "longest"):
-            raise BadInput(
-                f"FineTuning: task is '{task}', padding '{padding}': give {', '.join(FORMS)}; max_length, longest"
-            )
+        one_of("FineTuning: task", task, FORMS)
+        one_of("FineTuning: padding", padding, ("max_length", "longest"))
         at_least("FineTuning: max_length", max_length, 2)
         if not 0 < test_share < 1:
             raise BadInput(f"FineTuning: test_share is {test_share}: give a share between 0 and 1, such as 0.1")

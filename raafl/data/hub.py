@@ -54,7 +54,7 @@ def _check_there(path: str) -> None:
     if not Path(path).exists() and (is_file or path.startswith(("/", ".", "~"))):
         what = "file" if is_file else "folder"
         where = "" if Path(path).is_absolute() else f" in {Path.cwd()}"
-        raise BadInput(f"there is no {what} '{path}'{where}: put it there, or give its path")
+        raise BadInput(f"there is no {what} '{path}'{where}: correct the path of the data set")
 
 
 def _json_fault(path: Path) -> str | None:
@@ -92,9 +92,11 @@ def rows_of(splits: Any, path: str, split: str, *columns: str) -> Any:
         BadInput: the split does not exist or lacks one of the columns.
     """
     if split not in splits:
-        raise BadInput(f"the data set '{path}' has no split '{split}': it has {', '.join(splits)}")
+        raise BadInput(f"the data set '{path}' has no split '{split}': give one of {', '.join(splits)}")
     rows = splits[split]
     for column in columns:
         if column not in rows.column_names:
-            raise BadInput(f"the data set '{path}' has no column '{column}': it has {', '.join(rows.column_names)}")
+            raise BadInput(
+                f"the data set '{path}' has no column '{column}': give one of {', '.join(rows.column_names)}"
+            )
     return rows

@@ -116,8 +116,8 @@ def _weights(sampler: WeightedRandomSampler, length: int, name: str) -> torch.Te
         raise BadInput(f"{what} has {len(sampler.weights)} weights for {length} samples: give one for each")
     if not sampler.replacement or sampler.num_samples != length:
         raise BadInput(
-            f"{what} draws {sampler.num_samples} samples with replacement={sampler.replacement}, but each client draws as many "
-            f"as it has, with replacement: give num_samples={length} and replacement=True"
+            f"{what} has num_samples={sampler.num_samples} and replacement={sampler.replacement}, but each client draws with "
+            f"replacement, and as many samples as it has: give num_samples={length} and replacement=True"
         )
     return sampler.weights
 
@@ -140,7 +140,7 @@ def _check_sampler(sampler: Any, length: int, name: str) -> None:
 
 
 def check_dataset(what: str, dataset: object) -> None:
-    """Raise `BadInput` unless the samples of a data set can be read by number and there is at least one.
+    """Raise `BadInput` unless the samples of a data set can be read by index and there is at least one.
 
     Args:
         what: name of the data set, for the error.
@@ -184,7 +184,15 @@ def overrides(module: LightningDataModule, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InOrder:
-    """Batches of a data set in its own order; if `tensors` holds the whole set, batches are slices of them."""
+    """Reader of a data set's batches in the order of the data set, without shuffling.
+
+    Attributes:
+        fetch: function that makes a batch from the indices of its samples.
+        num_samples: number of samples in the data set.
+        batch_size: number of samples in a batch, from the data set's loader; None = the loader has none.
+        tensors: all samples, stacked in one tensor for each element of a sample, of which batches are slices; None =
+            batches are made by ``fetch``.
+    """
 
     fetch: Fetch
     num_samples: int

@@ -36,7 +36,8 @@ class Partition(ABC):
         test_share: share of a client's samples on which it only evaluates its own submodel, at least 0 and below 1; 0 =
             none (0.2 in the Co-S2P paper, section VI-A).
         validation_share: share of the training set that no client gets, at least 0 and below 1. The global model is
-            then evaluated on it instead of the test set, which a search of settings must not see; 0 = none.
+            then evaluated on it instead of the test set, so that hyperparameters are not tuned on the test set; 0 =
+            none.
     """
 
     # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
@@ -54,7 +55,7 @@ class Partition(ABC):
         training. The draw depends only on the seed, the client and the number of samples.
 
         Args:
-            part: numbers of the client's samples.
+            part: indices of the client's samples.
             client: id of the client.
             seed: seed of the run.
 
@@ -88,7 +89,7 @@ class Partition(ABC):
             columns: further values of each sample, by name, for partitions that use them.
 
         Returns:
-            Ascending sample numbers of each client, as int64 tensors; none is empty.
+            Indices of each client's samples, ascending, as int64 tensors; none is empty.
 
         Raises:
             BadInput: there are more clients than samples, or these labels do not allow this partition.
@@ -115,7 +116,7 @@ class Partition(ABC):
             columns: further values of each sample, by name.
 
         Returns:
-            The sample numbers of each client, in any order; a sample may belong to no client.
+            Indices of each client's samples, in any order; a sample may belong to no client.
         """
 
 
@@ -197,7 +198,7 @@ class ClassesPerClient(Partition):
     """Partition with unequal labels: every client has samples of exactly `num_classes` classes.
 
     This is the setting "#C = k" of Li et al. 2022 (arXiv:2102.02079). Each client takes the classes that the fewest
-    clients have so far, at random among equals. Then each class is divided evenly among its clients.
+    clients have so far; ties are broken at random. Then each class is divided evenly among its clients.
 
     Args:
         num_classes: number k of classes of each client.
@@ -229,7 +230,9 @@ class ClassesPerClient(Partition):
     def _owners(self, num_values: int, num_clients: int, rng: np.random.Generator) -> list[list[int]]:
         """The clients of each class."""
         if self.num_classes > num_values:
-            raise BadInput(f"ClassesPerClient: num_classes is {self.num_classes} but the data has {num_values} classes")
+            raise BadInput(
+                f"ClassesPerClient: num_classes is {self.num_classes}, but the data has {num_values} classes: give at most that"
+            )
         if num_clients * self.num_classes < num_values:
             raise BadInput(
                 f"ClassesPerClient: {num_clients} clients with {self.num_classes} classes each leave some of the "

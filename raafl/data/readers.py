@@ -69,10 +69,10 @@ def read_idx(path: Path) -> torch.Tensor:
 
 
 class Mnist:
-    """File names of the MNIST data set: four idx files, plain or gzipped."""
+    """Reader of the MNIST data set from its four idx files, plain or gzipped."""
 
     def places(self, root: Path) -> list[Path]:
-        """Return the folders below ``root`` in which the data set may be."""
+        """Return the folders below ``root`` in which `find` looks for the data set."""
         return [root / "torchvision" / "MNIST" / "raw", root / "MNIST" / "raw"]
 
     def find(self, root: Path) -> Path | None:
@@ -94,7 +94,15 @@ class Mnist:
 
 @dataclass(frozen=True, slots=True)
 class Cifar:
-    """File names of the CIFAR-10 or CIFAR-100 data set."""
+    """Reader of the CIFAR-10 or CIFAR-100 data set, from the files of the Hugging Face hub or those of torchvision.
+
+    Attributes:
+        folder: name of the folder with the hub's parquet files.
+        batches: name of the folder with torchvision's files.
+        torchvision: name of the class of torchvision that reads these files.
+        label: name of the column with the labels in the parquet files.
+        files: pattern of torchvision's files, by split.
+    """
 
     folder: str
     batches: str
@@ -103,7 +111,7 @@ class Cifar:
     files: Mapping[str, str]
 
     def places(self, root: Path) -> list[Path]:
-        """Return the folders below ``root`` in which the data set may be: first those of the hub's form, then torchvision's."""
+        """Return the folders below ``root`` in which `find` looks for the data set: the hub's first, then torchvision's."""
         return [root / self.folder, root / "torchvision" / self.batches, root / self.batches]
 
     def find(self, root: Path) -> Path | None:

@@ -11,14 +11,14 @@ import torch
 
 from raafl.atomic_file import atomic_file
 from raafl.data import readers
-from raafl.data.sources import DOWNLOAD_TIMEOUT_S, Classes
+from raafl.data.sources import DOWNLOAD_TIMEOUT_S, TrainTestData
 from raafl.data.tokens import windows_of
 from raafl.errors import BadInput
 
 _ADDRESS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
-class Shakespeare(Classes):
+class Shakespeare(TrainTestData):
     """Shakespeare's plays (1.1 MB, 65 different characters) as windows of text, for predicting each next character.
 
     A sample is `(tokens, targets)`, both of shape `(length,)`; the loss counts every character. A window has text of

@@ -28,8 +28,8 @@ from lightning import LightningDataModule  # noqa: E402
 DOWNLOAD_TIMEOUT_S = 20.0
 
 
-class Classes(LightningDataModule):
-    """Data module with a training set and a test set of labelled samples; validation uses the test set, too."""
+class TrainTestData(LightningDataModule):
+    """Base class of data modules with a training set and a test set; the test set also serves for validation."""
 
     train: Dataset[Any]
     test: Dataset[Any]
@@ -85,7 +85,7 @@ def held_out(labels: npt.NDArray[np.int64], share: float, seed: int) -> npt.NDAr
     return is_test
 
 
-class Digits(Classes):
+class Digits(TrainTestData):
     """Data module of the digits in scikit-learn: 1,797 images `(1, 8, 8)` in [0, 1], 10 classes; nothing is downloaded.
 
     Args:
@@ -112,7 +112,7 @@ class Digits(Classes):
         self.test = TensorDataset(images[is_test], labels[is_test])
 
 
-class _FromFolder(Classes):
+class _FromFolder(TrainTestData):
     """Image set in a folder of byte files, downloaded by torchvision if missing."""
 
     files: ClassVar[readers.Mnist | readers.Cifar]
@@ -218,7 +218,7 @@ class CIFAR100(_FromFolder):
     mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
 
 
-class HuggingFace(Classes):
+class HuggingFace(TrainTestData):
     """Data module of labelled images from the Hugging Face hub or a local folder, loaded by `datasets`.
 
     All images must have the same size. Grey images get 1 channel, others 3. Images are decoded once per machine.

@@ -48,7 +48,9 @@ def examples(name: str) -> list[dict[str, Any]]:
         BadInput: there is no data set of that name.
     """
     if name != SUMS:
-        raise BadInput(f"data: path is '{name}': {SUMS} is made here, else give a file, a folder, or a name on the hub")
+        raise BadInput(
+            f"data: path is '{name}': give {SUMS}, the only generated data set, or a file, a folder or a name on the hub"
+        )
     return [
         {
             "messages": [{"role": "user", "content": f"{a}+{b}"}, {"role": "assistant", "content": str(a + b)}],

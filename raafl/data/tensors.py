@@ -31,7 +31,7 @@ class GatherDataset(Dataset[tuple[torch.Tensor, ...]]):
 
     @abstractmethod
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the samples with the given numbers, `(n,)` int64, as new tensors whose first dimension is n."""
+        """Return the samples with the given indices, `(n,)` int64, as new tensors whose first dimension is n."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         return tuple(tensor[0] for tensor in self.gather(torch.tensor([range(len(self))[index]])))
@@ -70,7 +70,7 @@ class TensorImages(GatherDataset):
         return len(self.labels)
 
     def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return normalised float32 images `(n, channels, height, width)` and int64 labels `(n,)` with the given numbers."""
+        """Return the images at the given indices, normalised, `(n, channels, height, width)` float32, and labels `(n,)` int64."""
         pixels = self.images.index_select(0, indices).to(torch.float32)
         # Two exactly rounded operations, so that one image and many give the same bits.
         return pixels.sub_(self._mean_c11).div_(self._std_c11), self.labels.index_select(0, indices)
@@ -98,10 +98,10 @@ def _plain(dataset: object, kind: type) -> bool:
 
 
 def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
-    """Return a function that makes a batch from row numbers, and whether it is fast (gathers tensors).
+    """Return a function that makes a batch from the indices of its samples, and whether the function is fast.
 
-    The batch equals that of a `DataLoader` with this collate function. It is fast for a `TensorDataset` or
-    `GatherDataset`, also under `Subset`s, with the default collate function.
+    The batch equals that of a `DataLoader` with this collate function. The function is fast (gathers all samples in one
+    operation) for a `TensorDataset` or `GatherDataset`, also under `Subset`s, with the default collate function.
 
     Args:
         dataset: data set to read.
@@ -120,7 +120,7 @@ def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
 
 
 def select_from(tensors: Sequence[torch.Tensor]) -> Fetch:
-    """Return a function that gathers the rows with given numbers from these tensors."""
+    """Return a function that gets row indices, and returns a list with these rows of each tensor."""
     return lambda rows: [tensor.index_select(0, rows) for tensor in tensors]
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from raafl.data import readers
 from raafl.data.hub import load_splits, rows_of
-from raafl.data.sources import Classes, held_out
+from raafl.data.sources import TrainTestData, held_out
 from raafl.data.tokens import TensorTokens, Tokenizer
 from raafl.errors import BadInput, at_least, installing
 
@@ -33,7 +33,7 @@ class _Rows:
     read: Callable[[], tuple[list[str], Labels]]
 
 
-class _Texts(Classes):
+class _Texts(TrainTestData):
     """Classified texts, tokenised on first use."""
 
     def __init__(

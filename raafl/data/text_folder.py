@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from raafl.data import readers
-from raafl.data.sources import Classes
-from raafl.data.tokens import Tokenizer, load_tokenizer, located, windows_of
+from raafl.data.sources import TrainTestData
+from raafl.data.tokens import Tokenizer, load_tokenizer, package_folder, windows_of
 from raafl.errors import BadInput, at_least
 
 _PARTS = ("tokens", "starts")
 
 
-class TextFolder(Classes):
+class TextFolder(TrainTestData):
     """Data module of the text files in a folder, cut into windows of tokens, for training a language model.
 
     A sample is `(tokens, targets)`, both int64 of shape `(length,)`; the loss counts every token. The last windows of
@@ -83,7 +83,7 @@ class TextFolder(Classes):
         self._set(*sets)
 
     def _files(self) -> list[Path]:
-        folder = Path(located(self.path))
+        folder = Path(package_folder(self.path))
         files = sorted(path for path in folder.glob(self.glob) if path.is_file()) if folder.is_dir() else []
         if not files:
             reason = f"has no file {self.glob}" if folder.is_dir() else "is no folder"

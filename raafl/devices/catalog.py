@@ -15,7 +15,10 @@ _FILE = Path(__file__).with_name("shipped.yaml")
 
 @lru_cache(maxsize=1)
 def catalogue() -> Mapping[str, Any]:
-    """Load the file of device profiles: ``devices`` and ``generators`` by name, and the sources of all figures."""
+    """Load the file of devices that are part of raafl, with the source of each number.
+
+    The result has ``devices`` (profiles by name) and ``generators`` (by name, distributions of random devices).
+    """
     import yaml
 
     data: Mapping[str, Any] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
@@ -23,7 +26,10 @@ def catalogue() -> Mapping[str, Any]:
 
 
 def figures(name: str) -> dict[str, float]:
-    """Return the fields of a device profile, or for a generator the fields of its median device; empty if the name is unknown."""
+    """Return the speed, memory and link fields of the device profile ``name``; empty if the name is unknown.
+
+    If ``name`` means a distribution of random devices, such as flash-phones, the result is its median device.
+    """
     found = catalogue()
     if name in found["devices"]:
         return {field: float(found["devices"][name][field]["value"]) for field in FIGURES}
@@ -41,7 +47,7 @@ def watts(name: str) -> float | None:
 
 
 def is_drawn(name: str) -> bool:
-    """Check whether a name means a generator, which draws a different random device for each client."""
+    """Check whether a name, such as flash-phones, means random devices: a different one is drawn for each client."""
     return name in catalogue()["generators"]
 
 
@@ -51,7 +57,7 @@ def names() -> list[str]:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return a row for each figure of the device profiles: device, field, value and source."""
+    """Return a row for each number in the device profiles: device, field, value and source."""
     found = []
     for name, device in catalogue()["devices"].items():
         for field in (*FIGURES, "bandwidth", *(["watts"] if "watts" in device else [])):

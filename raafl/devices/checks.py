@@ -47,7 +47,7 @@ def are_pairs(pairs: object) -> bool:
 
 
 def rate_problems(profile: Any) -> Iterator[str]:
-    """Yield a message for each error in a profile's speeds, memory, latency and launch time."""
+    """Yield a message for each error in a profile's speeds, memory, latency and time per kernel launch."""
     for field in RATES:
         value = getattr(profile, field)
         if not _is_rate(value):
@@ -105,7 +105,7 @@ def window_problems(profile: Any) -> Iterator[str]:
 
 
 def change_problems(profile: Any) -> Iterator[str]:
-    """Yield a message for each error in a profile's recorded changes of speed and link."""
+    """Yield a message for each error in a profile's changes of computing and link speed over time."""
     given = [name for name in CHANGES if getattr(profile, name) is not None]
     problems = [text for name in given if (text := _pairs_problem(name, getattr(profile, name)))]
     yield from problems

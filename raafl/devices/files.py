@@ -52,7 +52,7 @@ def _cells(text: str, path: Path) -> list[Any]:
 
 
 def no_file(text: str) -> str:
-    """Return an error message for a text that is not the path of a file, with a suggestion."""
+    """Return the error message for a config's `devices` that is not the path of a file, with a suggestion."""
     if text == "auto" or text.isdecimal():
         return (
             f"devices is {text}: it says what the clients can do, by names, fields or a file, as in [{{name: "

@@ -25,7 +25,7 @@ Rows = list[dict[str, Any]]
 
 @lru_cache(maxsize=1)
 def bundled() -> Mapping[str, Any]:
-    """Load the fleets that are part of raafl, by name: description, source and devices."""
+    """Load the fleets (named sets of client devices) that are part of raafl: description, source and devices, by name."""
     import yaml
 
     data: Mapping[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
@@ -33,16 +33,16 @@ def bundled() -> Mapping[str, Any]:
 
 
 def is_fleet(text: str) -> bool:
-    """Check whether a text names a fleet, and not a device file or a list of devices."""
+    """Check whether a text names a fleet (set of client devices), and not a device file or a list of devices."""
     return text.startswith((FLEET, FLHETBENCH))
 
 
 def rows(text: str) -> Rows:
-    """Return the devices of a fleet, as entries of a device file.
+    """Return the devices of a fleet (named set of client devices), as entries of a device file.
 
     Args:
-        text: `fleet:NAME`; `fleet:NAME/SLOWER` or `fleet:NAME/SLOWER/LINKS_SLOWER`, with divisors for the computing
-            and link speeds; or `flhetbench:DEVICES-STATES:FOLDER`.
+        text: `fleet:NAME`; `fleet:NAME/X` to divide all computing speeds by X; `fleet:NAME/X/Y` to divide all link
+            speeds by Y, too; or `flhetbench:DEVICES-STATES:FOLDER`, see `raafl.devices.flhetbench`.
 
     Raises:
         ValueError: there is no such fleet, a number is not above 0, or the folder has no copy of FLHetBench.
@@ -64,7 +64,7 @@ def rows(text: str) -> Rows:
 
 
 def files(text: str) -> list[Path]:
-    """Return the paths of the files that define a fleet."""
+    """Return the paths of the files that define the fleet (named set of client devices) ``text``."""
     if not text.startswith(FLHETBENCH):
         return [FILE]
     from raafl.devices import flhetbench

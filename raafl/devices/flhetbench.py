@@ -42,35 +42,40 @@ _log = logging.getLogger(__name__)
 
 
 def parse(text: str) -> tuple[Path, str, str]:
-    """Parse `DEVICES-STATES:FOLDER`, such as `2-3:FLHetBench`; return the folder, the devices' case and the states' case."""
+    """Parse the name of an environment of FLHetBench, `DEVICES-STATES:FOLDER`, such as `2-3:FLHetBench`.
+
+    Returns:
+        FOLDER, the folder with a copy of the benchmark; DEVICES, the number of its list of phones' link speeds, 1 to 4;
+        and STATES, the number of its list of hours in which the phones are available, 1 to 4.
+    """
     match = re.fullmatch(r"([1-4])-([1-4]):(.+)", text)
     if match is None:
         raise ValueError(
-            f"devices is 'flhetbench:{text}': write flhetbench:DEVICES-STATES:FOLDER with cases 1 to 4, such as "
+            f"devices is 'flhetbench:{text}': write flhetbench:DEVICES-STATES:FOLDER with numbers from 1 to 4, such as "
             "flhetbench:2-3:FLHetBench"
         )
     return Path(match[3]), match[1], match[2]
 
 
 def files(folder: Path, devices: str, states: str) -> list[Path]:
-    """Return the paths of the three files of an environment.
+    """Return the paths of the benchmark's three files: link speeds, hours of availability, and recorded times.
 
     Args:
-        folder: folder with a copy of the repository.
-        devices: case of the devices' links, 1 to 4.
-        states: case of the hours of availability, 1 to 4.
+        folder: folder with a copy of the benchmark FLHetBench.
+        devices: number of the list of phones' link speeds, 1 to 4.
+        states: number of the list of hours in which the phones are available, 1 to 4.
     """
     samples = folder / _SAMPLES
     return [samples / "device" / f"case{devices}.json", samples / "state" / f"case{states}.json", folder / _TIMERS]
 
 
 def rows(folder: Path, devices: str, states: str) -> list[dict[str, Any]]:
-    """Return the devices of an environment, as entries of a device file.
+    """Return the phones of the benchmark FLHetBench, with their link speeds and hours, as entries of a device file.
 
     Args:
-        folder: folder with a copy of the repository.
-        devices: case of the devices' links, 1 (all alike) to 4.
-        states: case of the hours of availability, 1 to 4.
+        folder: folder with a copy of the benchmark.
+        devices: number of the list of phones' link speeds, 1 (all alike) to 4.
+        states: number of the list of hours in which the phones are available, 1 to 4.
 
     Raises:
         ValueError: a file is missing or has another form.
@@ -112,7 +117,7 @@ def _hours(timer: Any, where: str) -> dict[str, Any]:
         ) from None
     windows = [(start, stop) for start, stop in pairs if start != stop]
     if not windows:
-        raise ValueError(f"{where} is never ready: leave it out of the state file")
+        raise ValueError(f"{where} is available at no time (ready_time is empty): use FLHetBench's files unchanged")
     return {"availability": windows, "period_s": end - begin}
 
 

@@ -40,12 +40,16 @@ class Answerer:
             self._listener = socket.create_server((host, port))
         except OSError as error:
             raise BadInput(
-                f"address is '{address}', on which this machine cannot listen: {error.strerror or error}"
+                f"address is '{address}', on which this machine cannot listen ({error.strerror or error}): give another "
+                "HOST:PORT"
             ) from error
         self.port: int = self._listener.getsockname()[1]
 
     def serve(self, num_peers: int | None = None) -> None:
-        """Answer requests of ``num_peers`` peers (None = forever); a peer that disconnects or sends something else is dropped."""
+        """Answer the measuring requests of ``num_peers`` peers, one after another; None = until `close`.
+
+        A connection is closed when the peer sends anything but such a request.
+        """
         left = math.inf if num_peers is None else num_peers
         while left > 0:
             try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def measure_speeds(device: str | torch.device = "cpu", duration_s: float = 1.0) -> tuple[float, float, float]:
     """Measure this machine's FLOP/s, bytes/s of memory traffic and seconds per kernel launch.
 
-    The time of a training step can be predicted from these figures. A matrix product and a layer of elementwise
+    The time of a training step can be predicted from these three numbers. A matrix product and a layer of elementwise
     operations are timed, forward and backward, with large and tiny tensors. Bytes are counted as in
     `Cost.moved_bytes_per_sample`. The fastest of several rounds counts.
     """
@@ -40,8 +40,8 @@ def measure_machine(
         name: name of the profile.
         device: device on which clients will train.
         duration_s: approximate duration of each measurement.
-        address: ``HOST:PORT`` at which `raafl plan --answer` runs; None = do not measure the link, whose time is then
-            0.
+        address: ``HOST:PORT`` at which `raafl plan --answer` runs; None = do not measure the link; the profile then
+            has transfers that take no time.
 
     Raises:
         BadInput: no raafl answers at the address.
@@ -63,7 +63,8 @@ class Room:
     Attributes:
         num_bytes: number of bytes that can be allocated before the limit is reached.
         limit: name of the limit, in words.
-        reserve_bytes: number of bytes reserved for libraries, in addition to a tenth for the allocator.
+        reserve_bytes: number of bytes reserved for libraries; a tenth of ``num_bytes`` is reserved, too, since memory
+            allocators waste some.
     """
 
     num_bytes: float
@@ -72,7 +73,7 @@ class Room:
 
     @property
     def for_task_bytes(self) -> float:
-        """Number of bytes available for the tensors of a task."""
+        """Number of bytes available for the tensors of a task: without the reserves."""
         return max((1 - RESERVE_SHARE) * self.num_bytes - self.reserve_bytes, 1.0)
 
 

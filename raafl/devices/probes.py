@@ -17,15 +17,16 @@ _TINY_DEPTH, _TINY_CALLS = 5, 20
 
 
 class Probes:
-    """Three timed workloads: a matrix product, a layer of elementwise operations, and many tiny operations.
+    """Timer of three workloads, from whose times a machine's speeds are computed.
 
-    The layer is an activation, a normalisation and an addition, forward and backward, as in a training step. The tiny
-    operations work on a single row, so that their time is that of kernel launches.
+    The workloads are a matrix product (bound by FLOP/s); a layer of elementwise operations, forward and backward (bound
+    by memory traffic); and many operations on a single row (bound by the time to launch a kernel).
 
     Attributes:
-        best_s: shortest time of each workload so far.
-        product: number of FLOPs, bytes and operations of the matrix product; ``layer`` and ``tiny``: the same for the
-            others.
+        best_s: shortest time of each workload so far, in seconds.
+        product: counts of the FLOPs, bytes and kernels of the matrix product.
+        layer: the same counts for the layer.
+        tiny: the same counts for the operations on a single row.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Probes:
             self.best_s[place] = min(self.best_s[place], (self._clock() - begin_s) / num_calls)
 
     def speeds(self) -> tuple[float, float, float]:
-        """Compute the FLOP/s, bytes/s and seconds per kernel launch that explain the three times."""
+        """Compute this machine's FLOP/s, bytes/s of memory traffic and seconds per kernel launch from the shortest times."""
         product_s, layer_s, tiny_s = self.best_s
         product, layer, tiny = (one.kernels.total() for one in (self.product, self.layer, self.tiny))
         many, few = self.layer.moved_bytes, self.tiny.moved_bytes

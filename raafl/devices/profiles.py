@@ -118,8 +118,8 @@ class Profile:
             padding_flops: FLOPs spent on padding; counted if `bytes_per_s` is known.
             num_exchanges: number of messages and replies in the middle of the task; each adds the latency of two
                 transfers. Their bytes are part of ``down_bytes`` and ``up_bytes``.
-            num_kernels: number of kernel launches, each of which takes `launch_s`; at most twice too much on a GPU,
-                which launches one kernel while it computes another.
+            num_kernels: number of kernel launches; each adds `launch_s`. A GPU launches one kernel while it runs
+                another, so the predicted ``compute_s`` may be up to twice the real one.
         """
         latency_s = (1 + num_exchanges) * self.latency_s
         more_s = 0.0 if self.bytes_per_s is None else moved_bytes / self.bytes_per_s + padding_flops / self.flops_per_s

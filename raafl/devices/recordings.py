@@ -98,7 +98,8 @@ def load(path: str) -> tuple[Recording, ...]:
     """Read the recording of each device in a file, in the order in which the devices appear.
 
     Raises:
-        ValueError: the file is not a recording; the message can follow "PATH, which", and says what to write instead.
+        ValueError: the file is not a recording; the message begins with a verb ("has no rows; ..."), so that the caller
+            can write "PATH, which" before it.
     """
     file = Path(path)
     if not file.is_file():
@@ -124,7 +125,7 @@ def _read(path: str, _changed_ns: int, _size: int) -> tuple[Recording, ...]:
     except UnicodeDecodeError as error:
         raise ValueError(no_utf8(error)) from None
     except (OSError, csv.Error) as error:
-        raise ValueError(f"cannot be read: {error}") from None
+        raise ValueError(f"cannot be read ({error}); give a CSV file that you may read") from None
     if not found:
         raise ValueError("has no rows; write at least one")
     return tuple(found.values())

@@ -24,10 +24,10 @@ def _generator(seed: int, *numbers: int) -> np.random.Generator:
 
 
 def median(law: Mapping[str, Any]) -> dict[str, float]:
-    """Return the fields of a generator's median device.
+    """Return the profile fields of the median of all devices that `draw` may give.
 
     Args:
-        law: distributions of the generator, from the catalogue.
+        law: distributions of speed, memory and link speeds, from an entry of ``generators`` in raafl's device file.
     """
     return _device(law, law["score"]["mean_log"], (0.0, 0.0, 0.0))
 
@@ -39,7 +39,7 @@ def draw(law: Mapping[str, Any], seed: int, number: int) -> dict[str, float]:
     Link speeds are lognormal and correlated with the score.
 
     Args:
-        law: distributions of the generator, from the catalogue.
+        law: distributions of speed, memory and link speeds, from an entry of ``generators`` in raafl's device file.
         seed: seed of the config.
         number: number of the device.
     """

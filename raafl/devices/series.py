@@ -20,22 +20,25 @@ Known = Mapping[str, Any]
 
 
 def digest(pairs: Iterable[Sequence[float | None]]) -> str:
-    """Compute the digest of a series of pairs of numbers; equal numbers of different types give the same digest."""
+    """Compute a digest by which two series of pairs of numbers can be compared; 1 and 1.0 give the same digest."""
     text = json.dumps([[None if one is None else float(one) for one in pair] for pair in pairs])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def long_series(profile: Mapping[str, Any], longer_than: int = MOST_PAIRS) -> dict[str, Any]:
-    """Return the series of a profile that have more than ``longer_than`` pairs, by digest."""
+    """Return a device profile's time series that have more than ``longer_than`` pairs, as a mapping from digest to series.
+
+    A profile may have three: windows of availability, changes of computing speed, and changes of link speed.
+    """
     found = (profile.get(name) for name in FIELDS)
     return {digest(pairs): pairs for pairs in found if pairs is not None and len(pairs) > longer_than}
 
 
 def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None = None) -> dict[str, Any]:
-    """Replace each long series in a profile by its digest, ``{"digest": HEX}``; return the new profile.
+    """Return a copy of a device profile in which ``{"digest": HEX}`` stands for each time series of over 100 pairs.
 
     Args:
-        profile: profile as plain data.
+        profile: fields of the profile, as a mapping.
         but: series that were already written in full, by digest; a new one is left in full and added here. None =
             replace all.
     """
@@ -53,18 +56,26 @@ def shortened(profile: Mapping[str, Any], but: MutableMapping[str, Any] | None =
 
 
 def as_sent(profile: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a profile as a client sends it: plain numbers, short availability, and digests of other series."""
+    """Return a device profile in the short form that a client sends to the server, with digests in place of time series.
+
+    Only windows of availability, up to 100 of them, are sent in full.
+    """
     changes = {name: {"digest": digest(pairs)} for name in CHANGES if (pairs := profile.get(name)) is not None}
     return {**shortened(profile), **changes}
 
 
 def as_known(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the digests in a client's profile by the series in the server's profile of that client.
+    """Return the full profile of a client from the short form that it sent and the profile in the server's config.
 
-    If the client's profile has no changes of speed, the server's are used, since the server emulates them.
+    Each digest is replaced by the server's time series with that digest. If the client sent no changes of computing or
+    link speed, those of the server's profile are used.
+
+    Args:
+        profile: fields of the profile that the client sent, from `as_sent`.
+        own: fields of the profile that the server's config has for this client.
 
     Raises:
-        ValueError: the server's profile has no series with a digest that the client sent.
+        ValueError: the server's profile has no time series with a digest that the client sent.
     """
     whole = restored(profile, long_series(own, longer_than=0))
     if all(whole.get(name) is None for name in CHANGES):
@@ -73,11 +84,11 @@ def as_known(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
 
 def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
-    """Replace the digests in a profile by their series; the inverse of `shortened`.
+    """Return a device profile with time series in place of their digests; the inverse of `shortened`.
 
     Args:
-        profile: plain data of the profile, with digests.
-        known: series, by digest.
+        profile: fields of the profile, as a mapping.
+        known: time series, by digest.
 
     Raises:
         ValueError: a digest is unknown.
@@ -88,21 +99,22 @@ def restored(profile: Mapping[str, Any], known: Known) -> dict[str, Any]:
             key = named.get("digest")
             if not isinstance(key, str) or key not in known:
                 raise ValueError(
-                    f"{name} is a time series with the digest {str(key)[:32]}, which the server's config does not have"
+                    f"{name} is a time series (digest {str(key)[:32]}) that the server's config does not have: give "
+                    "client and server the same devices"
                 )
             whole[name] = known[key]
     return whole
 
 
 def problem_of_sent(profile: Mapping[str, Any]) -> str | None:
-    """Describe the error in a series of a client's profile; None = no error."""
+    """Return a message about the first error in the time series of a profile that a client sent; None = no error."""
     for name in FIELDS:
         value = profile.get(name)
         if isinstance(value, Mapping):
             if set(value) != {"digest"} or not isinstance(key := value["digest"], str) or not _DIGEST.fullmatch(key):
-                return f"{name} is named by no digest"
+                return f"{name} is a mapping without a digest of 32 hexadecimal digits"
         elif name in CHANGES and value is not None:
-            return f"{name} is written out, and only its digest is sent"
+            return f"{name} is sent in full, where only its digest is allowed"
         elif isinstance(value, list) and len(value) > MOST_PAIRS:
             return f"{name} has {len(value)} pairs, at most {MOST_PAIRS} are sent"
     return None

@@ -21,7 +21,7 @@ import yaml
 from raafl.config.loggers import FOLDER, LoggerSpec, in_words, maker, specs
 from raafl.core.hooks import RunHooks
 from raafl.core.types import Settled
-from raafl.loggers.tracking import Measurements, RunIds, Since, Tables, finish, log, prepare
+from raafl.loggers.tracking import Measurements, RecentUpdates, RunIds, Tables, finish, log, prepare
 from raafl.runfolder.record import RunRecord
 from raafl.runfolder.schema import CLIENT, LOST, MERGED, REFUSED, TRAIN, Summary, kind_of
 from raafl.submodel import Spec
@@ -51,7 +51,7 @@ class Loggers(RunHooks):
             note: is called with where a logger writes, if that is not obvious.
             share: returns how much of the model some submodels cover, for the histogram of coverage.
         """
-        self._record, self._folder, self._since = record, folder, Since(share)
+        self._record, self._folder, self._since = record, folder, RecentUpdates(share)
         self._workers: list[_Worker] = []
         ids = RunIds(folder / FOLDER)
         for spec in specs(logger):

@@ -45,9 +45,10 @@ class Measurements:
     Attributes:
         version: version of the evaluated model.
         metrics: metrics of the model, and averages over clients.
-        figures: figures of the run at that time, with ``time_s``, ``bytes_up`` and ``bytes_down``.
+        figures: numbers about the run at that time, by name, such as ``time_s``, ``bytes_up`` and ``bytes_down``.
         staleness: staleness of each update merged since the last evaluation.
-        coverage: share of the model trained by each version since the last evaluation, 0 to 1.
+        coverage: share of the model's parameters, 0 to 1, that a version's updates had trained; for each version since
+            the last evaluation.
     """
 
     version: int
@@ -67,8 +68,8 @@ class Measurements:
         return found
 
 
-class Since:
-    """Collector of the staleness of updates, and of the share of the model they trained, since the last evaluation."""
+class RecentUpdates:
+    """Collector of data about the updates merged since the last evaluation: staleness, and the share of the model trained."""
 
     def __init__(self, share: Callable[[Iterable[Spec]], float | None] | None = None) -> None:
         """Start empty; ``share`` returns how much of the model some submodels cover (None = unknown)."""
@@ -83,7 +84,7 @@ class Since:
             self._specs.setdefault(settled.version, set()).add(settled.assignment.spec)
 
     def take(self) -> tuple[list[int], list[float]]:
-        """Return each update's staleness and each version's trained share of the model, and empty the collector."""
+        """Empty the collector; return the staleness of each update, and the share of the model that each version trained."""
         shares = [self._share(specs) for specs in self._specs.values()] if self._share is not None else []
         staleness, self._staleness = self._staleness, []
         self._specs = {}

@@ -25,7 +25,7 @@ class Health(RunHooks):
         """Begin as starting.
 
         Args:
-            stall_s: seconds without a turn after which a run counts as stalled.
+            stall_s: seconds without an iteration of the main loop after which a run counts as stalled.
             clock: seconds, monotonic.
         """
         self._stall_s, self._clock = stall_s, clock
@@ -33,7 +33,7 @@ class Health(RunHooks):
         self.state: Literal["starting", "running", "ending"] = "starting"
 
     def stop_asked(self) -> str | None:
-        """Record an iteration of the run's main loop; always return None, so that the run goes on."""
+        """Record that the run's main loop, which calls this in each iteration, still runs; return None, so never end the run."""
         self._turned_at = self._clock()
         if self.state == "starting":
             self.state = "running"

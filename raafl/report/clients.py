@@ -31,7 +31,16 @@ Classes = Mapping[int, Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A client of a run in a chart: ``task_s`` is its median task time, ``share`` the share of versions that it took part in."""
+    """A client of a run in a chart.
+
+    Attributes:
+        name: label of the client.
+        tasks: number of tasks that the client ended.
+        flops_per_s: FLOP/s of the client's device.
+        task_s: median seconds of a task.
+        merged: number of the client's updates that were merged.
+        share: share of the global model's versions, 0 to 1, that include an update of the client.
+    """
 
     name: str
     tasks: int

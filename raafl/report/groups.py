@@ -135,7 +135,7 @@ def _short(value: str) -> str:
 
 
 def names_of(groups: Sequence[Group]) -> dict[int, str]:
-    """Return a name for each run, by its id(): the group's label and the seed, and the folder if these are not unique."""
+    """Return a mapping from `id(run)` to a unique name: the group's label and the seed; also the folder, where needed."""
     called: dict[int, str] = {}
     for group in groups:
         for run in group.runs:

@@ -20,7 +20,10 @@ _MAX_METRICS = 8
 
 
 def figures(run: RecordedRun) -> dict[str, Cell]:
-    """Return the figures of a run by name, from its summary, or from other files if there is no summary."""
+    """Return a run's results and totals by name, such as seconds and merged updates.
+
+    Values come from the run's summary, or from its other files if there is no summary.
+    """
     summary, tasks = run.summary or {}, run.tasks
     merged = tasks.are(MERGED)
     stale = tasks["staleness"][merged & np.isfinite(tasks["staleness"])]
@@ -59,7 +62,7 @@ def ended(run: RecordedRun) -> str:
 
 
 def final(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
-    """Return the final values of metrics, or else those of the last evaluation; NaN for a metric without a value."""
+    """Return a run's final value of each metric, or that of its last evaluation if the run has not ended; NaN if unknown."""
     known = (run.summary or {}).get("final")
     known = known if isinstance(known, Mapping) else {}
     return [_either(known.get(name), _last(run, name)) for name in metrics]

@@ -137,7 +137,10 @@ def specs(groups: Sequence[Group]) -> Chart:
 
 
 def axes(groups: Sequence[Group]) -> Chart:
-    """Return a table of the axes (dimensions that shrink together), and of the parameters kept at each rate, for each group."""
+    """Return tables of the model's axes (dimensions that submodels cut, such as the neurons of a layer), for each group.
+
+    They also have the share of parameters that a submodel keeps at each rate (share of each axis that it keeps).
+    """
     tables: list[Table] = []
     for group in groups:
         summary: Mapping[str, Any] = next((run.summary for run in group.runs if run.summary), {})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raafl.report.figure import Cell, Chart, Table, View, axis, banded, briefly, rounded, thin_rows
-from raafl.report.times import KIND_COLOURS, KIND_NAMES, USES, WAIT, Stretches, at_work, stretches, uses
+from raafl.report.times import KIND_COLOURS, KIND_NAMES, USES, WAIT, TaskIntervals, at_work, task_intervals, uses
 from raafl.runfolder.reading import RecordedRun
 
 _MAX_LANES, _BANDS = 40, 24
@@ -64,7 +64,7 @@ def timeline(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Char
     views: dict[tuple[str, ...], View] = {}
     tables, large, unknown = [], False, False
     for name, run in runs:
-        found = stretches(run)
+        found = task_intervals(run)
         if not len(found.client) or run.end_s <= 0:
             continue
         order = in_order(run)
@@ -88,7 +88,7 @@ def timeline(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Char
     return Chart("timeline", "Who did what when", note, views, tables, {"Run": [name for (name,) in views]})
 
 
-def _lanes(run: RecordedRun, order: Sequence[int], found: Stretches) -> View:
+def _lanes(run: RecordedRun, order: Sequence[int], found: TaskIntervals) -> View:
     end_s = run.end_s
     labels = {client: lane(run, client) for client in order}
     spells: list[tuple[str, float, float]] = []
@@ -131,7 +131,7 @@ def _told(run: RecordedRun, row: int) -> str:
     return f"version {version:.0f}, {spec}, staleness {stale:.0f}, {tasks.outcome[row]}"
 
 
-def _heat(run: RecordedRun, order: Sequence[int], found: Stretches) -> View:
+def _heat(run: RecordedRun, order: Sequence[int], found: TaskIntervals) -> View:
     bands = bands_of(run, order)
     edges = np.linspace(0.0, run.end_s, _STEPS + 1)
     shares = at_work(found, list(bands.values()), edges)
@@ -148,7 +148,7 @@ def _heat(run: RecordedRun, order: Sequence[int], found: Stretches) -> View:
     return View([trace], layout)
 
 
-def _tasks_table(name: str, run: RecordedRun, found: Stretches) -> Table:
+def _tasks_table(name: str, run: RecordedRun, found: TaskIntervals) -> Table:
     order = np.argsort(found.start_s, kind="stable")
     tasks = run.tasks
     places, said = thin_rows([[int(i)] for i in order], 100)
@@ -176,7 +176,7 @@ def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Ch
     for name, run in runs:
         if run.end_s <= 0 or not run.client_ids():
             continue
-        spent = uses(run, stretches(run))
+        spent = uses(run, task_intervals(run))
         all_s = max(run.end_s * len(spent), 1e-300)
         totals[name] = {use: sum(mine[use] for mine in spent.values()) / all_s for use in USES}
         order = in_order(run)

@@ -24,12 +24,15 @@ TRAIN, TRANSFER, TASK, NOTHING, WAIT, AWAY = USES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Stretches:
+class TaskIntervals:
     """Time intervals of the tasks of a run, one entry per task.
 
     Attributes:
+        client: id of the client that had the task.
+        start_s: start of the task, in seconds on the run's clock.
+        stop_s: end of the task, in seconds on the run's clock.
+        kind: index of the task's outcome, such as merged or lost, in `KIND_NAMES`.
         row: index of the task in the run's table of tasks; -1 if the table lacks it.
-        kind: index of the task's kind in `KIND_NAMES`.
     """
 
     client: npt.NDArray[np.int64]
@@ -39,7 +42,7 @@ class Stretches:
     row: npt.NDArray[np.int64]
 
 
-def stretches(run: RecordedRun) -> Stretches:
+def task_intervals(run: RecordedRun) -> TaskIntervals:
     """Return the time interval of each task of a run.
 
     A task ends with the arrival of its update. A lost task ends when its client was lost or, if that is unknown, when
@@ -61,7 +64,7 @@ def stretches(run: RecordedRun) -> Stretches:
             lost_s = _first(run.lost_at.get(client, ()), since, end_s)
             stop_s[row] = min(lost_s, _first(begun[client], math.nextafter(since, math.inf), end_s), end_s)
     num_open = len(run.open_tasks)
-    return Stretches(
+    return TaskIntervals(
         np.concatenate([tasks.client[rows], np.array([client for client, _ in run.open_tasks], np.int64)]),
         np.concatenate([start_s[rows], np.array([since for _, since in run.open_tasks], np.float64)]),
         np.concatenate([np.maximum(stop_s[rows], start_s[rows]), np.full(num_open, end_s)]),
@@ -76,18 +79,18 @@ def _first(times: Sequence[float], since: float, otherwise: float) -> float:
     return times[place] if place < len(times) else otherwise
 
 
-def uses(run: RecordedRun, stretches: Stretches) -> dict[int, dict[str, float]]:
-    """Divide each client's time, from 0 to the end of the run, among the kinds of use in `USES`; return seconds.
+def uses(run: RecordedRun, intervals: TaskIntervals) -> dict[int, dict[str, float]]:
+    """Compute how many seconds of the run each client spent on training, transfers, waiting and the other `USES` of time.
 
     The times of transfers are computed from the bytes and the link speeds of the device. If these are unknown or vary,
     a task is not divided.
     """
     end_s = run.end_s
     times = {client: dict.fromkeys(USES, 0.0) for client in run.client_ids()}
-    lasted = np.clip(stretches.stop_s, None, end_s) - np.clip(stretches.start_s, None, end_s)
+    lasted = np.clip(intervals.stop_s, None, end_s) - np.clip(intervals.start_s, None, end_s)
     transfers = transfer_s(run)
     for client, kind, row, seconds in zip(
-        stretches.client.tolist(), stretches.kind.tolist(), stretches.row.tolist(), lasted.tolist(), strict=True
+        intervals.client.tolist(), intervals.kind.tolist(), intervals.row.tolist(), lasted.tolist(), strict=True
     ):
         mine = times[client]
         if kind != KINDS.index(MERGED):
@@ -141,23 +144,23 @@ def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float
     return down_s, up_s, latency
 
 
-def at_work(stretches: Stretches, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
-    """Compute the share of time, 0 to 1, that each group of clients spent in tasks, `(bands, len(edges) - 1)`.
+def at_work(intervals: TaskIntervals, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
+    """Compute the share of time, 0 to 1, that each group of clients spent in tasks, `(groups, len(edges) - 1)`.
 
     Args:
-        stretches: time intervals of the tasks.
+        intervals: time intervals of the tasks.
         clients: ids of the clients in each group.
         edges: limits in seconds of consecutive time intervals, ascending.
     """
     band_of = {client: band for band, members in enumerate(clients) for client in members}
-    bands = np.array([band_of.get(client, -1) for client in stretches.client.tolist()], np.int64)
+    bands = np.array([band_of.get(client, -1) for client in intervals.client.tolist()], np.int64)
     shares = np.zeros((len(clients), len(edges) - 1))
     widths = np.diff(edges)
     for band, members in enumerate(clients):
         mine = bands == band
         worked = np.zeros(len(edges))
         for edge in range(len(edges)):  # seconds worked until then
-            until = np.minimum(stretches.stop_s[mine], edges[edge]) - np.minimum(stretches.start_s[mine], edges[edge])
+            until = np.minimum(intervals.stop_s[mine], edges[edge]) - np.minimum(intervals.start_s[mine], edges[edge])
             worked[edge] = until.sum()
         shares[band] = np.diff(worked) / (widths * max(len(members), 1))
     return np.clip(shares, 0.0, 1.0)

@@ -35,6 +35,9 @@ def read_summary(folder: Path) -> Summary | None:
     return cast(Summary, {name: value for name, value in found.items() if name not in wrong})
 
 
+_REMEDY = "the journal was changed: give an unchanged copy of the run's folder"
+
+
 class RolledBackLines:
     """Set of journal lines, numbered from 0, that no longer count since the run was resumed from an earlier point."""
 
@@ -48,7 +51,7 @@ class RolledBackLines:
 
         Args:
             kind: field ``event`` of the line.
-            kept: number of events that still count, for a line about resuming.
+            kept: field ``kept`` of a line "resumed": number of earlier events that still count.
         """
         number, self.num_lines = self.num_lines, self.num_lines + 1
         if kind in EVENTS:
@@ -96,11 +99,9 @@ class JournalReader:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{where}: not a line of JSON ({error}); the journal was changed") from error
+                    raise ValueError(f"{where} is not JSON ({error}); {_REMEDY}") from error
                 if not isinstance(row, dict):
-                    raise ValueError(
-                        f"{where}: the line is a {type(row).__name__}, but an event (an object) was expected"
-                    )
+                    raise ValueError(f"{where} is not a JSON object, but a {type(row).__name__}; {_REMEDY}")
                 row.pop("chain", None)  # of the file, see raafl.runfolder.chain; no field of an event
                 yield cast(JournalRow, row)
 
@@ -124,7 +125,7 @@ class JournalReader:
         undone = RolledBackLines()
         for number, row in enumerate(self.written(), 1):
             for name in wrong_fields(row, JournalRow):
-                raise ValueError(f"{JOURNAL}:{number}: {name} is {row.get(name)!r:.60}; the journal was changed")
+                raise ValueError(f"{JOURNAL}:{number}: {name} is {row.get(name)!r:.60}; {_REMEDY}")
             undone.add(row.get("event"), row.get("kept"))
         return undone
 
@@ -142,7 +143,7 @@ def read_run(folder: Path, until: int | None = None) -> tuple[JournalReader, Sum
     try:
         _, summary = rows.num_events, read_summary(folder)  # counting reads the whole journal, and finds damaged rows
     except ValueError as error:
-        raise BadInput(f"{sanitize_text(error)}: only an unchanged journal can be replayed") from None
+        raise BadInput(sanitize_text(error)) from None
     num_events = 0
     for row in rows:
         if row.get("event") == "gap":

@@ -219,11 +219,11 @@ class RunFolder:
             file.write(text.encode())
 
     def finish(self, summary: Summary, num_checkpoints: int, warnings: list[str]) -> None:
-        """Write the summary, with the numbers of rows that could not be written added to it in place.
+        """Write the summary of a run that ended, after adding to it what could not be written, and the warnings.
 
         Args:
-            summary: summary of the run; it gets ``unwritten`` (numbers of rows, checkpoints and summaries that are
-                missing) and ``warnings``.
+            summary: summary of the run; gets ``unwritten`` (number of missing rows, or of missing files, by file name)
+                and ``warnings``.
             num_checkpoints: number of checkpoints that could not be written.
             warnings: warnings of the run; one is added if the summary cannot be written.
         """
@@ -244,7 +244,7 @@ class RunFolder:
         return self._events.head
 
     def sealed(self) -> Sealed:
-        """Return the present state of journal and tables, for `seal`."""
+        """Return hashes of the journal's and the tables' present rows, with which `seal` later protects these rows."""
         tables = {METRICS: self._metrics.sealed(), CLIENTS: self._clients.sealed()}
         return Sealed(self._events.length, self._events.head, tables)
 

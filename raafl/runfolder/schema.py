@@ -48,24 +48,23 @@ EXCHANGES: Final = ("split", "batches")
 
 
 class JournalRow(TypedDict, total=False):
-    """A row of events.jsonl, the journal of a run.
+    """A row of events.jsonl, the journal of a run, from which the run can be replayed.
 
-    Fields in addition to `time_s`, the time on the run's clock, by the value of `event`:
+    Every row has ``time_s``, seconds on the run's clock, and ``event``, which says what happened:
 
-    - run, the first row: runtime, conditions, start, title, goals, guard (which updates it refuses by default), and if
-    raafl has chosen the method, the reasons;
-    - joined: client, incarnation, num_samples, own_data, profile; lost: client, incarnation, reason, counts (whether a
-    task was not answered in time);
-    - assigned: the fields of `Assignment`; arrived: assignment, client, incarnation, num_samples, refusal, fingerprint;
-    for the sum of a group also group (ids of its tasks), scale, masked;
-    - sending, an update began to travel while its client may start the next task (`overlap`): client, incarnation,
-    assignment;
-    - adjusted, where the method changed a setting: setting, before, after, and why: quantity, measured, predicted;
-    - timer: id; stop: reason;
-    - away, the connection of a working client broke: client, incarnation, assignment, reason; back, it was restored:
-    the same without reason, and chunks (of the update that had arrived), away_s;
-    - gap, rows could not be written: rows, last_id (largest task id until then);
-    - resumed: kept (number of earlier events that still count), last_id, version, goals, restarted, start.
+    - run: the run began, with these versions, hardware and limits;
+    - joined: a client connected; lost: it disconnected, or did not answer a task in time (``counts`` is then True);
+    - assigned: a client got a task, with the fields of `Assignment`;
+    - arrived: the update of a task arrived, or a sum of several tasks' updates (``group`` has the tasks' ids);
+    - sending: a client sends an update, and may start its next task meanwhile;
+    - adjusted: the method changed one of its settings;
+    - timer: a timer of the method went off; stop: the run was asked to end;
+    - away: the connection of a working client broke; back: it was restored;
+    - gap: ``rows`` rows are missing here, since they could not be written;
+    - resumed: the run was resumed, and only the first ``kept`` events still count.
+
+    ``incarnation`` is the number of times that the client had joined before, ``fingerprint`` a digest of an update's
+    tensors, and ``refusal`` the reason why an update was refused.
 
     In the file each row ends with its hash, ``chain`` (`raafl.runfolder.chain`), which readers leave out.
     """
@@ -175,7 +174,7 @@ def kind_of(outcome: str) -> str:
 
 
 class Measurement(TypedDict):
-    """First columns of metrics.csv; metrics, averages over clients, `RunFigures` and times to targets follow."""
+    """The columns of metrics.csv that come first in each row: version and time of an evaluation; metrics come after them."""
 
     version: int
     time_s: float

@@ -73,7 +73,7 @@ class Signer:
 
     @classmethod
     def choose(cls, path: Path | None) -> Signer | None:
-        """Return the key in a file; without a file, or if its kind cannot sign here (RSA), return `own`."""
+        """Return the signer with the key in a file; without a usable file (none, or an RSA key), the one of this user, `own`."""
         if path is None:
             return cls.own()
         try:
@@ -117,7 +117,7 @@ def read_public_key(text: str) -> str:
 
 
 def is_signed(text: str, signature: object, public: object) -> bool:
-    """Check whether a text has a valid signature; anything else gives False.
+    """Check whether a text was signed with the private key that belongs to ``public``; False for malformed arguments, too.
 
     Args:
         text: text that was signed.

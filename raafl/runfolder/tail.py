@@ -79,11 +79,11 @@ R = TypeVar("R", bound=Reader)
 
 
 class RunTail(Generic[R]):
-    """Reads a growing run folder and passes each new row to a reader; the folder need not exist yet.
+    """Follower of a run folder that grows, which passes each new row to a reader; the folder need not exist yet.
 
     Attributes:
-        state: the reader. If a file is replaced, or the run is resumed from an earlier point, a new reader gets all
-            rows again.
+        state: object to which rows are passed. If a file is replaced, or the run is resumed from an earlier point, a
+            new object gets all rows again.
         begun: whether the folder has rows or a summary.
         num_damaged: number of invalid lines.
     """

@@ -62,8 +62,8 @@ class RunState:
         runtime: kind of the run, "simulated" or "distributed"; empty until it is known.
         time_s: time of the last row, in seconds on the run's clock.
         say: function called with a line of text for each event.
-        how: function that returns the number of processes of a simulation, the share of its tasks that are trained in
-            batches, and the mean number of clients in a batch.
+        how: function that returns the number of processes of a simulation, the share of its tasks that are trained
+            together with other clients' tasks in one operation, and the mean number of clients trained so together.
     """
 
     how: Callable[[], tuple[int | None, float | None, float | None]] | None = None

@@ -14,7 +14,7 @@ from raafl.core.algorithm import Training
 from raafl.core.sample import Sample
 from raafl.core.types import Assignment
 from raafl.data import ClientData, Digits
-from raafl.data.sources import Classes
+from raafl.data.sources import TrainTestData
 from raafl.devices.profiles import Device
 from raafl.errors import BadInput
 from raafl.local.train import LocalTrainer
@@ -163,7 +163,7 @@ def test_prox_is_continuous_at_none(tmp_path):
     assert none != strong
 
 
-class Words(Classes):
+class Words(TrainTestData):
     """Texts of nine of twenty words; the label is whether the first is one of the first ten."""
 
     num_classes = 2

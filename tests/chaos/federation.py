@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from raafl.commands.fit_local import NOTE, TOKEN, ServerProcess, child_environment
+from raafl.commands.fit_local import NOTE, TOKEN, ServerCommand, child_environment
 from raafl.runtime.local.supervisor import Child, RestartPolicy, Supervisor
 from tests.chaos.faults import Fault
 from tests.chaos.proxy import FaultProxy, Link
@@ -65,7 +65,7 @@ class Federation:
             for folder in ("certs", "others"):
                 CertifiedSites(out / folder).site()
         environment = {**child_environment(os.environ, token), MARK: self.mark}
-        self.server = ServerProcess([*options, "--output", str(out / "run")], self.listener, out / "note")
+        self.server = ServerCommand([*options, "--output", str(out / "run")], self.listener, out / "note")
         (out / "clients").mkdir()
         self.supervisor = Supervisor(
             Child(

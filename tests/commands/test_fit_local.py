@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raafl.commands.fit_local import ServerProcess, child_environment, client_command, read
+from raafl.commands.fit_local import ServerCommand, child_environment, client_command, read
 from raafl.config.argv import values, without
 from raafl.errors import BadInput
 
@@ -27,7 +27,7 @@ def server(tmp_path):
     """The server's command line, with what the user gave beside it."""
 
     def make(*options):
-        return ServerProcess(options, Listener(), tmp_path / "note")
+        return ServerCommand(options, Listener(), tmp_path / "note")
 
     return make
 
@@ -60,7 +60,7 @@ def test_what_is_wrong_is_said_in_a_line(argv, complaint):
 def test_under_torchrun_it_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(BadInput, match="use one of them"):
+    with pytest.raises(BadInput, match="leave out --local or torchrun"):
         read(["--local", "3"])
 
 

@@ -8,7 +8,7 @@ import uuid
 import pytest
 
 from raafl.commands.cli import main
-from raafl.commands.stored_runs import located, run_folder
+from raafl.commands.stored_runs import run_folder, with_local_resume
 from raafl.errors import BadInput
 from raafl.object_store import ObjectStore
 
@@ -39,12 +39,12 @@ def test_resume_auto_starts_a_run_goes_on_with_it_or_sets_aside_what_has_no_chec
     for output, make in ((str(tmp_path / "run"), _in_folder), (url, _in_store)):
         argv = ["--config", "c", "--resume", "auto", "--output", output]
         rest = ["--config", "c", "--output", output]
-        assert located(argv) == rest
+        assert with_local_resume(argv) == rest
         make(output, "events.jsonl")
-        assert located(argv) == rest
-        assert located(argv) == rest  # there is nothing any more
+        assert with_local_resume(argv) == rest
+        assert with_local_resume(argv) == rest  # there is nothing any more
         make(output, "checkpoints/version-000003.ckpt")
-        *first, option, folder = located(argv)
+        *first, option, folder = with_local_resume(argv)
         assert (first, option) == (rest, "--resume")
         assert folder == (output if output != url else folder) and (tmp_path / folder / "checkpoints").is_dir()
     assert len(list(tmp_path.glob("run-*"))) == 1
@@ -66,12 +66,12 @@ def _in_store(output, name):
 def test_what_is_resumed_from_a_store_goes_back_there(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _in_store(url, "checkpoints/version-000003.ckpt")
-    resume, folder, output, where = located(["--resume", url])
+    resume, folder, output, where = with_local_resume(["--resume", url])
     assert (resume, output, where) == ("--resume", "--output", url) and folder.startswith("runs/run_1-")
-    assert located([f"--resume={url}", "--output=other"])[0] == "--output=other"
-    assert located(["--resume", "runs/x"]) == ["--resume", "runs/x"]
+    assert with_local_resume([f"--resume={url}", "--output=other"])[0] == "--output=other"
+    assert with_local_resume(["--resume", "runs/x"]) == ["--resume", "runs/x"]
     monkeypatch.setenv("RANK", "1")
-    assert located(["--resume", url, "--seed", "1"]) == ["--seed", "1"]
+    assert with_local_resume(["--resume", url, "--seed", "1"]) == ["--seed", "1"]
 
 
 def test_where_there_is_no_run_it_is_said(url):
@@ -79,8 +79,8 @@ def test_where_there_is_no_run_it_is_said(url):
         with pytest.raises(
             BadInput, match="resume is auto, which may have to start a new run: give --config and --output too"
         ):
-            located([*argv, "--resume", "auto"])
+            with_local_resume([*argv, "--resume", "auto"])
     with pytest.raises(BadInput, match="but there is no run with a checkpoint"):
-        located(["--resume", url])
+        with_local_resume(["--resume", url])
     with pytest.raises(BadInput, match="but there is no run: give the URL of a run's folder"):
         run_folder(url)

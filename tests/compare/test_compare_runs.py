@@ -105,7 +105,7 @@ def test_a_flipped_digest_is_found(finished):
     text = (out / "result.json").read_text()
     (out / "result.json").write_text(text.replace(digest, ("0" if digest[0] != "0" else "1") + digest[1:]))
     try:
-        with pytest.raises(RunFailed, match="1 of 2 replays are not equal"):
+        with pytest.raises(RunFailed, match="1 of 2 replayed runs gave another result"):
             compare([file, "--output", str(out), "--verify", "1"])
     finally:
         (out / "result.json").write_text(text)

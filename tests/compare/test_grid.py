@@ -111,7 +111,7 @@ def test_a_stranger_verifies_a_result_and_a_flipped_digest_is_found(finished, tm
             for run in row["runs"]:
                 text = text.replace(run["journal_digest"], "0" * 64)
     (tmp_path / "flipped.json").write_text(text)
-    with pytest.raises(RunFailed, match="1 of 1 runs are not what"):
+    with pytest.raises(RunFailed, match="1 of 1 repeated runs gave another result than"):
         compare([str(file), "--verify", "0.2", "--beside", str(tmp_path / "flipped.json"), "--output", str(own)])
 
 
@@ -196,5 +196,5 @@ def test_bad_files_are_named(tmp_path, changes, message):
 
 
 def test_what_a_grid_does_not_take_is_said(tmp_path):
-    with pytest.raises(BadInput, match="this file is a grid"):
+    with pytest.raises(BadInput, match="describes a grid"):
         compare([str(written(tmp_path)), "--plan"])

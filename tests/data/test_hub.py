@@ -21,7 +21,7 @@ def cache(tmp_path, monkeypatch):
     [
         ("texts.jsonl", "file 'texts.jsonl' in /"),
         ("sub/texts.csv", "file 'sub/texts.csv' in /"),
-        ("/nowhere/texts.parquet", "file '/nowhere/texts.parquet': put"),
+        ("/nowhere/texts.parquet", "file '/nowhere/texts.parquet': correct"),
         ("./texts", "folder './texts' in /"),
     ],
 )
@@ -31,7 +31,7 @@ def test_a_path_that_is_missing_is_no_name_on_the_hub(monkeypatch, path, what):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(BadInput) as missing:
         load_splits(path, None)
-    assert str(missing.value).startswith(f"there is no {what}") and "put it there, or give its path" in str(
+    assert str(missing.value).startswith(f"there is no {what}") and "correct the path of the data set" in str(
         missing.value
     )
 

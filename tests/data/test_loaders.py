@@ -111,7 +111,7 @@ def test_a_weighted_sampler_draws_within_each_client_by_its_weights(copied):
             {"sampler": SequentialSampler(range(30))},
             "the SequentialSampler of train_dataloader() gives 30 of 50 samples",
         ),
-        ({"sampler": WeightedRandomSampler([1.0] * 50, 9)}, "draws 9 samples with replacement=True, but"),
+        ({"sampler": WeightedRandomSampler([1.0] * 50, 9)}, "has num_samples=9 and replacement=True, but"),
         ({"sampler": WeightedRandomSampler([1.0] * 9, 50)}, "has 9 weights for 50 samples: give one for each"),
         ({"sampler": SubsetRandomSampler([0, 50])}, "has indices 0 to 50: give indices from 0 to 49"),
         ({"sampler": SubsetRandomSampler([])}, "has indices none: give indices from 0 to 49"),
@@ -140,6 +140,6 @@ def test_the_model_is_measured_on_each_sample_once():
             return DataLoader(self.train, sampler=WeightedRandomSampler([1.0] * 50, 50))
 
     with pytest.raises(
-        BadInput, match=r"the sampler of val_dataloader\(\) is a WeightedRandomSampler, but each sample is"
+        BadInput, match=r"the sampler of val_dataloader\(\) is a WeightedRandomSampler, but an evaluation"
     ):
         FederatedData(Weighted(tensors()), Iid(), 2, 0).test_batches()

@@ -133,7 +133,7 @@ def test_classes_per_client_are_exact_and_balanced(num_classes, num_clients, see
 
 
 def test_classes_per_client_errors_name_the_numbers():
-    with pytest.raises(BadInput, match="num_classes is 11 but the data has 10 classes"):
+    with pytest.raises(BadInput, match="num_classes is 11, but the data has 10 classes: give at most that"):
         ClassesPerClient(11).split(LABELS, 5, 0)
     with pytest.raises(BadInput, match=r"class 0 has 2 samples for its 4 clients"):
         ClassesPerClient(2).split([0, 0, 1, 1, 1, 1, 1], 4, 0)

@@ -229,7 +229,7 @@ def test_hugging_face_reads_a_folder_of_parquet_files(tmp_path, monkeypatch):
     assert torch.allclose(x[:, 0] * 255, torch.tensor(grey[:3], dtype=torch.float32), atol=1e-4)
     assert FederatedData(module, Dirichlet(10.0), 2, 0).batch_size == 2
     for wrong, message in (
-        ({"image_column": "img"}, "no column 'img': it has image, label"),
+        ({"image_column": "img"}, "no column 'img': give one of image, label"),
         ({"test_split": "dev"}, "no split 'dev'"),
     ):
         with pytest.raises(BadInput, match=message):

@@ -150,12 +150,12 @@ def test_any_text_set_on_the_hub_or_in_a_folder(tmp_path, monkeypatch):
     assert module.train.labels.tolist() == LABELS[:3] and module.test.labels.tolist() == LABELS[3:]
     assert module.train.tokens.shape == (3, 3)
     for wrong, message in (
-        ({"text_column": "body"}, "no column 'body': it has text, label"),
-        ({"test_split": "dev"}, "no split 'dev': it has"),
+        ({"text_column": "body"}, "no column 'body': give one of text, label"),
+        ({"test_split": "dev"}, "no split 'dev': give one of"),
     ):
         with pytest.raises(BadInput, match=message):
             set_up(HuggingFaceText(str(tmp_path / "set"), "words", **wrong))
-    with pytest.raises(BadInput, match=r"there is no folder '.*nowhere': put it there"):
+    with pytest.raises(BadInput, match=r"there is no folder '.*nowhere': correct the path"):
         set_up(HuggingFaceText(str(tmp_path / "nowhere"), "words"))
     with pytest.raises(BadInput, match="cannot load the data set 'nobody/nothing'"):
         set_up(HuggingFaceText("nobody/nothing", "words"))

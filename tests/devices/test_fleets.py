@@ -62,7 +62,7 @@ def test_speeds_and_links_are_divided_and_nothing_else():
     ("fleet:gpus/0", "'0' is no number above 0"),
     ("fleet:gpus/1/x", "'x' is no number above 0"),
     ("fleet:gpus/1/2/3", "write fleet:NAME"),
-    ("flhetbench:5-1:x", "cases 1 to 4"),
+    ("flhetbench:5-1:x", "numbers from 1 to 4"),
     ("flhetbench:1-1:nowhere", "case1.json is missing"),
 ])  # fmt: skip
 def test_bad_names_are_explained(text, message):

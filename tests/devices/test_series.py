@@ -34,7 +34,7 @@ def test_only_what_is_long_goes_by_its_digest_and_comes_back():
     short = shortened(plain)
     assert short["availability"] == {"digest": digest(LONG)} and short["speed_changes"] == plain["speed_changes"]
     assert restored(short, long_series(plain)) == plain
-    with pytest.raises(ValueError, match="availability is a time series with the digest"):
+    with pytest.raises(ValueError, match=r"availability is a time series .digest"):
         restored(short, {})
 
 
@@ -49,17 +49,17 @@ def test_a_client_sends_the_digest_of_its_changes_however_short_and_gets_the_ser
     assert sent["speed_changes"] == {"digest": digest([(1, 0.5)])} and sent["availability"] == ((0.0, 9.0),)
     assert problem_of_sent(sent) is None and as_known(sent, own) == own
     assert as_known(plain(flops_per_s=5.0), own) == {**plain(flops_per_s=5.0), **plain(**changes), "flops_per_s": 5.0}
-    with pytest.raises(ValueError, match="link_changes is a time series with the digest"):
+    with pytest.raises(ValueError, match=r"link_changes is a time series .digest"):
         as_known(sent, plain(speed_changes=((1, 0.5),)))
 
 
 @pytest.mark.parametrize(
     ("profile", "said"),
     [
-        ({"speed_changes": [[1, 0.5]]}, "speed_changes is written out"),
-        ({"link_changes": 5}, "link_changes is written out"),
-        ({"link_changes": {"digest": "x" * 32}}, "link_changes is named by no digest"),
-        ({"availability": {"digest": "0" * 32, "more": 1}}, "availability is named by no digest"),
+        ({"speed_changes": [[1, 0.5]]}, "speed_changes is sent in full"),
+        ({"link_changes": 5}, "link_changes is sent in full"),
+        ({"link_changes": {"digest": "x" * 32}}, "link_changes is a mapping without a digest"),
+        ({"availability": {"digest": "0" * 32, "more": 1}}, "availability is a mapping without a digest"),
         ({"availability": [[0, 1]] * 101}, "availability has 101 pairs"),
     ],
 )

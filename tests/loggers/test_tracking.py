@@ -12,8 +12,8 @@ from lightning.pytorch.loggers import Logger
 from raafl.core.types import Assignment, Settled
 from raafl.loggers.tracking import (
     Measurements,
+    RecentUpdates,
     RunIds,
-    Since,
     Tables,
     binned,
     clients_table,
@@ -38,7 +38,7 @@ def settled(outcome, version, staleness, spec=HALF):
 
 
 def test_staleness_and_coverage_are_those_since_the_last_evaluation():
-    since = Since(lambda specs: SHARES[frozenset(specs)])
+    since = RecentUpdates(lambda specs: SHARES[frozenset(specs)])
     for one in (
         ("merged", 1, 0),
         ("merged", 1, 3, OTHER),
@@ -51,7 +51,7 @@ def test_staleness_and_coverage_are_those_since_the_last_evaluation():
     assert since.take() == ([], [])
     since.settled(settled("merged", 3, 2, FULL))  # too large a model to lay its submodels over each other
     assert since.take() == ([2], [])
-    assert Since().take() == ([], [])
+    assert RecentUpdates().take() == ([], [])
 
 
 def test_the_scalars_of_an_evaluation():

@@ -11,7 +11,7 @@ from raafl.commands.cli import main
 from raafl.commands.report import _deal_out
 from raafl.data import Digits, Dirichlet
 from raafl.report.clients import classes_of, partition
-from raafl.report.times import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, stretches, uses
+from raafl.report.times import AWAY, NOTHING, TRAIN, TRANSFER, WAIT, task_intervals, uses
 from raafl.runfolder.reading import read
 from raafl.runfolder.schema import MERGED
 from tests.habits.source import ROOT
@@ -50,7 +50,7 @@ def test_counts_agree_with_the_summary(finished):
 
 def test_time_in_tasks_is_the_utilisation_of_the_summary(finished):
     run, summary = read(finished.folder), finished.summary
-    spent = uses(run, stretches(run))
+    spent = uses(run, task_intervals(run))
     busy = sum(mine[TRAIN] + mine[TRANSFER] + mine[NOTHING] for mine in spent.values())
     assert busy / (4 * summary["time_s"]) == pytest.approx(summary["utilisation"])
     for client, mine in spent.items():
@@ -61,7 +61,7 @@ def test_time_in_tasks_is_the_utilisation_of_the_summary(finished):
 
 def test_training_takes_the_same_flops_on_every_device(finished):
     run = read(finished.folder)
-    found = stretches(run)
+    found = task_intervals(run)
     assert len(found.client) == len(run.tasks)
     flops = {}
     for row in np.flatnonzero(run.tasks.are(MERGED)):

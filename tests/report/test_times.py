@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raafl.report.times import AWAY, NOTHING, TASK, TRAIN, TRANSFER, WAIT, at_work, stretches, transfer_s, uses
+from raafl.report.times import AWAY, NOTHING, TASK, TRAIN, TRANSFER, WAIT, at_work, task_intervals, transfer_s, uses
 from raafl.runfolder.reading import read
 from tests.report.folders import EVENTS, TASKS, write
 
 
 def by_client(run):
-    found = stretches(run)
+    found = task_intervals(run)
     rows = zip(found.client, found.start_s, found.stop_s, found.kind, strict=True)
     return sorted((int(c), float(a), float(b), int(k)) for c, a, b, k in rows)
 
@@ -37,7 +37,7 @@ def test_where_the_time_went(tmp_path):
     run = read(write(tmp_path / "run"))
     # client 1: 1000 B at 1000 B/s and 500 B at 500 B/s, and twice 0.5 s: 3 s of each task
     assert transfer_s(run)[:3].tolist() == [3.0, 0.0, 3.0]
-    spent = uses(run, stretches(run))
+    spent = uses(run, task_intervals(run))
     assert spent[1] == pytest.approx({TRAIN: 3, TRANSFER: 6, TASK: 0, NOTHING: 1, WAIT: 0, AWAY: 0})
     assert spent[2] == pytest.approx({TRAIN: 5, TRANSFER: 0, TASK: 0, NOTHING: 3, WAIT: 0, AWAY: 2})
 
@@ -50,21 +50,21 @@ def test_each_batch_of_a_model_in_two_halves_takes_the_latency_both_ways(tmp_pat
 
 def test_waiting_is_presence_without_a_task(tmp_path):
     run = read(write(tmp_path / "run", events=EVENTS[:-1]))  # without the task that never ended
-    spent = uses(run, stretches(run))
+    spent = uses(run, task_intervals(run))
     assert (spent[2][WAIT], spent[2][NOTHING], spent[2][AWAY]) == (2.0, 1.0, 2.0)
 
 
 def test_a_task_in_real_time_over_links_of_unknown_speed_is_not_divided(tmp_path):
     real = [{**EVENTS[0], "runtime": "distributed"}, *EVENTS[1:]]
     run = read(write(tmp_path / "run", events=real))
-    spent = uses(run, stretches(run))
+    spent = uses(run, task_intervals(run))
     assert (spent[2][TASK], spent[2][TRAIN], spent[2][TRANSFER]) == (5.0, 0.0, 0.0)
     assert (spent[1][TASK], spent[1][TRAIN], spent[1][TRANSFER]) == (0.0, 3.0, 6.0)  # whose profile names its links
 
 
 def test_shares_of_bands_agree_with_a_sum_over_small_steps(tmp_path):
     run = read(write(tmp_path / "run"))
-    found = stretches(run)
+    found = task_intervals(run)
     edges = np.array([0.0, 3.0, 4.5, 7.0, 10.0])
     shares = np.concatenate([at_work(found, [[1], [2]], edges), at_work(found, [[1, 2]], edges)])
     step = 0.001

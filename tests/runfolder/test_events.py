@@ -18,10 +18,10 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path):
     journal.write_text('{"a":1}\n{"a":2}\n{"a":')
     assert list(JournalReader(tmp_path).written()) == [{"a": 1}, {"a": 2}]
     journal.write_text('{"a":1}\n{"a":\n{"a":3}\n')
-    with pytest.raises(ValueError, match=r"events\.jsonl:2: not a line of JSON"):
+    with pytest.raises(ValueError, match=r"events\.jsonl:2 is not JSON"):
         list(JournalReader(tmp_path).written())
     journal.write_text("[1]\n")
-    with pytest.raises(ValueError, match=r"events\.jsonl:1: the line is a list, but an event"):
+    with pytest.raises(ValueError, match=r"events\.jsonl:1 is not a JSON object, but a list"):
         list(JournalReader(tmp_path).written())
 
 

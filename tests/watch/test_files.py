@@ -88,7 +88,7 @@ def test_what_is_no_row_of_a_journal_is_left_out_and_a_summary_keeps_what_fits(t
     (tmp_path / "run" / "summary.json").unlink()
     assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
     assert main(["replay", str(tmp_path / "run")]) == 2
-    assert "events.jsonl:4: id is [1]; the journal was changed" in capsys.readouterr().err
+    assert "events.jsonl:4: id is [1]; the journal was changed: give an unchanged copy" in capsys.readouterr().err
 
 
 def test_what_may_never_end_is_not_read(tmp_path):

@@ -45,7 +45,7 @@ def test_the_switch_reaches_every_part():
 @pytest.mark.parametrize("given", [{"wait_s": 1.0}, {"merge": "mean"}, {"distil_weight": 0.3}, {"width_depth": 2.0}])
 def test_what_the_switch_decides_is_not_given_too(given):
     ((name, value),) = given.items()
-    with pytest.raises(BadInput, match=f"{name} is {value}, but as_published is true: leave out one of the two"):
+    with pytest.raises(BadInput, match=f"{name} is {value}, but as_published is true: leave out {name}, which"):
         co_s2p(**given, as_published=True)
 
 

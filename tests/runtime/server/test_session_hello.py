@@ -150,8 +150,8 @@ def test_a_hello_of_more_than_sixteen_kilobytes_is_refused_and_the_client_told(t
     ("name", "wrong"),
     [
         ("availability", "has 101 pairs, at most 100 are sent"),
-        ("speed_changes", "is written out, and only its digest is sent"),
-        ("link_changes", "is written out, and only its digest is sent"),
+        ("speed_changes", "is sent in full, where only its digest is allowed"),
+        ("link_changes", "is sent in full, where only its digest is allowed"),
     ],
 )
 def test_a_series_is_refused_with_the_remedy(table, name, wrong):
@@ -187,7 +187,7 @@ def test_a_long_series_that_the_server_has_goes_by_its_digest(name):
             table.hello(**hello)
             heard = table.hear()
             assert (heard.kind is Kind.WELCOME) is welcome
-            assert welcome or "is a time series with the digest" in heard.meta["reason"]
+            assert welcome or "is a time series (digest" in heard.meta["reason"]
             assert not welcome or table.event().client.profile == profile
         finally:
             table.close()

@@ -118,7 +118,7 @@ class DrawnWidths(Hook):
 
     def __init__(self, task: Task, local: OrderedDropout) -> None:
         super().__init__(task)
-        self.local, spec = local, task.assignment.spec.cut
+        self.local, spec = local, task.assignment.spec.without_base
         every = {width: self._masks(spec, width) for width in sorted(set(local.ladder))}
         self.masks = [flat for flat in every.values() if flat is not None]
         self.random = random.Random(derive_seed(task.assignment.seed, "fjord"))

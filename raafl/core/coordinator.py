@@ -132,7 +132,7 @@ class Coordinator(Admission):
 
     def _take(self, update: Update, assignment: Assignment, now: float) -> str | None:
         """Pass a well-formed update to the parts, before it is recorded as answered; return why a part refuses it, or None."""
-        client, cut = self.roster.clients[assignment.client], assignment.spec.cut
+        client, cut = self.roster.clients[assignment.client], assignment.spec.without_base
         staleness = self.state.version - assignment.version
         update.tensors, update.bundles = self.payload.split(update.tensors, assignment.spec, "trained")
         update.work = assignment.extra

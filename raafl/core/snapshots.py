@@ -50,7 +50,7 @@ class Snapshots:
         out = self._room(self._payload.layout(spec, "sent"))
         values, bundles = self._payload.split(out, spec, "sent")
         self._gather(spec, values)
-        self._merge.personalize(self._state, assignment.client, spec.cut, values, bundles)
+        self._merge.personalize(self._state, assignment.client, spec.without_base, values, bundles)
         self._users[id(out)] = 1
         return out
 

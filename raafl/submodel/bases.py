@@ -14,7 +14,9 @@ from raafl.submodel.spec import SpecError
 
 
 class Bases:
-    """A model's frozen parameters (its base) in several precisions. Each machine derives them itself, so none is sent.
+    """A model's frozen parameters (its base) in one or more precisions, such as 32, 16 and 4 bits.
+
+    Each machine computes them itself, so they are never sent.
 
     Attributes:
         names: names of the precisions, highest first, which is the module's own; empty if there is only that one.
@@ -30,7 +32,11 @@ class Bases:
         self._rebuild: Callable[[], nn.Module] | None = None
 
     def normal(self, name: str | None) -> str | None:
-        """Return ``name``, or None if it is the module's own precision; raise `SpecError` if the module does not have it."""
+        """Check the name of a precision; return it, or None if it is the module's own precision.
+
+        Raises:
+            SpecError: the frozen parameters do not exist in this precision.
+        """
         if name is not None and name not in self.names:
             known = nearest(name, self.names, "this model has only one precision: leave base out")
             raise SpecError(f"spec.base is '{name}', which this model does not have: {known}")
@@ -53,8 +59,8 @@ class Bases:
 
         Args:
             own: values of the frozen parameters.
-            rebuild: function that builds the model anew. If it is given, only the precision of the latest task is kept
-                in memory, to save space. None = keep all precisions.
+            rebuild: function that builds the model anew, so that memory needs to hold only the precision of the latest
+                task; None = keep all precisions in memory.
         """
         self._own, self._rebuild = own, rebuild if self.names else None
         self._made, self._digests = {}, {}

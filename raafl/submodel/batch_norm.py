@@ -42,13 +42,15 @@ def keep_static(module: nn.Module) -> None:
 def still_buffers(
     module: nn.Module, trains: Collection[str], buffers: Collection[str], *, static: bool, frozen: bool
 ) -> set[str]:
-    """Return the names of the buffers that clients do not send back: static running statistics, and those of frozen layers.
+    """Return the names of the buffers that clients do not send back, since training does not change them.
+
+    These are static running statistics (see `keep_static`), and the buffers of layers whose parameters are all frozen.
 
     Args:
         module: model to which the buffers belong.
         trains: names of the parameters that are trained.
         buffers: names of all buffers.
-        static: whether running statistics are static in this run, so that clients send none.
+        static: whether the running statistics of batch norms are static in this run.
         frozen: whether the submodel freezes some parameters.
     """
     still = {name for pair in statistics_of(module) for name in pair} if static else set()
@@ -114,7 +116,7 @@ class _Mean:
 
 
 class Pooling:
-    """Exact merging of running variances, for any merge that computes weighted means.
+    """Converter of batch norms' running variances to second moments and back, so that a merge gives exact variances.
 
     A mean of variances ignores that the clients' means differ. Second moments, ``E[x^2] = var + mean^2``, can be
     averaged. So clients send them in place of variances, and the global state has them during a merge.
@@ -153,7 +155,7 @@ class Pooling:
         return tensors
 
     def as_sent(self, tensors: FlatTensors) -> AbstractContextManager[None]:
-        """Return a context in which ``tensors`` have the form that a client sends; their statistics are restored afterwards."""
+        """Return a context in which ``tensors`` have second moments in place of variances, as a client sends them."""
         return self.untouched(self.to_moments_(tensors, half=False))
 
     @contextmanager
@@ -175,7 +177,7 @@ class Pooling:
 
     @contextmanager
     def untouched(self, tensors: FlatTensors) -> Iterator[None]:
-        """Return a context after which the running statistics of ``tensors`` are the same as before."""
+        """Return a context that restores the running statistics in ``tensors`` at its end."""
         statistics = [tensor for group in self.statistics_in(tensors) for tensor in group]
         before = [tensor.clone() for tensor in statistics]
         yield

@@ -130,10 +130,11 @@ def _is_module(module: nn.Module, path: str) -> bool:
 
 
 def find_exits(module: nn.Module) -> dict[str, Exit]:
-    """Find the exits that a model declares in `submodel_exits`, by name; each is a list of paths or a mapping.
+    """Find the exits (output heads after some of the blocks) that a model declares in `submodel_exits`, by name.
 
-    A list names the modules of an exit; they are None in a submodel without it. A mapping has the path of each module
-    of the exit, and the path of the module that it replaces in a submodel with the exit.
+    An exit is declared by a list or a mapping of paths. A list names the exit's modules; a submodel without the exit
+    has None in their place. A mapping has, for the path of each module to be replaced in a submodel with the exit, the
+    path of the exit's module that replaces it.
 
     Raises:
         SpecError: a path in a mapping does not lead to a module.
@@ -156,11 +157,10 @@ def find_exits(module: nn.Module) -> dict[str, Exit]:
 def check_names(
     spec: Spec, names: Sequence[str], aliases: Mapping[str, str], stacks: Mapping[str, Stack], exits: Mapping[str, Exit]
 ) -> None:
-    """Raise `SpecError` if ``spec`` names a stack, block, parameter or exit that does not exist.
+    """Raise `SpecError` if ``spec`` names something that the model lacks, or leaves out a tensor that kept modules share.
 
     Args:
-        spec: submodel to check. Of a tensor that several modules share, it must not leave out the first one, after
-            which the tensor is named.
+        spec: submodel to check: names of stacks, blocks, parameters and exits.
         names: names of all parameters.
         aliases: further names of shared tensors, each mapped to the first one.
         stacks: stacks of blocks, by name.
@@ -192,7 +192,9 @@ def check_names(
 
 
 def stand_ins(spec: Spec, exits: Mapping[str, Exit]) -> dict[str, str]:
-    """Return the path of the exit's module that replaces each replaced module; of several kept exits, the last one counts.
+    """Return the replacements that kept exits make: the path of each replaced module, mapped to that of the exit's module.
+
+    If several kept exits replace a module, the last one counts.
 
     Args:
         spec: submodel, which names the exits that are kept.

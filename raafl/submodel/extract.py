@@ -35,12 +35,12 @@ class _Views:
 
     @property
     def is_flat(self) -> bool:
-        """Whether this piece is contiguous in both storages, so that one flat copy moves it."""
+        """Whether this block of elements is contiguous in both storages, so that one flat copy moves it."""
         return self.full[0] == self.small[0] == (1,)
 
     @property
     def end(self) -> tuple[torch.dtype, int, int]:
-        """Position at which the next piece would have to start to be joined to this one, if both are contiguous."""
+        """Dtype of a contiguous block of elements, and the positions just after it in both storages."""
         return self.dtype, self.full[1] + self.size[0], self.small[1] + self.size[0]
 
 
@@ -61,18 +61,18 @@ class _Indexed:
         return view
 
     def pick(self, region: Tensor) -> Tensor:
-        """Return a copy of the elements of a region that the submodel keeps."""
+        """Return a copy of the elements that the submodel keeps, taken from a view that `region` has returned."""
         for dim in self.indices:
             region = region.index_select(dim, self.index(dim, region.device))
         return region
 
     def put(self, region: Tensor, values: Tensor, dims: tuple[int, ...] | None = None) -> None:
-        """Write values to the elements of a region that the submodel keeps, in place.
+        """Write a submodel's values to the elements that it keeps, in place.
 
         Args:
             region: view of the full tensor, from `region`.
             values: values to write, in the submodel's shape.
-            dims: dimensions with index lists that remain to be applied; None = all of them.
+            dims: dimensions whose kept indices are still to be looked up, for recursive calls; None = all of them.
         """
         dim, *rest = dims if dims is not None else tuple(self.indices)
         index = self.index(dim, region.device)
@@ -174,12 +174,13 @@ class CopyPlan:
         return zip(self._cached(full, self._full_side), self._cached(small, self._small_side), strict=True)
 
     def apply_(self, full: FlatTensors, small: FlatTensors, fn: Update) -> None:
-        """Call ``fn(target, source)`` on all matching pieces of the whole model and the submodel.
+        """Call ``fn(target, source)`` on each block of elements of the whole model and the same block of the submodel.
 
         Args:
             full: values of the whole model; changed in place.
             small: values of the submodel.
-            fn: function that changes ``target``, a piece of the whole model, in place by means of ``source``.
+            fn: function that changes ``target``, a block of the whole model, in place, given ``source``, that of the
+                submodel.
         """
         for target, source in self._pairs(full, small):
             fn(target, source)

@@ -130,7 +130,7 @@ class Layout:
 
     @cached_property
     def single_copy_bytes(self) -> int:
-        """Bytes of a single-precision copy of all half-precision tensors; 0 if there are none."""
+        """Bytes that a single-precision copy of all half-precision tensors takes, as for exact sums; 0 if there are none."""
         return sum(4 * numel for dtype, numel in self.numel.items() if is_merged(dtype) and dtype.itemsize == 2)
 
     @property
@@ -195,7 +195,7 @@ class FlatTensors:
         layout: names, shapes and positions of the tensors.
         buffers: one contiguous 1-D tensor per dtype, in the layout's order, which may be a view into larger storage.
             Write into them, but never replace them, since views of them are cached.
-        views: cache of views that copy plans need.
+        views: cache of further views, which `CopyPlan` uses.
     """
 
     __slots__ = ("__weakref__", "buffers", "layout", "views")
@@ -209,7 +209,7 @@ class FlatTensors:
         for dtype, numel in layout.numel.items():
             buffer = buffers.get(dtype)
             if buffer is None or buffer.dtype != dtype or buffer.shape != (numel,) or not buffer.is_contiguous():
-                raise BadInput(f"the {dtype} buffer does not fit the layout: it needs {numel} contiguous elements")
+                raise BadInput(f"the {dtype} buffer does not fit the layout: give {numel} contiguous elements in 1-D")
         self.layout = layout
         self.buffers = {dtype: buffers[dtype] for dtype in layout.dtypes}
         self.views: dict[Any, list[Tensor]] = {}
@@ -391,7 +391,7 @@ def _bytes(buffer: Tensor) -> Any:
 
 
 def is_finite(piece: Tensor) -> bool:
-    """Check whether no element of a tensor is NaN or infinite. The sum is enough for that, unless it overflows."""
+    """Check that no element of a tensor is NaN or infinite: their sum is enough, or else, if it overflows, each element."""
     if not is_merged(piece.dtype):
         return True
     # sums of half precision are taken in float32: they would overflow or lose little numbers, never a NaN

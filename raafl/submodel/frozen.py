@@ -20,7 +20,7 @@ Selections = Mapping[str, Mapping[int, Runs]]
 
 
 class FrozenBase:
-    """Values of a model's frozen parameters, which all small modules on this machine share; nothing may change them.
+    """Values of a model's frozen parameters, which the modules of all submodels on this machine share; nothing may change them.
 
     Attributes:
         tensors: frozen parameters by name, in their full shapes.
@@ -33,7 +33,7 @@ class FrozenBase:
         self._digests: dict[str, str] = {}
 
     def idle_bytes(self, layout: Layout, selections: Selections) -> int:
-        """Return the bytes of frozen parameters that are in memory but that a submodel does not use directly.
+        """Return the bytes of frozen parameters in memory that a submodel lacks, or of which it uses cut copies.
 
         Args:
             layout: layout of the frozen parameters in the submodel.
@@ -80,7 +80,7 @@ class FrozenBase:
         return part
 
     def changed(self, device: torch.device) -> str | None:
-        """Return the name of a tensor on ``device`` that was changed although it is frozen; None if there is none."""
+        """Return the name of a frozen tensor whose values on ``device`` were changed; None if there is none."""
         return next((name for name, t in self._on.get(device, {}).items() if _digest(t) != self._digests[name]), None)
 
 

@@ -90,7 +90,10 @@ def unfused() -> Iterator[None]:
 
 
 def settle(module: nn.Module) -> None:
-    """Prepare a copy of a module for training without a Trainer. Its gradients are dense, since sparse ones cannot be traced."""
+    """Prepare a copy of a module for training without a Trainer: set training mode, ignore logging, make gradients dense.
+
+    Sparse gradients cannot be traced.
+    """
     module.train()
     for part in module.modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag):

@@ -28,12 +28,12 @@ GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 
 
 @dataclass(slots=True)
-class Form:
-    """Cache entry of an operation on the meta device: the form of its arguments, and the form and cost of its result.
+class CachedResult:
+    """Cached outcome of an operation on the meta device (on tensors without values), used again for equal arguments.
 
     Attributes:
         key: key of the entry: the operation, the default dtype, and shapes and dtypes of the arguments.
-        result: form of the result; None = it is unknown, or depends on more than the arguments' form.
+        result: shapes and dtypes of the result; None = unknown, or the key does not determine them.
         cost: FLOPs and bytes of the operation; None = unknown.
     """
 
@@ -42,13 +42,13 @@ class Form:
     cost: Any = None
 
     def remember(self) -> None:
-        """Store the result's form and cost for later operations with the same arguments."""
+        """Store this entry in the cache, for later calls with equal arguments."""
         if len(_known) >= _MOST:
             _known.clear()
         _known[self.key] = self
 
 
-_known: dict[Any, Form] = {}
+_known: dict[Any, CachedResult] = {}
 """By key. Any thread may add to it."""
 
 
@@ -57,18 +57,18 @@ class _OfItsOwn(Exception):
 
 
 def result_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Run an ATen operation on tensors without values; reuse the known form of its result if possible.
+    """Run an operation on tensors without values (on the meta device), or create its result from those of an equal call.
 
     Args:
         func: operation of ATen, torch's tensor library.
         args: positional arguments of the operation.
         kwargs: keyword arguments of the operation.
     """
-    return run(func, args, kwargs, form_of(func, args, kwargs) if _is_functional(func) else None)
+    return run(func, args, kwargs, cached_result(func, args, kwargs) if _is_functional(func) else None)
 
 
-def form_of(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form | None:
-    """Return the cache entry of an operation; None if its result depends on more than shapes and dtypes.
+def cached_result(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CachedResult | None:
+    """Return the cache entry of an operation's call, new if need be; None if shapes and dtypes do not determine its result.
 
     Args:
         func: operation of ATen, torch's tensor library.
@@ -84,19 +84,21 @@ def form_of(func: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> F
         first: dict[int, int] = {}
         same = tuple([first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors)])
         key = func, torch.get_default_dtype(), *forms, same
-        return _known.get(key) or Form(key)
+        return _known.get(key) or CachedResult(key)
     except (_OfItsOwn, TypeError):  # or not hashable
         return None
 
 
-def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], form: Form | None) -> object:
-    """Run an operation, or create its result from the cache entry if the result's form is known.
+def run(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], form: CachedResult | None
+) -> object:
+    """Run an operation, or create its result from the cache entry ``form`` if that has the result's shapes.
 
     Args:
         func: operation of ATen, torch's tensor library.
         args: positional arguments of the operation.
         kwargs: keyword arguments of the operation.
-        form: cache entry of the operation; None = run it.
+        form: cache entry from `cached_result`; None = run the operation.
     """
     if form is not None and form.result is not None:
         return _made(form.result)

@@ -84,13 +84,13 @@ class Spec:
 
     @property
     def leading(self) -> Spec:
-        """The submodel with as many units of each axis, but the first ones; its cost is the same."""
+        """The submodel with equally many units of each axis, but the first ones; it costs the same."""
         kept = tuple((name, range(len(indices))) for name, indices in self.kept)
         return Spec(kept, self.blocks, self.trained, self.exits, self.base)
 
     @property
-    def cut(self) -> Spec:
-        """The same submodel without the precision of frozen parameters, which does not matter for training and merging."""
+    def without_base(self) -> Spec:
+        """This submodel without a choice of precision for its frozen parameters, which training and merging do not need."""
         return self if self.base is None else replace(self, base=None)
 
     def indices(self, axis: str) -> Kept | None:

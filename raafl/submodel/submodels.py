@@ -213,14 +213,14 @@ class Submodels:
             spec: submodel whose tensors are described.
             part: tensors to include: "present" = all that a client needs; "sent" = what it receives, all but frozen
                 parameters that were attached (see `attach_base`); "trained" = what it sends back, trained parameters
-                and floating-point buffers. Each part is the beginning of the one before.
+                and floating-point buffers. "present" begins with "sent", and "sent" with "trained".
         """
         spec = self.normal(spec)
         return self.cached("layout", (spec, part), lambda: self._layout(spec, part))
 
     def _layout(self, spec: Spec, part: Part) -> Layout:
         if spec.base is not None:
-            return self.form(spec).layout(spec.cut, part)
+            return self.form(spec).layout(spec.without_base, part)
         trains, lengths = self._trains(spec), self._table.lengths(spec) if spec.kept else {}
         absent = self._absent(spec)
         static = self.batch_norm == "static"
@@ -285,7 +285,7 @@ class Submodels:
         Args:
             values: a real instance of this model, or the global state. Its frozen values are shared, not copied, so
                 they must not change.
-            rebuild: function that builds that instance anew, so that memory has one precision; None = keep all.
+            rebuild: function that builds that instance anew, so that memory holds one precision only; None = hold all.
         """
         if not self.frozen:
             return
@@ -295,7 +295,7 @@ class Submodels:
         self._caches.clear()
 
     def form(self, spec: Spec) -> Submodels:
-        """Return these submodels, or those of a copy of the model if ``spec`` names another precision of the frozen parameters."""
+        """Return the `Submodels` for the precision of frozen parameters that ``spec`` names; this one if it is the model's own."""
         base = self.normal(spec).base
         return self if base is None else self.cached("form", base, lambda: self._form(base))
 
@@ -305,7 +305,7 @@ class Submodels:
         form._table, form.discovered = self._table, self.discovered
         form.attach_base(module)
         if form.layout(part="trained") != self.layout(part="trained"):
-            raise BadInput(f"submodel_hold('{base}') of {type(module).__name__} must change only frozen parameters")
+            raise BadInput(f"submodel_hold('{base}') changes tensors that train: let it change only frozen parameters")
         return form
 
     def base_of(self, spec: Spec) -> FrozenBase | None:
@@ -341,7 +341,7 @@ class Submodels:
         """
         spec = self.normal(spec)
         if spec.base is not None:
-            return self.form(spec).shrink(spec.cut, rescale, device, present, base)
+            return self.form(spec).shrink(spec.without_base, rescale, device, present, base)
         layout = self.layout(spec) if base is None else self.layout(spec, "sent")
         if present is None:
             present = FlatTensors.empty(layout, device)
@@ -355,7 +355,7 @@ class Submodels:
             absent=self._absent(spec),
             stand_ins=stand_ins(spec, self.exits),
             counts={name: len(kept) for name, kept in spec.kept},
-            **({} if self.discovered is None else self.discovered.follows()),
+            **({} if self.discovered is None else self.discovered.structure_arguments()),
             frozen={} if base is None else base.selected(self.layout(spec), selections, present.device),
         )
         module = build(structure, present, rescale=rescale)
@@ -389,7 +389,7 @@ class Submodels:
 
     def _cost(self, spec: Spec, batch_size: int) -> Cost:
         if spec.base is not None:
-            return self.form(spec).cost(spec.cut, batch_size)
+            return self.form(spec).cost(spec.without_base, batch_size)
         from raafl.submodel.cost.predicted import predict
 
         layouts = {part: self.layout(spec, part) for part in get_args(Part)}

@@ -31,11 +31,13 @@ class NoRoom(OSError):
 
 @dataclass(frozen=True, slots=True)
 class PayloadRoom:
-    """Storage for payloads: in memory, or, for larger ones, in files, which the system may write out and take from memory.
+    """Allocator of storage for payloads (the tensors of one task): in memory, or for large ones in files.
+
+    The system can move a file's content out of memory.
 
     Attributes:
-        folder: folder of the files; None = all payloads lie in memory.
-        most_bytes: size of the largest payload that lies in memory.
+        folder: folder of the files; None = store all payloads in memory.
+        most_bytes: size of the largest payload to store in memory.
     """
 
     folder: str | None = None
@@ -50,7 +52,11 @@ class PayloadRoom:
         return self._in_files(layout) if self._is_large(layout, device) else FlatTensors.empty(layout, device)
 
     def zeros(self, layout: Layout, device: torch.device | str = "cpu") -> FlatTensors:
-        """Return storage for ``layout``, all zero; raises as a call does."""
+        """Return storage for ``layout``, filled with zeros.
+
+        Raises:
+            NoRoom: the disk is full.
+        """
         return self._in_files(layout) if self._is_large(layout, device) else FlatTensors.zeros(layout, device)
 
     def _is_large(self, layout: Layout, device: torch.device | str) -> bool:
@@ -62,7 +68,7 @@ class PayloadRoom:
             return _in_files(self.folder, layout)
         except OSError as error:
             raise NoRoom(
-                f"'{self.folder}' has no room for a payload of {layout.num_bytes:,} bytes ({error.strerror}): free some, or "
+                f"'{self.folder}' has no room for a payload of {layout.num_bytes:,} bytes ({error.strerror}): free some space, or "
                 "keep payloads in memory with payload_memory_bytes null"
             ) from error
 
@@ -74,7 +80,7 @@ class InFile(Tensor):
     folder: str
 
     def clone(self, *_: object, **__: object) -> Tensor:
-        """Return a copy in another file, so that a checkpoint takes no memory; in ordinary memory if the disk is full."""
+        """Return a copy in a temporary file of its own, which takes no memory; in ordinary memory if the disk is full."""
         try:
             copy = _mapped(self.folder, self.numel(), self.dtype)
         except OSError:
@@ -95,7 +101,7 @@ def zeros_in(folder: str, layout: Layout) -> FlatTensors:
         return _in_files(folder, layout)
     except OSError as error:
         raise RunFailed(
-            f"memory_folder is '{folder}', which has no room for the latest update of another client "
+            f"memory_folder is '{folder}', which has no room to store the latest update of one more client "
             f"({layout.num_bytes:,} bytes): {error.strerror}; make room, and continue with --resume"
         ) from error
 

@@ -142,7 +142,7 @@ def test_buffers_must_fit_the_layout():
         {torch.float32: torch.zeros(4, dtype=torch.float64)},
         {torch.float32: torch.zeros(8)[::2]},
     ):
-        with pytest.raises(BadInput, match="needs 4 contiguous elements"):
+        with pytest.raises(BadInput, match="give 4 contiguous elements"):
             FlatTensors(layout, buffers)
     with pytest.raises(BadInput, match="'a' is missing"):
         FlatTensors.from_named({}, layout)

@@ -169,7 +169,9 @@ def test_without_room_a_copy_is_made_in_memory_and_no_client_is_added(tmp_path, 
     flat["b"].fill_(1.0)
     monkeypatch.setattr(os, "posix_fallocate", no_room)
     assert flat.clone()["b"].tolist() == [1.0] * 5
-    with pytest.raises(RunFailed, match=r"no room for the latest update of another client \(64 bytes\): No space left"):
+    with pytest.raises(
+        RunFailed, match=r"no room to store the latest update of one more client \(64 bytes\): No space left"
+    ):
         zeros_in(str(tmp_path), LAYOUT)
     assert list(tmp_path.iterdir()) == []
 

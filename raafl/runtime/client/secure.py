@@ -82,7 +82,7 @@ class SecureSide(Questions):
         if self._site_keys is not None:
             self._site_keys.check(group, formed.proofs, options.min_cover or 0)
         encrypted, commitments = member.join(group, key, layouts)
-        if group.by_id[key].spec != assignment.spec.cut:
+        if group.by_id[key].spec != assignment.spec.without_base:
             raise CannotOpen("the server names another submodel for this client than it assigned", "bad-group")
         keys = [one.id for one in group.members]
         shares = b"".join(encrypted[other] for other in sizes_from(member.coverage, key, keys))

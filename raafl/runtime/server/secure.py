@@ -284,7 +284,7 @@ class SecureAggregator:
         members = []
         for key, step in chosen.items():
             keys = to_bytes(step.tensors, "keys")
-            members.append(GroupMember(key, keys[:KEY_BYTES], keys[KEY_BYTES:], step.assignment.spec.cut))
+            members.append(GroupMember(key, keys[:KEY_BYTES], keys[KEY_BYTES:], step.assignment.spec.without_base))
         threshold = threshold_of(len(chosen), groups.merge.options.threshold)
         group = Group(secrets.token_hex(16), tuple(members), threshold, groups.merge.min_cover)
         running = _Running(Opening(group, self._layouts), scale, chosen, now + groups.merge.options.step_s)

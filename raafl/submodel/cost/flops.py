@@ -67,7 +67,7 @@ def convolution_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) ->
         x: input of shape (n, c, positions...).
         weight: weight of shape (o, c / g, kernel...); for a transposed convolution (c, o / g, kernel...).
         y: output of shape (n, o, positions...).
-        transposed: whether the whole kernel meets each position of the input, instead of each position of the output.
+        transposed: whether it is a transposed convolution.
     """
     return 2 * x.shape[0] * math.prod((x if transposed else y).shape[2:]) * weight.numel()
 

@@ -19,7 +19,7 @@ _LSTM = 2
 
 
 class FusedKernels(TorchFunctionMode):
-    """Context in which attention and recurrent layers on the meta device run as on a CPU, for realistic memory and operations."""
+    """Context for predictions of cost: in it, attention and recurrent layers on the meta device run a CPU's fused kernels."""
 
     def __torch_function__(
         self,

@@ -49,11 +49,11 @@ the layer of `raafl.devices.probes`: plain arithmetic runs at the speed of memor
 def traffic(
     packet: torch._ops.OpOverloadPacket, args: Sequence[Any], results: Sequence[Tensor], moved_bytes: int
 ) -> tuple[int, float]:
-    """Return the bytes that an operation effectively moves, and its FLOPs on padding.
+    """Return the bytes that an operation moves, weighted to be proportional to its time, and its FLOPs on padding.
 
-    Effective bytes are scaled to be proportional to time. Operations that copy, such as convolutions, or that draw or
-    compare elements one by one, count more; especially fast ones count less. Only convolutions have padding, in whole
-    channels.
+    The bytes of operations that copy, such as convolutions, or that draw or compare elements one by one, count more
+    than once; those of especially fast ones count less. Only convolutions have padding: they round the number of
+    channels up.
 
     Args:
         packet: operation of ATen, torch's tensor library.

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from raafl.submodel.cost.flops import arithmetic_flops, product_flops
 from raafl.submodel.cost.kernels import CONVOLUTIONS, traffic, workspace_bytes
 from raafl.submodel.nested_batch import tensors_in
-from raafl.submodel.results import form_of, run
+from raafl.submodel.results import cached_result, run
 
 _aten = torch.ops.aten
 _TAKES_NO_PART = frozenset(
@@ -62,7 +62,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def task_flops(self) -> float:
-        """Number of FLOPs that predicts a step's time: those of products; for a step without products, of other arithmetic."""
+        """FLOPs from which a step's time is predicted: those of matrix products and the like, or of all operations without any."""
         return self.flops or self.arithmetic
 
     def __torch_dispatch__(
@@ -80,7 +80,7 @@ class Ledger(TorchDispatchMode):
             return about_some and self.some  # no mask is all ones, nothing is NaN
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
-        packet, form = func._overloadpacket, form_of(func, args, kwargs)
+        packet, form = func._overloadpacket, cached_result(func, args, kwargs)
         result = args[0] if packet in _CHANGES and args[0].is_meta else run(func, args, kwargs, form)
         if packet is _aten.any and isinstance(result, Tensor):
             self._answers[result] = self._answers.get(args[0], True)  # type: ignore[no-untyped-call]

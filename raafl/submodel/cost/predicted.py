@@ -111,7 +111,7 @@ def predict(
     together with all activations. Without an example batch, 6 FLOPs count per trained parameter, and no activations.
 
     Args:
-        make: function that builds the small module of a submodel, on the meta device or in a given storage.
+        make: function that builds a submodel's module, on the meta device or in a given storage.
         spec: submodel to train.
         example_batch: a batch of the data, of any size; None = there is none.
         batch_size: batch size whose cost is predicted.
@@ -165,7 +165,7 @@ def _step(make: Make, spec: Spec, batch: object, on_values: Callable[[], tuple[S
     if failure is not None and spec != FULL and _runs_whole(make, batch):
         raise SpecError(
             f"{type(run.module).__name__}.training_step runs with the whole model, but not with {spec}: "
-            f"{' '.join(str(failure).split())}: say in `submodel_axes` which dimensions go together"
+            f"{' '.join(str(failure).split())}: declare in `submodel_axes` which dimensions must shrink together"
         ) from failure
     why, instead = "there is no example batch", _BY_PARAMETERS
     if failure is not None:
@@ -249,11 +249,11 @@ class _Run:
         self.fused = FusedKernels()
 
     def step(self, default: str, every: bool = False) -> Step:
-        """Run a training step, its backward pass and the optimiser's step, and count them.
+        """Run a training step, its backward pass and the optimiser's step; return their FLOPs, memory and traffic.
 
         Args:
             default: device on which the user's code creates new tensors.
-            every: whether parameters without a gradient get one, since more samples would have reached them, as in a
+            every: whether to give a gradient to parameters without one, since other samples would reach them, as in a
                 mixture of experts.
         """
 
@@ -277,7 +277,10 @@ class _Run:
         return self._updated(3.0 * work.task_flops, 3 * work.moved_bytes, peak_bytes, 3.0 * work.padding_flops, times)
 
     def update(self) -> Step:
-        """Estimate the cost of a training step from the optimiser's step alone, with three reads of each value for the rest."""
+        """Estimate the cost of a training step of which only the optimiser's step can be run.
+
+        The forward and backward pass count as three reads of all parameters.
+        """
         values = sum(p.numel() * p.itemsize for p in self.module.parameters())
         return self._updated(None, 3 * values, self.gradient_bytes)
 
@@ -344,5 +347,5 @@ def _optimizers(answer: object) -> list[Optimizer]:
         answer = answer[0]
     found = [answer] if isinstance(answer, Optimizer) else answer
     if not isinstance(found, list | tuple) or not found or not all(isinstance(one, Optimizer) for one in found):
-        raise TypeError("configure_optimizers returns no optimizer")
+        raise TypeError("configure_optimizers returns no optimizer: return one")
     return list(found)

@@ -68,14 +68,15 @@ class Shrunk:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Everything from which a small module is built: the full module, and a description of the units and blocks to keep.
+    """Instructions for building a submodel's module: the full module, and the units and blocks to keep.
 
     Attributes:
         module: full module, whose values are never read.
         selections: ranges of elements to keep, by tensor and dimension, for tensors that shrink.
         trains: names of the parameters that are trained.
         absent: paths of the modules to leave out.
-        stand_ins: path of the module that takes another's place, by the path of the module that is left out.
+        stand_ins: path of each replaced module, such as the head, mapped to the path of its replacement, such as an
+            exit.
         counts: number of kept units of each axis that shrinks.
         frozen: values of frozen parameters that are shared with other modules.
         sizes: numbers in the module's own code that must shrink with the axes.
@@ -96,7 +97,7 @@ class Structure:
 
 
 def build(structure: Structure, present: FlatTensors, *, rescale: bool) -> nn.Module:
-    """Build a small module whose tensors are views into the storage ``present``.
+    """Build a submodel's module, whose tensors are views into the storage ``present``.
 
     Args:
         structure: description of the module to build.
@@ -191,7 +192,10 @@ def _rescale(full: nn.Module, small: nn.Module, unscaled: frozenset[str]) -> Non
 
 
 class StandIn(nn.Module):
-    """Module that takes another one's place, such as an exit in place of the model's head. Its tensors keep their names."""
+    """Module that calls another module of the model in place of a replaced one, such as an exit in place of the head.
+
+    The other module's tensors keep their names.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         """Stand in for ``module``, which lies elsewhere in the same model."""

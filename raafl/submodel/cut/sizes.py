@@ -35,10 +35,11 @@ Site = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Size of a dimension as a formula of how many units each axis keeps: a sum of products.
+    """Formula for the size of a tensor dimension, given how many units of each axis are kept: a sum of products.
 
     Attributes:
-        terms: pairs of a factor and the axes whose numbers of units are multiplied with it; (64, ()) is the number 64.
+        terms: pairs ``(factor, axes)``, each for the factor times the numbers of kept units of these axes; ``(64, ())``
+            is the number 64.
     """
 
     terms: tuple[tuple[int, tuple[str, ...]], ...]
@@ -63,16 +64,16 @@ class Sizes:
     """Numbers in a model's own code that must shrink with its axes, such as the width in `x.view(-1, 64)`.
 
     Attributes:
-        attributes: size of each number that the code reads from an attribute, by module path and attribute path.
-        calls: sizes of the arguments in each call of the code, by module path and method, then by the position of the
-            call.
+        attributes: formula of each number that the code reads from an attribute, by module path and attribute path.
+        calls: formulas of the sizes that the code passes to torch, by module path and method, then by the position of
+            the call.
     """
 
     attributes: Mapping[tuple[str, Trail], Extent] = field(default_factory=dict)
     calls: Mapping[tuple[str, str], Mapping[Site, Mapping[Where, Extent]]] = field(default_factory=dict)
 
     def apply_(self, small: nn.Module, counts: Counts, full: Counts) -> None:
-        """Correct the numbers of a small module that depend on axes which have shrunk: set its attributes and patch its calls.
+        """Correct the numbers of a module whose axes have shrunk: its attributes, and the sizes that its methods pass to torch.
 
         Args:
             small: copy of the model, changed in place.
@@ -131,7 +132,7 @@ def shallow(value: object) -> object:
 
 
 class Corrected:
-    """A method of a small module that runs with corrected sizes; it survives copying and pickling."""
+    """Replacement for a method of a module, which passes corrected sizes to torch; it survives copying and pickling."""
 
     def __init__(self, module: nn.Module, method: str, table: Mapping[Site, Mapping[Where, int]]) -> None:
         """Replace the method of ``module``."""
@@ -148,7 +149,10 @@ BORDERS: set[CodeType] = {Corrected.__call__.__code__}
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return the file and line in a module's method from which the call in ``frame`` came; None outside of methods."""
+    """Return the position in a module's code from which the call in ``frame`` came; empty outside of a module's methods.
+
+    It is the function and the instruction of each frame up to the module's method.
+    """
     found = []
     while frame is not None and frame.f_code not in BORDERS:
         found.append((frame.f_code.co_qualname, frame.f_lasti))
@@ -208,7 +212,7 @@ TAKERS: dict[str, Sized] = {}
 """By the name of the function or method."""
 
 
-def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
+def _takes_sizes(*names: str) -> Callable[[Sized], Sized]:
     """Register the decorated function for some torch functions: it finds which of their arguments are sizes."""
 
     def add(function: Sized) -> Sized:
@@ -220,13 +224,14 @@ def takes_sizes(*names: str) -> Callable[[Sized], Sized]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part of a tensor dimension that has the length of a number in the code: all of it, its first indices, or a factor.
+    """Length of a tensor that a number in the code stands for: of a whole dimension, of its first indices, or of a factor.
 
     Attributes:
         tensor: tensor to which the dimension belongs.
         dim: index of the dimension, from 0.
-        stop: index at which the part ends; None = the end of the dimension.
-        outer: length of the slowest factor, if the number is only that factor; None = it is not.
+        stop: number of first indices, if the number counts these; None = the whole dimension.
+        outer: number of equal groups that the dimension is divided into, if the number counts these; None = it does
+            not.
     """
 
     tensor: Tensor
@@ -259,24 +264,24 @@ def _shape(first: int) -> Sized:
     return sized
 
 
-takes_sizes("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full", "broadcast_to")(_shape(1))
-takes_sizes("zeros", "ones", "empty", "full", "rand", "randn")(_shape(0))
+_takes_sizes("view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full", "broadcast_to")(_shape(1))
+_takes_sizes("zeros", "ones", "empty", "full", "rand", "randn")(_shape(0))
 
 
-@takes_sizes("unflatten")
+@_takes_sizes("unflatten")
 def _unflatten(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
     if len(args) > 2:
         for place, size in enumerate(args[2]):
             yield (2, place), size, Part(answer, args[1] % args[0].dim() + place)
 
 
-@takes_sizes("repeat")
+@_takes_sizes("repeat")
 def _repeat(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
     for dim, (where, number) in enumerate(_row(args, 1)):
         yield where, number, Part(answer, dim, outer=int(number))
 
 
-@takes_sizes("split", "split_with_sizes")
+@_takes_sizes("split", "split_with_sizes")
 def _split(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
     sizes = args[1] if len(args) > 1 else None
     for place, part in enumerate(answer):
@@ -284,12 +289,12 @@ def _split(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> It
         yield (place,), size, Part(part, _along(args, kwargs) % part.dim())
 
 
-@takes_sizes("chunk")
+@_takes_sizes("chunk")
 def _chunk(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
     return _split((args[0], None, *args[2:]), kwargs, answer)  # torch works the sizes out
 
 
-@takes_sizes("narrow")
+@_takes_sizes("narrow")
 def _narrow(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> Iterator[Taken]:
     if len(args) == 4 and isinstance(args[2], int):
         dim = args[1] % args[0].dim()
@@ -297,7 +302,7 @@ def _narrow(args: Sequence[Any], kwargs: Mapping[str, Any], answer: Tensor) -> I
         yield (3,), args[3], Part(answer, dim)
 
 
-@takes_sizes("__getitem__", "__setitem__")
+@_takes_sizes("__getitem__", "__setitem__")
 def _item(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if any(isinstance(i, Tensor | list) for i in index):
@@ -317,19 +322,19 @@ def _item(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Ite
         dim += i is not None
 
 
-@takes_sizes("group_norm")
+@_takes_sizes("group_norm")
 def _group_norm(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
     if len(args) > 1:
         yield (1,), args[1], Part(args[0], 1, outer=int(args[1]))
 
 
-@takes_sizes("layer_norm", "rms_norm")
+@_takes_sizes("layer_norm", "rms_norm")
 def _layer_norm(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
     for place, size in enumerate(args[1] if len(args) > 1 else ()):
         yield (1, place), size, Part(args[0], args[0].dim() - len(args[1]) + place)
 
 
-@takes_sizes("conv1d", "conv2d", "conv3d")
+@_takes_sizes("conv1d", "conv2d", "conv3d")
 def _convolution(args: Sequence[Any], kwargs: Mapping[str, Any], answer: object) -> Iterator[Taken]:
     if len(args) > 6:
         yield (6,), args[6], Part(args[0], 1 + args[0].dim() - args[1].dim(), outer=int(args[6]))

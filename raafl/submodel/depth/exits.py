@@ -92,7 +92,8 @@ def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
     try:
         add_exits(found[0][1], depths)
     except BadInput as error:
-        raise BadInput(f"submodels.{error}") from None
+        reason = str(error).removeprefix("exits: ")
+        raise BadInput(f"submodels.exits is {list(depths)}: {reason}") from None
 
 
 class EarlyLogits:

@@ -26,7 +26,16 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """Position of a possible axis's units in a tensor: for each start, unit i covers ``start + [i * unit, (i + 1) * unit)``."""
+    """Position of a possible axis's units in one tensor dimension, where they may occur several times.
+
+    Attributes:
+        name: name of the tensor.
+        dim: index of the dimension, from 0.
+        starts: element at which each occurrence begins; unit i covers ``start + [i * unit, (i + 1) * unit)``.
+        unit: number of elements for each unit.
+        is_read: whether a matrix product has summed over the dimension, as over the input side of a weight.
+        is_made: whether a product or look-up has produced the dimension, as the output side of a weight does.
+    """
 
     name: str
     dim: int
@@ -41,10 +50,9 @@ class Candidate:
     """A possible axis: units that might be dropped, and their positions in all tensors.
 
     Attributes:
-        atom: group of units that would form the axis.
-        spots: positions of these units in the model's tensors, in order.
-        outside: units of an outer dimension that is flattened into the same tensor dimension, such as heads around
-            their features.
+        atom: label of the units.
+        spots: positions of the units in the model's tensors, in the tensors' order.
+        outside: labels of units that enclose these in one flattened dimension, such as the heads around their features.
     """
 
     atom: Atom
@@ -55,7 +63,7 @@ class Candidate:
     def producers(self) -> list[str]:
         """Names of the tensors that compute these units, such as a layer's weight.
 
-        If there are none, of all tensors with these units.
+        If no tensor computes them, names of all tensors that have the units.
         """
         made = [spot.name for spot in self.spots if spot.is_made]
         made = made or [spot.name for spot in self.spots if not spot.is_read]
@@ -233,8 +241,8 @@ class Candidates:
     def unscaled(self) -> frozenset[str]:
         """Return the layers whose output must not be rescaled when some of their units are dropped.
 
-        One case are attention scores, which are sums over all features of a head that is kept whole. Another are gates,
-        which multiply a value that was already rescaled.
+        These are layers for queries and keys, whose products are summed over all features of a head that is kept whole,
+        and gates, which multiply a value that was already rescaled.
         """
         found: set[str] = set()
         for candidate in self.axes.values():

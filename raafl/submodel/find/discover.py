@@ -28,7 +28,7 @@ class DiscoveredAxes:
         whole: reason for which a dimension cannot shrink, by (parameter, dimension).
         kept_whole: reason for which a layer's width cannot shrink, by layer.
         sizes: numbers in the module's own code that must shrink with the axes.
-        spanned: axes over which norms compute statistics, such as the residual width.
+        spanned: names of axes over which a norm computes statistics, such as the width of the residual stream.
         unscaled: layers whose output is not rescaled when they lose units (see `Submodels.shrink`).
         problem: reason for which no training step could be traced to its end; None = one was.
     """
@@ -41,8 +41,8 @@ class DiscoveredAxes:
     unscaled: frozenset[str] = frozenset()
     problem: str | None = None
 
-    def follows(self) -> dict[str, Any]:
-        """Return the findings that `raafl.submodel.cut.shrink.Structure` needs, as its arguments."""
+    def structure_arguments(self) -> dict[str, Any]:
+        """Return the findings that a smaller module is built from, as arguments of `raafl.submodel.cut.shrink.Structure`."""
         full = {axis.name: axis.size for axis in self.axes}
         return {"sizes": self.sizes, "full": full, "unscaled": self.unscaled}
 

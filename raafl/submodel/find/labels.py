@@ -37,7 +37,7 @@ class Reason:
 
 
 class Atom:
-    """Group of indices of a tensor dimension, such as the features of a hidden layer, that occurs in one or several tensors.
+    """Group of indices of a tensor dimension, such as the features of a hidden layer; several tensors may have the same group.
 
     A later operation may split the group into factors (as a reshape does) or into parts (of a concatenation).
 
@@ -46,9 +46,10 @@ class Atom:
         pin: reason for which no index can be dropped; None = indices can be dropped.
         span: reason for which dropping some indices would change the results of others, as in a norm that computes
             statistics over them; None = there is none.
-        marks: uses that were seen: "read" = a product or sum ran over it; "batch" = products ran side by side over it,
-            as over attention heads; "scored" = such a product summed over it; "gated" = its value multiplied another;
-            "given" = it belongs to an input, whose size may differ in another batch.
+        marks: ways in which operations have used the group: "read" = they summed over it, as a matrix product does;
+            "batch" = they made one product for each index, as for each attention head; "scored" = they summed over it
+            in such a product; "gated" = they multiplied its values by others; "given" = it comes from an input, whose
+            size may differ in another batch.
         factors: groups whose product this one is after a reshape, outermost first; empty = it was not split into
             factors.
         parts: dimensions that are concatenated in this one; empty = it is not a concatenation.
@@ -67,7 +68,7 @@ class Atom:
         self._same_as: Atom | None = None
 
     def now(self) -> Atom:
-        """Return the group that represents this one after they were found to be the same (union-find)."""
+        """Return the group that stands for this one and all groups found to be the same (union-find)."""
         atom = self
         while atom._same_as is not None:
             atom = atom._same_as
@@ -81,10 +82,10 @@ class Atom:
 
 
 class Dim:
-    """Label of one tensor dimension: the groups of indices of which it consists.
+    """Label of one tensor dimension: the groups of indices that it combines, such as heads and the features of each head.
 
     Attributes:
-        atoms: groups of indices whose product the dimension is.
+        atoms: groups of indices, outermost first; the dimension's size is the product of their sizes.
         is_read: whether a matrix product has summed over it, as over the input side of a weight.
         is_made: whether a product or look-up has produced it, as the output side of a weight does.
     """
@@ -102,7 +103,10 @@ class Dim:
         return math.prod(atom.size for atom in self.atoms)
 
     def leaves(self) -> list[Atom]:
-        """Return the groups whose product this dimension is, split as far as possible, without groups of size 1."""
+        """Return the groups of indices that this dimension combines, each split as far as reshapes have split it.
+
+        Groups of size 1 are left out.
+        """
         found: list[Atom] = []
         for atom in self.atoms:
             atom = atom.now()
@@ -113,7 +117,7 @@ class Dim:
         return found
 
     def units(self) -> Iterator[Atom]:
-        """Yield every group of this dimension that is not split further, including groups inside concatenations."""
+        """Yield the groups of indices in this dimension that are not split further, those inside concatenations included."""
         for atom in self.leaves():
             if atom.parts:
                 for part in atom.parts:
@@ -123,7 +127,7 @@ class Dim:
 
 
 class Labels:
-    """Factory of labels of tensor dimensions (`Dim`), which also unites, splits and marks them in place."""
+    """Factory of labels of tensor dimensions (`Dim`), which also records that labels are equal, split, or unable to shrink."""
 
     def __init__(self, place: Callable[[], str] = str) -> None:
         """Create labels whose pins are located by ``place()``, the line of code that is running."""
@@ -160,7 +164,7 @@ class Labels:
         self._note(dim, why, "pin")
 
     def span(self, dim: Dim, why: str | Reason) -> None:
-        """Record that statistics are computed over a dimension; ignored while `is_spanning` is off.
+        """Record that statistics, such as a norm's, are computed over a dimension; no effect while `is_spanning` is False.
 
         Args:
             dim: label of the dimension.

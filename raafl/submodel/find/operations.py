@@ -64,7 +64,7 @@ class Call:
         """Return the call's argument ``dim`` as an index that is not negative.
 
         Args:
-            more: number of dimensions that the output has more than the input.
+            more: number of additional dimensions in the output, such as 1 for `stack`.
         """
         return (self.arguments.get("dim") or 0) % max(self.ins[0].dim() + more, 1)
 
@@ -78,7 +78,7 @@ class Call:
         return [self.labels.new(size, pinned) for size in sizes]
 
     def others(self, first: Dims) -> list[Dims]:
-        """Return the labels of all outputs: ``first`` for the first output; the others get new dimensions that cannot shrink."""
+        """Return the labels of all outputs: ``first`` for the first one, new ones for the others, which cannot shrink."""
         return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
 
     def unify_last(self, dims: Dims, others: Dims) -> None:

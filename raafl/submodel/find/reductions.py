@@ -12,14 +12,14 @@ from raafl.submodel.find.operations import Call, Dims, pointwise, rule
 # ---- along dimensions ----
 
 
-class Along(NamedTuple):
-    """Rule for an operation that reduces or scans some dimensions of its input.
+class _Along(NamedTuple):
+    """Rule for an operation that reduces or scans some dimensions of its input, such as a sum or a softmax.
 
     Attributes:
-        where: name of the argument that gives these dimensions, or the number of last dimensions.
+        where: name of the argument that lists these dimensions; or a number n, for the last n dimensions.
         then: effect on these dimensions in the output: "stay", "gone", or "new" with other indices.
-        why: reason for which they cannot shrink; "" = they can, since zeros add nothing.
-        is_span: whether they can shrink, but change the results of the remaining indices.
+        why: reason for which these dimensions cannot shrink; "" = they can, since zeros add nothing to a sum.
+        is_span: whether they can shrink, although this changes the results of the remaining indices, as in a norm.
     """
 
     where: str | int
@@ -39,7 +39,7 @@ class Along(NamedTuple):
         return [self._left(call, out, places) for out in call.outs]
 
     def places(self, call: Call) -> set[int]:
-        """Return the affected dimensions by index; if the operation names none, all of them."""
+        """Return the indices of the dimensions that the operation reduces or scans; all of them if it names none."""
         ndim = call.ins[0].dim()
         if isinstance(self.where, int):
             return set(range(ndim - self.where, ndim))
@@ -58,24 +58,24 @@ class Along(NamedTuple):
 
 
 ALONG = {
-    "sum nansum linalg_vector_norm norm count_nonzero any": Along("dim", "gone", ""),
-    "mean var std var_mean std_mean": Along("dim", "gone", "statistics are taken across it", is_span=True),
+    "sum nansum linalg_vector_norm norm count_nonzero any": _Along("dim", "gone", ""),
+    "mean var std var_mean std_mean": _Along("dim", "gone", "statistics are taken across it", is_span=True),
     "amax amin aminmax max min argmax argmin prod logsumexp all median mode":
-        Along("dim", "gone", "'{}' goes over all of it"),
-    "select unbind": Along("dim", "gone", "one place of it is taken"),
-    "_softmax _log_softmax _safe_softmax": Along("dim", "stay", "a softmax runs along it"),
-    "cumsum cumprod logcumsumexp cummax cummin": Along("dim", "stay", "'{}' runs along it"),
-    "flip roll": Along("dims", "stay", "its places are moved"),
-    "tril triu": Along(2, "stay", "a triangle of it is taken"),
-    "sort topk kthvalue": Along("dim", "new", "it is sorted"),
-    "_fft_r2c _fft_c2r _fft_c2c": Along("dim", "new", "it is transformed to frequencies"),
+        _Along("dim", "gone", "'{}' goes over all of it"),
+    "select unbind": _Along("dim", "gone", "one place of it is taken"),
+    "_softmax _log_softmax _safe_softmax": _Along("dim", "stay", "a softmax runs along it"),
+    "cumsum cumprod logcumsumexp cummax cummin": _Along("dim", "stay", "'{}' runs along it"),
+    "flip roll": _Along("dims", "stay", "its places are moved"),
+    "tril triu": _Along(2, "stay", "a triangle of it is taken"),
+    "sort topk kthvalue": _Along("dim", "new", "it is sorted"),
+    "_fft_r2c _fft_c2r _fft_c2c": _Along("dim", "new", "it is transformed to frequencies"),
     "avg_pool1d adaptive_avg_pool1d reflection_pad1d replication_pad1d upsample_nearest1d _upsample_nearest_exact1d "
-    "upsample_linear1d": Along(1, "new", "they are pixels"),
+    "upsample_linear1d": _Along(1, "new", "they are pixels"),
     "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d reflection_pad2d replication_pad2d "
     "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa "
-    "_upsample_bicubic2d_aa": Along(2, "new", "they are pixels"),
+    "_upsample_bicubic2d_aa": _Along(2, "new", "they are pixels"),
     "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d reflection_pad3d replication_pad3d "
-    "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d": Along(3, "new", "they are pixels"),
+    "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d": _Along(3, "new", "they are pixels"),
 }  # fmt: skip
 for _names, _along in ALONG.items():
     rule(*_names.split())(_along.__call__)
@@ -91,7 +91,7 @@ def _slice(call: Call) -> list[Dims]:
         dims[place], each = call.labels.regroup([dims[place]], [len(taken), step])
         call.labels.pin(each, "a slice takes every other one")
     else:
-        return Along("dim", "new", "a slice takes every other one")(call)
+        return _Along("dim", "new", "a slice takes every other one")(call)
     return [dims]
 
 

@@ -87,7 +87,7 @@ def _arithmetic(name: str, swapped: bool) -> Callable[[Size, Any], Any]:
             float(size)  # notes it
         if type(value) is not int or name not in OPERATORS:
             return value
-        origins = (self.origin, origin_of(other))
+        origins = (self.origin, _origin_of(other))
         return Size(value, (name, *(reversed(origins) if swapped else origins)), self.note)
 
     return work
@@ -98,13 +98,13 @@ for _name in (*OPERATORS, "truediv", "pow"):
     setattr(Size, f"__r{_name}__", _arithmetic(_name, swapped=True))
 
 
-def origin_of(value: int) -> Origin:
+def _origin_of(value: int) -> Origin:
     """Return the origin of a number; a plain number is its own origin."""
     return value.origin if isinstance(value, Size) else int(value)
 
 
 @dataclass(frozen=True, slots=True)
-class Attr:
+class _Attr:
     """Origin of a number: an attribute of a module from which it was read."""
 
     key: Attribute
@@ -152,8 +152,8 @@ class SizeTracker(TorchFunctionMode):
     """Context that records every size that a model's code passes to torch functions.
 
     Attributes:
-        asked: uses of sizes that were recorded.
-        values: numbers that are stored in modules.
+        asked: recorded uses of sizes.
+        values: integers that modules store in attributes, by module path and attribute path.
         running: methods that are running now, innermost last.
     """
 
@@ -169,7 +169,7 @@ class SizeTracker(TorchFunctionMode):
         self._labels, self._dims_of, self._knows = labels, dims_of, knows
         modules = dict(module.named_modules())
         self.values = dict(_numbers(modules.items()))
-        put(modules, {key: Size(value, Attr(key), self._number) for key, value in self.values.items()})
+        put(modules, {key: Size(value, _Attr(key), self._number) for key, value in self.values.items()})
         for path, part in modules.items():
             if not isinstance(part, torch.jit.ScriptModule):
                 part.__dict__["forward"] = _Method(self, part, path, "forward")
@@ -209,7 +209,7 @@ class SizeTracker(TorchFunctionMode):
 
     def _origin(self, value: int | None, part: Part) -> Any:
         """Return where the size ``value``, which an operation was given for ``part``, was computed from; None = unknown."""
-        origin = None if value is None else origin_of(value)
+        origin = None if value is None else _origin_of(value)
         if value is not None and value < 0 and part.stop is not None:  # a slice that counts from the end
             return ("add", self._dims_of(part.tensor)[part.dim], origin)
         return origin
@@ -247,10 +247,10 @@ class SizeTracker(TorchFunctionMode):
     # ---- what follows from it ----
 
     def solve(self, extent_of: Callable[[Dim], Extent | None], full: Counts) -> Sizes:
-        """Return the numbers in the model's code that must be corrected in a small module.
+        """Return the numbers in the model's code that must change when axes shrink, each with a formula of its size.
 
-        An attribute gets the size of the dimension for which it is used, if all its uses agree. A call is corrected if
-        its arguments would still be wrong then.
+        An attribute gets the size of the dimension for which it is used, if all its uses agree. A call of torch is
+        corrected if the sizes that it gets would be wrong even with corrected attributes.
 
         Args:
             extent_of: function that returns the size of a dimension as a formula of the axes' numbers of units; None =
@@ -260,7 +260,7 @@ class SizeTracker(TorchFunctionMode):
         extents = [extent_of(asked.dim) for asked in self.asked]
         wanted: dict[Attribute, set[Extent]] = {}
         for asked, extent in zip(self.asked, extents, strict=True):
-            if isinstance(asked.origin, Attr) and extent is not None and extent(full) == self.values[asked.origin.key]:
+            if isinstance(asked.origin, _Attr) and extent is not None and extent(full) == self.values[asked.origin.key]:
                 wanted.setdefault(asked.origin.key, set()).add(extent)
         attributes = {key: min(found, key=str) for key, found in wanted.items() if len(found) == 1}
         attributes = {key: extent for key, extent in attributes.items() if extent.axes}
@@ -274,7 +274,9 @@ class SizeTracker(TorchFunctionMode):
             found = comes_to(asked.origin, attributes)
             return all(one in (extent(counts), -1) for one, counts in zip(found, samples, strict=True))
 
-        worked_out = [(a.origin, e) for a, e in zip(self.asked, extents, strict=True) if not isinstance(a.origin, Attr)]
+        worked_out = [
+            (a.origin, e) for a, e in zip(self.asked, extents, strict=True) if not isinstance(a.origin, _Attr)
+        ]
         worked_out += [(origin, Extent.of({(): value})) for origin, value in self.numbers]
         for key in _spoiling(attributes, worked_out, comes_to, samples):
             del attributes[key]
@@ -303,7 +305,7 @@ class SizeTracker(TorchFunctionMode):
         counts: Counts,
     ) -> int | None:
         """Work out what code comes to in a small model."""
-        if isinstance(origin, Attr):
+        if isinstance(origin, _Attr):
             return attributes[origin.key](counts) if origin.key in attributes else self.values[origin.key]
         if isinstance(origin, Dim):
             extent = extent_of(origin)
@@ -350,7 +352,7 @@ def _spoiling(
 
 
 def _attributes_in(origin: Origin) -> Iterable[Attribute]:
-    if isinstance(origin, Attr):
+    if isinstance(origin, _Attr):
         yield origin.key
     elif isinstance(origin, tuple):
         for part in origin[1:]:

@@ -81,7 +81,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Label the parameters and buffers of ``module``; with ``is_blind``, conditions on tensors are false."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_blind, self.num_conditions = is_blind, 0
-        self.labels = Labels(place_in_code)
+        self.labels = Labels(_place_in_code)
         # held on to, since torch may hand out a tensor's Python object anew, and no id may come twice
         self._dims: dict[int, tuple[Tensor, Dims]] = {}
         self._read: set[int] = set()
@@ -98,7 +98,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._dims = {id(x): self._dims[id(x)] for x in self.named.values()}
 
     def dims_of(self, tensor: Tensor) -> Dims:
-        """Return the labels of a tensor's dimensions, which say what belongs together; dimensions of an input cannot shrink."""
+        """Return the labels of a tensor's dimensions; dimensions that share a label must shrink together.
+
+        A tensor without labels counts as an input, whose dimensions cannot shrink.
+        """
         _, known = self._dims.get(id(tensor), (None, ()))
         if len(known) != tensor.dim() or any(dim.size != n for dim, n in zip(known, tensor.shape, strict=True)):
             return self._label(tensor, [self.labels.given(size) for size in tensor.shape])
@@ -150,7 +153,7 @@ def _storage(tensor: Tensor) -> int | None:
     return storage_key(tensor) if tensor.layout == torch.strided else None
 
 
-def place_in_code() -> str:
+def _place_in_code() -> str:
     """Return the line of the user's code that is running now, as ``file.py:line``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -168,7 +171,7 @@ def trace(module: nn.Module, batch: object) -> TraceResult:
         module: model with or without values; neither the model nor any random state is changed.
         batch: batch of real data, of which a few samples are enough; None = generate one, see `made_batch`.
     """
-    first, runs = None, (isolated_run.loss_of, isolated_run.call) if has_step(module) else (isolated_run.call,)
+    first, runs = None, (isolated_run.loss_of, isolated_run.call) if _has_step(module) else (isolated_run.call,)
     ways, size = ["meta", "cpu"], sum(p.numel() for p in module.parameters())
     ways += (["blind"] if size > LARGE else []) + (["values"] if size <= MOST_VALUES else [])
     with isolated_run.undisturbed(), isolated_run.uncached():
@@ -253,7 +256,7 @@ def _attempt(module: nn.Module, batch: object, run: Callable[[Any, Any], Any], w
     return seen
 
 
-def has_step(module: object) -> bool:
+def _has_step(module: object) -> bool:
     """Check whether a module defines a training step itself."""
     own = getattr(type(module), "training_step", None)
     return own is not None and not own.__module__.startswith(("lightning.", "pytorch_lightning."))

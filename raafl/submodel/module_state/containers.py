@@ -111,7 +111,10 @@ class TensorsRecord(Record):
         return [name for name, _, now in self._other() if not callable(getattr(now, "compute", None))]
 
     def lost(self) -> list[str]:
-        """Return the names of parameters, and of submodules with parameters, that were replaced or added."""
+        """Return the names of parameters, and of submodules with parameters, that a step has replaced or added.
+
+        Their training would be lost.
+        """
         return [name for name, before, now in self._other() if _trains(before) or _trains(now)]
 
     def _other(self) -> list[tuple[str, Any, Any]]:

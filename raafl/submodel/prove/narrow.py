@@ -31,9 +31,9 @@ LONGEST = 64
 
 
 def narrowed(submodels: Submodels, module: nn.Module, batch: object) -> tuple[Submodels, nn.Module] | None:
-    """Return a narrow copy of a large model, on which its axes can be checked faster; None if it has other axes.
+    """Return a narrow copy of a large model with the same axes, on which these can be checked faster; None if that fails.
 
-    The copy must have the same structure, but need not compute the same. So the residual width is narrowed, too, where
+    The copy has the same structure, but need not compute the same. So the residual width is narrowed, too, where
     possible, and so are frozen layers beside LoRA ranks; the ranks stay.
 
     Args:
@@ -89,7 +89,7 @@ def _cut(submodels: Submodels, module: nn.Module, spec: Spec) -> nn.Module:
 
 
 def random_values(submodels: Submodels, module: nn.Module) -> FlatTensors:
-    """Return the state of the whole model with random parameters like freshly initialised ones, no two equal.
+    """Return values for the whole model: parameters are random, like freshly initialised ones, and no two are equal.
 
     Args:
         submodels: submodels of the model.

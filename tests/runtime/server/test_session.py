@@ -144,7 +144,7 @@ def test_long_updates_lie_in_files_and_a_full_disk_ends_one_session_alone(tmp_pa
             table.update()
             event = table.event()
         if number == 1:
-            reason = f"no-space: '{tmp_path}' has no room for a payload of 52 bytes (No space left on device): free some, or "
+            reason = f"no-space: '{tmp_path}' has no room for a payload of 52 bytes (No space left on device): free some space, or "
             assert event == Lost(4, reason + "keep payloads in memory with payload_memory_bytes null", 0, counts=True)
             with pytest.raises(PeerLost):
                 table.hear()

@@ -90,7 +90,7 @@ class Holding(torch.nn.ModuleList):
 @pytest.mark.parametrize(
     ("make", "exits", "says"),
     [
-        (lambda: ViT("micro"), [2], r"submodels\.exits: there is no exit after 2 of 2 blocks: give 1 to 1"),
+        (lambda: ViT("micro"), [2], r"submodels\.exits is \[2\]: there is no exit after 2 of 2 blocks: give 1 to 1"),
         (
             lambda: MLP(4, (4,), 2),
             [1],

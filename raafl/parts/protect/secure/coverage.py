@@ -50,7 +50,7 @@ class IntegerLayouts:
             spec: submodel whose values are encoded.
             dtype: dtype of the integers.
         """
-        spec = self.submodels.normal(spec.cut)
+        spec = self.submodels.normal(spec.without_base)
         return self.submodels.cached(
             "integer layout", (spec, dtype), lambda: _with_dtype(self.submodels.layout(spec, "trained"), dtype)
         )
@@ -62,7 +62,7 @@ class IntegerLayouts:
             spec: submodel whose values are encoded.
             dtype: dtype of the integers.
         """
-        spec = self.submodels.normal(spec.cut)
+        spec = self.submodels.normal(spec.without_base)
 
         def make() -> CopyPlan:
             return CopyPlan(spec, self.layout(FULL, dtype), self.layout(spec, dtype), self.submodels.selections(spec))
@@ -105,7 +105,7 @@ class Coverage:
             BadInput: there are more than `MAX_SPECS` distinct submodels, or more than `MAX_CELLS` cells.
         """
         self._layouts = layouts
-        self.specs = {member_id: layouts.submodels.normal(spec.cut) for member_id, spec in specs.items()}
+        self.specs = {member_id: layouts.submodels.normal(spec.without_base) for member_id, spec in specs.items()}
         distinct = list(dict.fromkeys(self.specs.values()))
         if len(distinct) > MAX_SPECS:
             raise BadInput(

@@ -59,12 +59,12 @@ class Stream(IterableDataset):
             {"loss": F.mse_loss, "optimizer": 3},
             "optimizer is 3: give a function that makes one of a list",
         ),
-        (small_mlp, digits(), {"batch_size": 3}, "batch_size is given, but is not for Digits"),
+        (small_mlp, digits(), {"batch_size": 3}, "batch_size is given, but has no effect with Digits"),
         (
             small_mlp,
             (DataLoader([1]), None),
             {"batch_size": 3},
-            "batch_size is given, but is not for DataLoaders: set it",
+            "batch_size is given, but has no effect with DataLoaders: set it",
         ),
         (
             small_mlp,
@@ -84,5 +84,5 @@ def test_what_cannot_be_trained_is_said_before_anything_runs(tmp_path, module, d
 def test_fit_without_ranks_says_how_to_get_them(tmp_path):
     with pytest.raises(BadInput, match=r"start the script with `torchrun .*local=4.*simulate"):
         federation().fit(small_mlp, digits())
-    with pytest.raises(BadInput, match="no run is under way"):
+    with pytest.raises(BadInput, match="no run is in progress"):
         federation().stop()

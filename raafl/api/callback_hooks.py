@@ -60,7 +60,13 @@ class CallbackHooks(RunHooks):
         self._raise()
 
     def on_measured(self, version: int, now: float, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics together with metrics that the callbacks add; see `RunHooks.on_measured`."""
+        """Pass the metrics of an evaluated version to the callbacks; return them together with those that callbacks add.
+
+        Args:
+            version: version of the global model that was evaluated.
+            now: time in seconds of the run's clock.
+            metrics: metrics of that version, by name.
+        """
         view = self._seen()
         self._announce(version, now)
         earlier, view.version, view.time_s = (view.version, view.time_s), version, now
@@ -80,7 +86,7 @@ class CallbackHooks(RunHooks):
         return metrics
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Call the callbacks for each update that was merged; see `RunHooks.on_settled`."""
+        """Call the callbacks' ``on_update_merged`` if the update was merged; do nothing if it was refused or lost."""
         update, assignment = settled.update, settled.assignment
         if settled.outcome != "merged" or update is None or assignment is None or not self._callbacks:
             return
@@ -92,7 +98,7 @@ class CallbackHooks(RunHooks):
         self._tell("on_update_merged", merged)
 
     def on_event(self, event: Event, coordinator: Coordinator, now: float) -> None:
-        """Call the callbacks for clients that joined or left and for new versions of the model; see `RunHooks.on_event`."""
+        """Call the callbacks if the event has made a client join or leave, or has made a new version of the model."""
         self._seen().time_s = now
         if isinstance(event, Joined):
             client = event.client.id
@@ -113,7 +119,13 @@ class CallbackHooks(RunHooks):
         return self.failure or self._stop
 
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
-        """Add the state of the callbacks to the checkpoint; see `RunHooks.on_checkpoint`."""
+        """Add the state of the callbacks to a checkpoint that is being written.
+
+        Args:
+            coordinator: state of the run.
+            version: version of the global model in the checkpoint.
+            clock: section of the checkpoint to which the state is added.
+        """
         # copied: it is written while callbacks go on
         states = [copy.deepcopy(self._call(callback, "state_dict", even_so=True)) for callback in self._callbacks]
         clock["callbacks"] = {"states": states, "clients": {str(c): life for c, life in self._there.items()}}
@@ -181,7 +193,7 @@ class CallbackHooks(RunHooks):
             try:
                 if name in METRIC_COLUMNS or not isinstance(name, str):
                     raise BadInput(
-                        f"returns a metric '{name}', but a metric of this name exists already: choose another name"
+                        f"the callback returns a metric '{name}', a name that raafl uses already: choose another name"
                     )
                 found[name] = float(value)
             except BadInput as error:

@@ -50,8 +50,8 @@ class Callback:
     def on_evaluate(self, run: RunView, metrics: dict[str, float]) -> Mapping[str, float] | None:
         """Called when the global model was evaluated, first at version 0.
 
-        Metrics that the method returns, or adds to ``metrics``, are recorded: they appear in metrics.csv and in
-        loggers, and targets may name them.
+        Metrics that the method returns, or adds to ``metrics``, are recorded like raafl's own: they appear in
+        metrics.csv and in loggers.
         """
         return None
 

@@ -90,8 +90,8 @@ def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
 
     Args:
         data: a LightningDataModule; a pair (train, test) of map-style data sets or of DataLoaders, where test may be
-            None; a name: sst2, ag_news, fpb, a data set on the Hugging Face hub, or a local folder that `datasets`
-            reads.
+            None; or text: the name of a data set on the Hugging Face hub, one of sst2, ag_news and fpb, or a folder
+            that the library `datasets` can read.
         module: model to train; if it is the name of a transformers model, its tokenizer is used for texts.
         more: further arguments: batch_size and collate_fn for plain data sets; batch_size and max_length for texts.
 
@@ -100,20 +100,20 @@ def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
     """
     given = {name: value for name, value in more.items() if value is not None}
     if isinstance(data, (str, Path)):
-        return named(str(data), module if isinstance(module, str) else None, **given)
+        return load_named(str(data), module if isinstance(module, str) else None, **given)
     if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[0], DataLoader):
-        _only(given, "DataLoaders: set it there")
+        _only(given, "DataLoaders", "set it there")
         if data[1] is not None and not isinstance(data[1], DataLoader):
             raise BadInput(
                 f"test is {type(data[1]).__name__}, but train is a DataLoader: give a DataLoader for test too, or None"
             )
         return Loaders(*data)
     if isinstance(data, (tuple, list)) and len(data) == 2:
-        return Datasets(*data, **_only(given, "plain data sets", "batch_size", "collate_fn"))
+        return Datasets(*data, **_only(given, "plain data sets", "leave it out", "batch_size", "collate_fn"))
     if isinstance(data, type):
         raise BadInput(f"data is {briefly(data)}: give an object, {data.__name__}(...)")
     if isinstance(data, LightningDataModule) or hasattr(data, "train_dataloader"):
-        _only(given, f"{type(data).__name__}, which has loaders of its own: set it there")
+        _only(given, f"{type(data).__name__}, which has loaders of its own", "set it there")
         return data  # type: ignore[no-any-return]
     raise BadInput(
         f"data is {briefly(data)}: give a LightningDataModule, a pair (train, test) of data sets or DataLoaders, "
@@ -121,17 +121,18 @@ def as_datamodule(data: Any, module: Any, **more: Any) -> LightningDataModule:
     )
 
 
-def _only(given: dict[str, Any], whom: str, *names: str) -> dict[str, Any]:
+def _only(given: dict[str, Any], data: str, remedy: str, *names: str) -> dict[str, Any]:
     for name in given:
         if name not in names:
-            raise BadInput(f"{name} is given, but is not for {whom}")
+            raise BadInput(f"{name} is given, but has no effect with {data}: {remedy}")
     return given
 
 
-def named(path: str, model_name: str | None, **given: object) -> LightningDataModule:
+def load_named(path: str, model_name: str | None, **given: object) -> LightningDataModule:
     """Load a data set from the Hugging Face hub or a folder, tokenised for a transformers model.
 
-    Columns and splits must have usual names; use `raafl.data.HuggingFaceText` for others.
+    Columns and splits must have usual names, such as text, label and test; if they have not, use
+    `raafl.data.HuggingFaceText`.
 
     Args:
         path: name of the data set on the hub, or a folder.
@@ -141,7 +142,7 @@ def named(path: str, model_name: str | None, **given: object) -> LightningDataMo
     Raises:
         BadInput: there is no such data set, or its columns have other names.
     """
-    options = _only(given, "texts by name", "batch_size", "max_length")
+    options = _only(given, "a data set given by name", "leave it out", "batch_size", "max_length")
     tokenizer = model_name or "words"
     if path in _KNOWN:
         found: LightningDataModule = _KNOWN[path](tokenizer, **options)

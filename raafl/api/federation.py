@@ -23,7 +23,7 @@ from raafl.api.datasets import as_datamodule
 from raafl.api.local import local_ranks
 from raafl.api.modules import Loss, MakeOptimizer, Metrics, ModuleSpec
 from raafl.api.python_objects import objects
-from raafl.api.run_view import current
+from raafl.api.run_view import current_module
 from raafl.api.settings import (
     Settings,
     algorithm_of,
@@ -143,13 +143,13 @@ class Federation:
         return f"Federation({', '.join(parts)})"
 
     def stop(self, reason: str = "asked to") -> None:
-        """End the current run; its summary has ``stopped: REASON``. Callable from any thread.
+        """End the current run early, and record ``reason`` in its summary. Callable from any thread.
 
         Raises:
             BadInput: no run is in progress.
         """
         if self._observer is None:
-            raise BadInput("stop: no run is under way")
+            raise BadInput("stop: no run is in progress: call it while simulate or fit runs")
         self._observer.stop(reason)
 
     def simulate(
@@ -257,19 +257,20 @@ class Federation:
     ) -> dict[str, Any]:
         """Repeat a run that was started in Python, and check that the result is equal bit for bit.
 
-        Settings come from the run folder. The algorithm and partition of this federation are used only if the run had
-        Python objects for them. See docs/replay-and-resume.md.
+        Settings come from the run folder. If the run's algorithm or partition was a Python object, which a folder cannot
+        store, that of this federation is used. See docs/replay-and-resume.md.
 
         Args:
             folder: folder of the run.
             module: module given to the run, with the same initial weights.
             data: data given to the run.
             until: number of the event after which to stop; None = replay all.
-            trust_config: whether to import classes of others that the folder's config names.
+            trust_config: whether to import classes that are not raafl's and that the folder's config names.
             how: arguments loss, optimizer, metrics, batch_size and collate_fn, as given to the run.
 
         Returns:
-            Result of the replay, with ``equal`` and ``parted_at``; see `raafl.commands.replay.replay`.
+            Result of the replay: ``equal`` (whether all is equal), ``parted_at`` (the first event that is not), and more; see
+            `raafl.commands.replay.replay`.
         """
         from raafl.commands.replay import replay
 
@@ -295,7 +296,7 @@ class Federation:
         config = config_of(experiment, spec, source)
         if resume is not None:
             same_settings(_settings_in(Path(resume)), yaml.safe_load(to_yaml(config, [])))
-        observer = self._observer = CallbackHooks(self.callbacks, spec.given_back)
+        observer = self._observer = CallbackHooks(self.callbacks, spec.trained_copy)
         try:
             with console(), _left_as_it_was():
                 ended = run(experiment, to_yaml(config, self._notes()), observer=observer)
@@ -304,7 +305,7 @@ class Federation:
             self._observer = None
         interrupted = result is not None and "interrupted" in (result.summary["finished"], observer.stop_asked())
         if result is not None and interrupted and self._raises():
-            raise KeyboardInterrupt(f"run folder: {result.folder}")
+            raise KeyboardInterrupt(f"the run was interrupted; its results so far are in {result.folder}")
         return result
 
     def _raises(self) -> bool:
@@ -341,7 +342,7 @@ def _result(summary: dict[str, Any], folder: Path, observer: CallbackHooks) -> R
             error = error.__cause__ or error
         raise RunFailed(f"{why} (run folder: {folder})") from error
     assert observer.run is not None
-    return Result(summary, folder, observer.unwrap(current(observer.run, anew=False)).eval())
+    return Result(summary, folder, observer.unwrap(current_module(observer.run, anew=False)).eval())
 
 
 def in_notebook() -> bool:

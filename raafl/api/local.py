@@ -21,9 +21,12 @@ _started: list[int] = []
 
 @contextmanager
 def local_ranks(num_clients: int | None) -> Iterator[None]:
-    """Return a context in which server and clients run: the ranks of torchrun, or ``num_clients`` copies of this script.
+    """Start the clients of a run on this machine, each as a copy of this script, for the duration of a ``with`` block.
 
-    The process of a client ends at the end of the context, by `SystemExit`.
+    In a client's process the script ends with the block.
+
+    Args:
+        num_clients: number of clients to start; None = start nothing, since torchrun has started them.
 
     Raises:
         BadInput: there is no script to run again, torchrun has started this process, or the context is used a second

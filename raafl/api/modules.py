@@ -148,7 +148,7 @@ class ModuleSpec:
         _check_function("optimizer", self.optimizer, "that makes one of a list of parameters, such as torch.optim.Adam")
         if isinstance(self.loss, type) and issubclass(self.loss, nn.Module):
             raise BadInput(f"loss is {briefly(self.loss)}: give an object, {self.loss.__name__}()")
-        if self.is_made:
+        if self.is_module:
             check_tensors(self.given)
         is_whole = _is_lightning(self.given) or is_name
         if is_whole and (self.loss is not None or self.metrics is not None):
@@ -158,18 +158,22 @@ class ModuleSpec:
             )
 
     @property
-    def is_made(self) -> bool:
-        """Whether the user gave a module object, so that training starts from its weights."""
+    def is_module(self) -> bool:
+        """Whether the user gave a module itself, not a function or name, so that training starts from its weights."""
         return isinstance(self.given, nn.Module)
 
     def make(self, data: LightningDataModule) -> LightningModule:
-        """Build a new LightningModule; the data module, after its `setup`, provides the number of inputs or classes."""
+        """Build a new LightningModule from what the user gave.
+
+        Args:
+            data: the run's data, after `setup`; it determines the number of classes where the model is given by name.
+        """
         if isinstance(self.given, str):
             from model_zoo import HFSequenceClassifier
 
             made: Any = HFSequenceClassifier(self.given, num_classes(data))
         else:
-            made = copy_structure(self.given, {}) if self.is_made else self.given()
+            made = copy_structure(self.given, {}) if self.is_module else self.given()
         if not isinstance(made, nn.Module):
             raise BadInput(f"module is a function that makes {type(made).__name__}: let it return a module")
         made = uncompiled(made)
@@ -198,7 +202,7 @@ class ModuleSpec:
         """Return the user's own module from a LightningModule that `make` returned."""
         return module.net if isinstance(module, Plain) else module
 
-    def given_back(self, module: nn.Module) -> nn.Module:
+    def trained_copy(self, module: nn.Module) -> nn.Module:
         """Return a trained copy of the user's module, with its original class, so that it can be saved."""
         module = self.unwrap(module)
         module.__class__ = given_class(module)
@@ -207,7 +211,7 @@ class ModuleSpec:
     def settings(self) -> dict[str, Any]:
         """Describe loss, optimizer and metrics as texts, for config.yaml."""
         named = {"loss": self.loss, "optimizer": self.optimizer}
-        found = {name: called(value) for name, value in named.items() if value is not None}
+        found = {name: qualified_name(value) for name, value in named.items() if value is not None}
         if self.metrics:
             found["metrics"] = ", ".join(self.metrics)
         return found
@@ -222,8 +226,8 @@ def _check_function(name: str, value: object, which: str) -> None:
         raise BadInput(f"{name} is {briefly(value)}: give a function {which}")
 
 
-def called(thing: object) -> str:
-    """Return the qualified name of a function or class; for any other object, the name of its class."""
+def qualified_name(thing: object) -> str:
+    """Return the import path of a function or class, such as torch.nn.Linear; for any other object, that of its class."""
     named = thing if hasattr(thing, "__qualname__") else type(thing)
     name = f"{named.__module__}.{named.__qualname__}"
     return name.removeprefix("builtins.")

@@ -23,7 +23,10 @@ _here: dict[str, Any] = {}
 
 @contextmanager
 def objects(**given: object) -> Iterator[None]:
-    """Return a context in which the placeholders in a config stand for these Python objects.
+    """Return a context in which a config can refer to these Python objects, which a YAML file cannot contain.
+
+    A config has a placeholder (`Module`, `Data`, `algorithm`, `partition`) for each; in the context these return the
+    objects.
 
     Args:
         given: the objects by name: ``module`` and ``data`` are functions that return them, ``unwrap`` returns the
@@ -50,7 +53,7 @@ def _missing(what: str, given: str) -> NoReturn:
 
 
 class Module(LightningModule):
-    """Placeholder for the user's model in a config."""
+    """Placeholder in a config for a model that the user passed as a Python object; creating it returns that model."""
 
     def __new__(
         cls, given: str, settings: dict[str, Any] | None = None, weights: str | None = None, shown: str = ""
@@ -83,7 +86,7 @@ class Module(LightningModule):
 
 
 class Data(LightningDataModule):
-    """Placeholder for the user's data in a config."""
+    """Placeholder in a config for data that the user passed as a Python object; creating it returns these data."""
 
     def __new__(cls, given: str, settings: dict[str, Any] | None = None, shown: str = "") -> Any:
         """Return the given data module; raises `BadInput` if there is none."""
@@ -97,16 +100,16 @@ def algorithm(given: str, parts: dict[str, str] | None = None, shown: str = "") 
     """Return the algorithm that the user passed as a Python object; raise `BadInput` if there is none.
 
     Args:
-        given: name under which the object was registered by `objects`.
-        parts: class of each of the algorithm's five parts, for readers of the config; ignored.
-        shown: name of the algorithm, for readers of the config; ignored.
+        given: name of the object, shown if there is none in this process.
+        parts: class of each of the algorithm's five parts; only documents the config.
+        shown: printed form of the algorithm; only documents the config.
     """
     found: Algorithm = _take("algorithm", given)
     return found
 
 
 def partition(given: str, shown: str = "") -> Partition:
-    """Return the partition that the user passed as a Python object; raise `BadInput` if there is none."""
+    """Return the data partition that the user passed as a Python object; raise `BadInput` if there is none."""
     found: Partition = _take("partition", given)
     return found
 

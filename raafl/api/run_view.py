@@ -83,10 +83,10 @@ class RunView:
 
     def module(self) -> nn.Module:
         """Return a copy of the model with the present global values, in eval mode."""
-        return self._unwrap(current(self._run, anew=True)).eval()
+        return self._unwrap(current_module(self._run, anew=True)).eval()
 
     def stop(self, reason: str = "asked to") -> None:
-        """End the run after the present event; its summary has ``stopped: REASON``."""
+        """End the run early, after the present event, and record ``reason`` in its summary."""
         self._ask(reason)
 
     def note(self, text: str) -> None:
@@ -94,12 +94,12 @@ class RunView:
         self._run.progress.note(text)
 
 
-def current(run: Run, *, anew: bool) -> nn.Module:
-    """Return a copy of a run's module with the present global values.
+def current_module(run: Run, *, anew: bool) -> nn.Module:
+    """Return a copy of a run's module with the present values of the global model.
 
     Args:
         run: run whose model is copied.
-        anew: whether to compute static batch-norm statistics again, if the model has any.
+        anew: whether to compute batch norm's statistics again from data, in a run with submodel_batch_norm static.
     """
     parts = run.parts
     module = copy_structure(parts.module, {})

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 import yaml
 
 from raafl.algorithms import ALGORITHMS
-from raafl.api.modules import ModuleSpec, called
+from raafl.api.modules import ModuleSpec, qualified_name
 from raafl.api.python_objects import digest
 from raafl.compression.options import Compress
 from raafl.config.experiment import SECTIONS, Experiment, marked
@@ -149,7 +149,11 @@ def algorithm_of(algorithm: Any) -> Algorithm:
 
 
 def devices_of(devices: object) -> object:
-    """Convert devices to the form that `Experiment` needs: a file, or a list of entries (fields or names of profiles)."""
+    """Check the user's devices and convert them: a file becomes its path, a name or a dict of fields becomes a `Device`.
+
+    Raises:
+        BadInput: ``devices`` is neither a file nor a list, or a device is invalid.
+    """
     if devices is None or isinstance(devices, str):
         return devices
     if isinstance(devices, Path):
@@ -211,7 +215,7 @@ def config_of(experiment: Experiment, module: ModuleSpec, data: object) -> dict[
         found["algorithm"] = {"class_path": f"{_HERE}.algorithm", "init_args": shown}
     found["partition"] = _partition(experiment.partition)
     found["model"] = {"class_path": f"{_HERE}.Module", "init_args": _module(module)}
-    given = called(type(data)) if not isinstance(data, str) else data
+    given = qualified_name(type(data)) if not isinstance(data, str) else data
     settings = {name: _plain(value) for name, value in getattr(data, "hparams", {}).items()}
     found["data"] = {
         "class_path": f"{_HERE}.Data", "init_args": {"given": given, "settings": settings, "shown": _shown(data)}
@@ -221,12 +225,12 @@ def config_of(experiment: Experiment, module: ModuleSpec, data: object) -> dict[
 
 def _module(spec: ModuleSpec) -> dict[str, Any]:
     given = spec.given
-    settings = {name: _plain(value) for name, value in getattr(given, "hparams", {}).items()} if spec.is_made else {}
+    settings = {name: _plain(value) for name, value in getattr(given, "hparams", {}).items()} if spec.is_module else {}
     return {
-        "given": given if isinstance(given, str) else called(type(given) if spec.is_made else given),
+        "given": given if isinstance(given, str) else qualified_name(type(given) if spec.is_module else given),
         "settings": {**settings, **spec.settings()},
-        "weights": digest(given) if spec.is_made else None,
-        "shown": _shown(given) if spec.is_made else "",
+        "weights": digest(given) if spec.is_module else None,
+        "shown": _shown(given) if spec.is_module else "",
     }
 
 
@@ -236,10 +240,10 @@ def _partition(partition: object) -> dict[str, Any]:
     importable = cls.__module__ != "__main__" and getattr(home, cls.__qualname__, None) is cls
     if importable and dataclasses.is_dataclass(partition):
         args = {f.name: _plain(getattr(partition, f.name)) for f in dataclasses.fields(partition) if f.init}
-        return {"class_path": called(cls), "init_args": args}
+        return {"class_path": qualified_name(cls), "init_args": args}
     return {
         "class_path": f"{_HERE}.partition",
-        "init_args": {"given": called(cls), "shown": _shown(partition)},
+        "init_args": {"given": qualified_name(cls), "shown": _shown(partition)},
     }
 
 
@@ -256,7 +260,7 @@ def _plain(value: object) -> object:
         if isinstance(value, Device):  # the rest is as its name says
             named = {name: item for name, item in named.items() if name in value.given or name not in FIGURES}
         return {name: _plain(item) for name, item in named.items()}
-    return str(value) if isinstance(value, Path) else called(value)
+    return str(value) if isinstance(value, Path) else qualified_name(value)
 
 
 def without_addresses(text: str) -> str:

@@ -34,7 +34,7 @@ def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
             f"'{path}' exists, and a key is never overwritten: remove it, or name another --folder"
         ) from None
     except OSError as error:
-        raise BadInput(f"'{path}' cannot be written: {error.strerror}") from None
+        raise BadInput(f"'{path}' cannot be written: {error.strerror}: check the folder and its permissions") from None
     return key
 
 
@@ -67,7 +67,7 @@ def read(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(_LARGEST_BYTES + 1)
     except OSError as error:
-        raise BadInput(f"'{path}' cannot be read: {error.strerror}") from None
+        raise BadInput(f"'{path}' cannot be read: {error.strerror}: check the path and its permissions") from None
     if len(data) > _LARGEST_BYTES:
         raise BadInput(f"'{path}' has more than 1 MiB, so it cannot be a certificate: name another file")
     return data
@@ -80,7 +80,7 @@ def write(path: Path, data: bytes) -> None:
         with atomic_file(path) as file:
             file.write(data)
     except OSError as error:
-        raise BadInput(f"'{path}' cannot be written: {error.strerror}") from None
+        raise BadInput(f"'{path}' cannot be written: {error.strerror}: check the folder and its permissions") from None
 
 
 def to_pem(thing: x509.Certificate | x509.CertificateRevocationList | x509.CertificateSigningRequest) -> bytes:

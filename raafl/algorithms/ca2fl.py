@@ -48,8 +48,8 @@ def ca2fl(
         memory: storage of each client's latest update (h_t^i): ram (memory of the server's device), or disk (files that
             are deleted at the end).
         memory_folder: folder of these files; None = the system's folder for temporary files.
-        cohort: number of clients at work at any time, drawn uniformly (the concurrency M_c); None = all.
-        concurrency: largest number of clients that work at the same time; None = no limit.
+        cohort: number of clients that the server keeps at work at any time, drawn uniformly (the concurrency M_c); None = all.
+        concurrency: upper limit on the clients at work, in case the cohort is larger; None = no limit.
         submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """

@@ -76,7 +76,7 @@ class RegularisedMutual(Regularised, MutualTraining):
     """Local training in which all exits learn from each other, with FedDyn's regulariser."""
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that adds up the losses of all exits and adds FedDyn's linear term."""
+        """Return the hook that adds up the losses of all exits and corrects gradients by FedDyn's regulariser."""
         return DynamicMutual(task, teaching_weight(task.assignment.version, self.ramp))
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Mutual(ByExits):
 
 
 class DynamicMutual(LinearTerm, Mutual):
-    """Hook that lets exits learn from each other and adds FedDyn's linear term; the trainer itself adds the proximal term."""
+    """Hook that lets exits (output heads) learn from each other, with the gradient correction of FedDyn's regulariser."""
 
 
 def teaching_weight(version: int, ramp: int) -> float:
@@ -139,8 +139,9 @@ def depth_fl(
         depths: share of the model's blocks that a client trains: one number for all; a list that clients 1, 2, ... take in
             turn, repeating; or a mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
         ramp: number of rounds until the exits learn from each other with full weight (T).
-        dyn_alpha: weight of FedDyn's regulariser (alpha); 0 = none, with FedAvg's mean of equal weights.
-        alpha: weight of each arriving update in an asynchronous run, which needs dyn_alpha 0; None = synchronous
+        dyn_alpha: weight of FedDyn's regulariser (alpha); 0 = no regulariser, and models are averaged as in FedAvg, with
+            equal weights.
+        alpha: weight of each arriving update in an asynchronous run, for which dyn_alpha must be 0; None = synchronous
             rounds.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.

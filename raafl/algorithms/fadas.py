@@ -51,11 +51,11 @@ Delay = Literal["divide", "cap", "none"]
 
 @dataclass
 class AmsgradMemory(OptimizerMemory):
-    """State of FADAS's merge: that of FedOpt, plus the values that AMSGrad and the delays need.
+    """State of FADAS's server optimizer (AMSGrad): that of FedOpt's Adam, the largest second moment, and the updates' delays.
 
     Attributes:
-        peak: v^, the elementwise largest v so far; None = no merge yet.
-        steps: number t of merges so far.
+        peak: elementwise largest value so far of Adam's second moment v; None = no merge yet.
+        steps: number of merges so far.
         delays: staleness of each update that waits for the next merge.
     """
 
@@ -65,11 +65,11 @@ class AmsgradMemory(OptimizerMemory):
     delays: list[int] = field(default_factory=list)
 
     def moments(self, state: GlobalState, tau: float) -> tuple[FlatTensors, ...]:
-        """Return the moments m, v and v^; create them at the first call.
+        """Return the first moment m, the second moment v, and v's largest value so far; all are 0 at the first call.
 
         Args:
             state: the global model.
-            tau: ignored, since v starts at 0 here.
+            tau: ignored; the base class sets the initial v from it.
         """
         if self.m is None or self.v is None or self.peak is None:
             self.m, self.v, self.peak = (zeros_like(state.values) for _ in range(3))
@@ -80,10 +80,11 @@ class AmsgradMemory(OptimizerMemory):
 class DelayAdaptive(ServerOptimizer):
     """FADAS's merge: an AMSGrad step along the mean change of several updates, made smaller if one of them is late.
 
-    The module `raafl.algorithms.fadas` has the equations; epsilon is ``tau``.
+    The inherited attribute ``tau`` is the constant epsilon in the step's denominator, sqrt(v) + epsilon.
 
     Attributes:
-        delay: rule by which late updates make the step smaller: divide, cap or none.
+        delay: rule for the learning rate of a step with late updates: divide (by the largest staleness), cap (at most 1 /
+            staleness) or none.
         delay_limit: largest staleness that does not make the step smaller (tau_c).
     """
 
@@ -161,8 +162,8 @@ def fadas(
         delay: rule for the step size if the largest staleness exceeds delay_limit (eta_t): divide (eta / staleness),
             cap (at most 1 / staleness) or none.
         delay_limit: largest staleness that does not make the step smaller (tau_c).
-        cohort: number of clients at work at any time, drawn uniformly (the concurrency M_c); None = all.
-        concurrency: largest number of clients that work at the same time; None = no limit.
+        cohort: number of clients that the server keeps at work at any time, drawn uniformly (the concurrency M_c); None = all.
+        concurrency: upper limit on the clients at work, in case the cohort is larger; None = no limit.
         submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
         clients_at_work: mean number of clients at work for which buffer_size is meant; M then follows the measured number, from

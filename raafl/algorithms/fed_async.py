@@ -35,8 +35,8 @@ def fed_async(
         staleness_a: parameter a of the polynomial and hinge functions.
         staleness_b: parameter b of the hinge function.
         prox: weight of the proximal term, which keeps a client's values close to the received ones (rho).
-        cohort: number of clients at work at any time, drawn uniformly; None = all.
-        concurrency: largest number of clients that work at the same time; None = no limit.
+        cohort: number of clients that the server keeps at work at any time, drawn uniformly; None = all.
+        concurrency: upper limit on the clients at work, in case the cohort is larger; None = no limit.
         submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
         lora: rule for merging LoRA adapters (docs/lora.md); None = average A and B separately, each rank over the

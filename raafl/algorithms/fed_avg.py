@@ -35,7 +35,7 @@ def fed_avg(
         lora: rule for merging LoRA adapters (docs/lora.md); None = average A and B separately, each rank over the
             clients that have it.
         prune_ranks: HetLoRA's gamma: a client keeps this share of its LoRA ranks if training has made the others small;
-            needs lora hetlora or hetlora_paper. None = ranks stay.
+            for lora hetlora and hetlora_paper only. None = ranks stay.
         prune_penalty: weight of the loss that shrinks the ranks to be removed (HetLoRA's lambda).
     """
     algorithm = Algorithm(

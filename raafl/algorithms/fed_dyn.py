@@ -75,7 +75,7 @@ class Regularised(Local):
     uses_gradients: ClassVar[bool] = True
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that adds the linear term to the loss, by its gradient."""
+        """Return the hook that subtracts the client's stored gradient, which has the effect of FedDyn's linear term."""
         return LinearTerm(task)
 
     def __str__(self) -> str:
@@ -83,10 +83,10 @@ class Regularised(Local):
 
 
 class LinearTerm(Hook):
-    """Hook that subtracts the client's stored gradient g_k from each gradient; the trainer itself adds the proximal term."""
+    """Hook for FedDyn's linear term: it subtracts the client's stored gradient from the gradient of each step."""
 
     def update(self) -> None:
-        """Subtract the stored gradient g_k from the gradients, then make the optimizer's step."""
+        """Subtract the client's stored gradient from the current one, then make the optimizer's step."""
         linear = self.task.down[GRADIENT]
         for name, parameter in self.task.module.named_parameters():
             if parameter.grad is not None and name in linear:
@@ -95,7 +95,7 @@ class LinearTerm(Hook):
 
 
 @dataclass
-class Covered(OneValue[list[Spec]]):
+class _Covered(OneValue[list[Spec]]):
     """Submodels of the updates that have arrived since the last merge."""
 
     key = "fed_dyn"
@@ -104,16 +104,18 @@ class Covered(OneValue[list[Spec]]):
 
 @dataclass(frozen=True)
 class Corrected(WithVariates):
-    """FedDyn's merge: moves the mean of the updates by -h / alpha, and maintains the gradients g_k and their sum h.
+    """FedDyn's merge: averages the clients' models and subtracts h / alpha, where h is the mean of the clients' gradients.
+
+    The server stores one gradient g_k for each client k, and corrects it by each update.
 
     Attributes:
-        alpha: weight of the regularisation.
+        alpha: weight of the regularisation (alpha).
     """
 
     alpha: float
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Correct the client's stored gradient g_k by its change, and pass its values to the wrapped mean."""
+        """Correct the client's stored gradient by the change that it reports, and add its values to the mean."""
         # in a round the global values are still theta^{t-1}, which all its clients received
         change, received = update.tensors.clone(), state.submodels.plan(spec).gather(state.values)
         for dtype, buffer in change.buffers.items():
@@ -122,15 +124,18 @@ class Corrected(WithVariates):
             if name not in state.submodels.parameter_names:
                 tensor.zero_()
         self.variates.add_(state, update.client, spec, change, -self.alpha)
-        state.memory.of(Covered).value.append(spec)
+        state.memory.of(_Covered).value.append(spec)
         self.inner.receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the wrapped mean, then subtract the correction h / alpha (Algorithm 1) from all elements that were trained."""
+        """Set the model to the mean of the updates, minus the correction h / alpha at all elements that were trained.
+
+        h is the mean of the stored gradients of all clients (Algorithm 1).
+        """
         super().apply(state)
         whole = state.submodels.layout(part="trained")
         covered, h = (FlatTensors.zeros(whole, state.values.device) for _ in range(2))
-        specs, state.memory.of(Covered).value = state.memory.of(Covered).value, []
+        specs, state.memory.of(_Covered).value = state.memory.of(_Covered).value, []
         for spec in specs:
             plan_of(state, spec).cover_(covered)
         # after super().apply, which folds this round's g_k into their mean h, as Algorithm 1 orders it

@@ -44,7 +44,7 @@ DONE = "done"
 
 
 @dataclass
-class NovaMemory(SumMemory):
+class _NovaMemory(SumMemory):
     """State of a merge: the sum of the updates, and the amount of work ||a_i||_1 behind each of them."""
 
     key = "fed_nova"
@@ -83,7 +83,7 @@ def fed_nova(
 
 @dataclass(frozen=True)
 class Counted(Local):
-    """Ordinary local training that also reports its amount of work ||a_i||_1."""
+    """Ordinary local training that also reports its amount of work: for plain SGD, the number of local steps."""
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that measures the amount of work."""
@@ -99,7 +99,10 @@ class _Steps(Hook):
         self._num = 0
 
     def update(self) -> None:
-        """Make the optimizer's step on the model, and on an additional number whose movement measures the amount of work."""
+        """Make the optimizer's step, and the same step on one extra number with the constant gradient 1.
+
+        The distance that this number moves measures the amount of local work, with momentum and proximal term.
+        """
         # The first group stands for all: the scalar has one learning rate and one momentum. Options are read at each step, since
         # schedules change them.
         options = self.task.optimizer.param_groups[0]
@@ -113,16 +116,15 @@ class _Steps(Hook):
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Return the amount of work ||a_i||_1: how far the scalar moved, divided by the learning rate.
-
-        At rate 0, the number of steps.
-        """
+        """Return the amount of local work in units of one plain SGD step; if the learning rate is 0, the number of steps."""
         return {DONE: self._moved / self._first if self._first else float(self._num)}
 
 
 @dataclass(frozen=True)
 class Normalised(Merge):
-    """FedNova's merge: ``theta <- theta + tau_eff sum_i p_i d_i``, for each element over the clients that trained it.
+    """FedNova's merge: ``theta <- theta + tau_eff sum_i p_i d_i``, for each element over the clients i that trained it.
+
+    d_i is a client's change divided by its amount of local work, p_i its weight, tau_eff the mean amount of work.
 
     Attributes:
         by_samples: whether to weight clients by their numbers of samples |D_i|; False = equally.
@@ -135,13 +137,13 @@ class Normalised(Merge):
     by_client: ClassVar[bool] = True
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "bad-extra" if the reported amount of work is not a plausible positive number."""
+        """Refuse an update with the reason "bad-extra" unless its reported amount of work is a plausible positive number."""
         done = update.extra.get(DONE)
         return None if isinstance(done, float) and 1e-6 < done < 1e9 else "bad-extra"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Divide the update by its amount of work ||a_i||_1, in place, and add it to the sum."""
-        memory, done = state.memory.of(NovaMemory), float(update.extra[DONE])
+        """Divide the update by its amount of local work, in place, and add it to the sum."""
+        memory, done = state.memory.of(_NovaMemory), float(update.extra[DONE])
         weight = (float(update.num_samples) if self.by_samples else 1.0) * self.staleness(staleness)
         for name, tensor in update.tensors.items():
             if name in state.submodels.parameter_names:
@@ -150,8 +152,8 @@ class Normalised(Merge):
         memory.done.append(done)
 
     def apply(self, state: GlobalState) -> None:
-        """Move each element by tau_eff times the mean of the normalised updates."""
-        memory = state.memory.of(NovaMemory)
+        """Move the model by the mean of the updates per unit of work, times the mean amount of work of the clients."""
+        memory = state.memory.of(_NovaMemory)
         sums = Accumulator(state, memory)
         # tau_eff multiplies everybody's updates by amounts that clients claim; without the limit one client could set the step
         most = LIMIT * median_low(memory.done)

@@ -91,7 +91,7 @@ class Personal(Wrapped):
         return frozenset(name for name in names if within(name, head) == (self.local == "head"))
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return a problem for each path in `layers` that does not exist in the model."""
+        """Return an error message for each path in `layers` that does not exist in the model."""
         names = state.submodels.parameter_names
         missing = [path for path in self.layers or () if not any(within(name, (path,)) for name in names)]
         problems = [
@@ -100,18 +100,18 @@ class Personal(Wrapped):
         return super().check(state) + problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and a warning if no layer is shared."""
+        """Return messages for the user, with a warning if no layer is shared, so that each client trains alone."""
         trained = state.submodels.parameter_names & state.submodels.layout(part="trained").by_name.keys()
         alone = [] if trained - self.own(state.submodels) else [Warn("no layer is shared: each client trains alone")]
         return super().notes(state, num_clients) + alone
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the client's own layers into the values that it is about to receive."""
+        """Put the client's own layers into the model that it is about to receive."""
         load_(state, OWN, client, spec, values, self.own(state.submodels))
         super().personalize(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store the client's own layers, and pass the update to the wrapped merge."""
+        """Store the client's own layers, and take its shared layers into the next average."""
         store_(state, OWN, update.client, spec, update.tensors, self.own(state.submodels))
         super().receive(state, update, spec, staleness)
 
@@ -123,7 +123,7 @@ class Personal(Wrapped):
             state.values[name].copy_(values)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the number of parameters that each client keeps for itself, under the name "own_parameters"."""
+        """Return, for the run's summary, the number of parameters that each client keeps for itself ("own_parameters")."""
         layout = state.submodels.layout().by_name
         return {**super().report(state), "own_parameters": sum(layout[n].numel for n in self.own(state.submodels))}
 

@@ -54,9 +54,9 @@ def fed_raa(
     """Return Fed-RAA, which divides the model into disjoint fragments and gives slow clients small ones.
 
     Args:
-        fragments: number M of fragments (1 to 5, a row of Table 4), or a list of their relative sizes.
-        select: rule that assigns fragments: gre_raa (by speed), random, or fewest_updates (MP: the fragment merged
-            least often).
+        fragments: number M of fragments, 1 to 5, with the paper's sizes (Table 4), or a list of their relative sizes.
+        select: rule that assigns fragments: gre_raa (by speed), random, or fewest_updates (the fragment
+            merged least often; the paper's MP).
         trigger: time of a merge: each (at each arrival) or all (when the whole round has reported, Sync Fed-RAA).
         alpha: weight of an arriving model in the mix with the global one (alpha), in (0, 1].
         staleness: form of the function s(.) by which late updates count less: constant, polynomial or hinge.

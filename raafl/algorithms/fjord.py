@@ -46,12 +46,12 @@ LADDER = (0.2, 0.4, 0.6, 0.8, 1.0)
 
 
 def narrower(submodels: Submodels, spec: Spec, width: float) -> Spec | None:
-    """Narrow the submodel ``spec`` to the leading share ``width`` of each axis; None if it lacks some of these units.
+    """Narrow a client's submodel to the first units (such as neurons) of each layer; None if it lacks some of these.
 
     Args:
         submodels: submodels of the model.
         spec: submodel of the client.
-        width: share of each axis's units to keep, counted in the whole model.
+        width: share of each layer's units to keep, counted in the whole model.
     """
     small = leading(submodels.axes, width)
     for axis, units in small.kept:
@@ -65,12 +65,14 @@ def narrower(submodels: Submodels, spec: Spec, width: float) -> Spec | None:
 
 
 def masks_of(submodels: Submodels, spec: Spec, width: float) -> FlatTensors | None:
-    """Return a mask of the elements of ``spec`` that belong to its narrower part: 1 for those, else 0; None without such a part.
+    """Mark the elements of a client's submodel that a narrower submodel uses, too: 1 for those, 0 for all others.
+
+    None if the client's submodel does not contain the narrower one.
 
     Args:
         submodels: submodels of the model.
         spec: submodel of the client.
-        width: share of each axis's units in the narrower part.
+        width: share of each layer's units in the narrower submodel.
     """
     small = narrower(submodels, spec, width)
     if small is None:
@@ -95,7 +97,7 @@ class OrderedDropout(Local):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.ladder:
-            raise BadInput("ladder is empty: give widths above 0, at most 1")
+            raise BadInput("ladder is empty: give a list of widths, shares of each layer above 0 and at most 1")
         for width in self.ladder:
             fraction("a width in ladder", width)
 

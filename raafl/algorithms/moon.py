@@ -150,11 +150,11 @@ class WithLastModels(Wrapped):
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the client's previous model into its bundle; elements that it has never trained get the global values."""
+        """Send the client its previous model, besides the global one; elements it has never trained get the global values."""
         bundles[LAST].copy_(values.prefix(bundles[LAST].layout))
         load_(state, LAST, client, spec, bundles[LAST])
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Store the client's values, and pass the update to the wrapped merge."""
+        """Store the model that the client has trained, and take it into the next average."""
         store_(state, LAST, update.client, spec, update.tensors)
         super().receive(state, update, spec, staleness)

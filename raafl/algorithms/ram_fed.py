@@ -66,19 +66,18 @@ def ram_fed(
     """Return RAM-Fed: RA-Fed in which the server also remembers each client's latest update of every region.
 
     Args:
-        mask: number of regions for each client, by a level of the paper (L-Arb, S-Arb or MIX-Arb), or as a list of
-            numbers that clients 1, 2, ... take in turn, repeating.
+        mask: number of regions for each client: L-Arb = 2, S-Arb = 1, MIX-Arb = 2 for half of the clients and 1 for the
+            others; or a list of numbers that clients 1, 2, ... take in turn, repeating.
         regions: number K of regions into which the units of the model are divided.
-        trained: number of regions that are trained in a round that leaves some out (S*); None = all, so that none is
-            left out.
-        every: interval in rounds; only the last round of each interval leaves regions out.
-        coverage: smallest number of clients that train a region (Gamma*); None = spread as evenly as the other settings
-            allow.
-        rest: largest number of rounds in a row in which a client skips a region (tau_q); None = no limit.
+        trained: number of regions that are trained in a round, if some are to be left out (S*); None = all of them.
+        every: number of rounds of which only the last one leaves regions out; 1 = each round does. Needs trained.
+        coverage: smallest number of clients that train the same region in a round (Gamma*); None = as even for all
+            regions as the other settings allow.
+        rest: largest number of rounds in a row in which a client does not train a region (tau_q); None = no limit.
         full_first: whether all clients train all regions in the first round, as far as their memory allows.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
         trigger: time of a merge: all (when the whole round has reported, as in the paper) or each (at each arrival).
-        server_lr: factor on the server's step v, in (0, 1]; None = 1 for trigger all, 1/N for trigger each.
+        server_lr: factor on the server's step v, in (0, 1]; None = 1 for trigger all, 1/N (N clients) for trigger each.
         staleness: form of the function s(.) by which late updates count less, for trigger each: constant, polynomial or hinge.
         staleness_a: parameter a of the polynomial and hinge functions.
         staleness_b: parameter b of the hinge function.
@@ -86,8 +85,8 @@ def ram_fed(
         memory: storage of each client's latest update: ram (memory of the server's device), or disk (files that are deleted
             at the end).
         memory_folder: folder of these files; None = the system's folder for temporary files.
-        cohort: number of clients in a round, or at work in an asynchronous run, drawn uniformly; None = all. It changes N
-            (see above).
+        cohort: number of clients in a round, or at work in an asynchronous run, drawn uniformly; None = all. With a
+            cohort, N is the number of clients drawn so far.
         concurrency: largest number of clients that work at the same time; None = no limit.
         submodel: rule that chooses submodels in place of the regions, such as `raafl.parts.RateSelect`; leave mask to
             full_first at their defaults then. None = regions.

@@ -76,10 +76,12 @@ def scaffold(
 
 @dataclass(frozen=True)
 class Controlled(Local):
-    """Local training with corrected steps (eq. 3), which also computes the client's new control variate (eq. 4).
+    """Local training of SCAFFOLD: corrects each step by control variates, and computes the client's new one (eqs. 3, 4).
+
+    A control variate is an estimate of a gradient: the server stores one for each client, and their mean.
 
     Attributes:
-        option: rule for the new control variate, 1 or 2.
+        option: rule for the new control variate: 1 = the gradient at the received model, 2 = the steps' mean gradient.
     """
 
     down: ClassVar[tuple[str, ...]] = (SERVER, CLIENT)
@@ -99,7 +101,7 @@ class Controlled(Local):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Return False for option 1, whose extra gradient at x cannot be averaged over processes."""
+        """Whether several processes may share a client: not with option 1, whose extra gradient they could not average."""
         return self.option == 2
 
     def __str__(self) -> str:
@@ -134,7 +136,7 @@ class _Steps(Hook):
                 self._mean[name].add_(gradient)
 
     def update(self) -> None:
-        """Make a step along the corrected gradient, g - c_i + c."""
+        """Make a step along the gradient minus the client's control variate plus the server's."""
         if self._option == 2:
             # before the correction, which is not part of the gradient g_i(y)
             self._add([p.grad for _, p in self._named])
@@ -144,7 +146,7 @@ class _Steps(Hook):
         super().update()
 
     def finish(self) -> dict[str, Any]:
-        """Write the change c_i^+ - c_i of the client's control variate into the bundle that it sends."""
+        """Send the server the change of the client's control variate, besides the update."""
         for name, _ in self._named:
             self.task.up[CLIENT][name].copy_(
                 self._mean[name].div_(max(self._num_gradients, 1)).sub_(self._variate[name])

@@ -12,11 +12,11 @@ from model_zoo import CNN, MLP, ResNet, ViT
 from raafl.algorithms import fed_mezo
 from raafl.algorithms.fed_mezo.zeroth_order import (
     SCALARS,
-    Answered,
     Rebuilt,
+    ReceivedTask,
     Steps,
     ZerothOrder,
-    move_,
+    add_noise_,
     parameters_of,
     unpack,
 )
@@ -117,13 +117,13 @@ def test_a_perturbation_is_the_same_with_any_number_of_threads_and_in_any_storag
             tensors = [
                 part.view(size) for part, size in zip(storage.split(list(map(math.prod, sizes))), sizes, strict=True)
             ]
-            move_(tensors, 3, 0.1, -0.2, 0.07)
+            add_noise_(tensors, 3, 0.1, -0.2, 0.07)
             results.append(storage.clone())
     finally:
         torch.set_num_threads(before)
     assert torch.equal(*results)
     assert results[0].sub(1).std().item() == pytest.approx(0.03, rel=0.02)  # 0.1 - 0.2 + 0.07
-    move_(tensors, 4, 0.1)
+    add_noise_(tensors, 4, 0.1)
     assert not torch.equal(storage, results[0])
 
 
@@ -178,7 +178,7 @@ def test_one_client_alone_leaves_its_own_values():
     torch.manual_seed(1)
     state, _, at_client, update = trained(small_mlp(), digits, NOTHING)
     merge = Rebuilt(lr=0.01)
-    state.memory.put(Answered(11))
+    state.memory.put(ReceivedTask(11))
     merge.receive(state, update, NOTHING, 0)
     merge.apply(state)
     for name, parameter in at_client.items():
@@ -191,7 +191,7 @@ def test_buffers_and_modes_are_left_alone():
     state, _, _, update = trained(module, pictures, NOTHING)
     before = state.values.clone()
     merge = Rebuilt(lr=0.01)
-    state.memory.put(Answered(11))
+    state.memory.put(ReceivedTask(11))
     merge.receive(state, update, NOTHING, 0)
     merge.apply(state)
     for name, values in state.values.items():

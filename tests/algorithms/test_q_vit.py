@@ -40,7 +40,7 @@ def test_every_argument_reaches_its_part():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"bits": 1}, "bits is 1: give 2 to 8, or 32 for none"),
+        ({"bits": 1}, "bits is 1: give 2 to 8, or 32 for no quantisation"),
         ({"edge_bits": 16}, "edge_bits is 16"),
         ({"weight": 0.0}, "weight is 0.0: give a number above 0"),
     ],

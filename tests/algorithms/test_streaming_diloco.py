@@ -85,8 +85,8 @@ def test_a_fragment_is_whole_layers(pattern, expected):
 
 @pytest.mark.parametrize("index", [2, -1, True, "0", [0]])
 def test_a_fragment_that_is_not_there_is_refused(index):
-    with pytest.raises(SpecError, match=r"fragment .* is not one of this model's 2"):
-        Fragments(2).of(Submodels(Stacked()), {"up": index}, "up")
+    with pytest.raises(SpecError, match=r"fragment .* is not one of this model's 2: give 0 to 1"):
+        Fragments(2).names_for_task(Submodels(Stacked()), {"up": index}, "up")
 
 
 # ---- the worker ----

@@ -363,8 +363,11 @@ def test_every_argument_reaches_its_part():
     [
         ({"participation": 0.0}, r"participation is 0\.0"),
         ({"participation": 1.5}, r"participation is 1\.5"),
-        ({"slack": -0.1}, r"slack is -0\.1: give a share of T_k, 0 or more"),
-        ({"slack": 0.2, "most_slack": 0.2}, r"most_slack is 0\.2: give a share of T_k above slack, 0\.2, or null"),
+        ({"slack": -0.1}, r"slack is -0\.1: give 0 or more, a share of the round's length"),
+        (
+            {"slack": 0.2, "most_slack": 0.2},
+            r"most_slack is 0\.2: give a share of the round's length above slack, 0\.2, or null",
+        ),
         ({"adaptive": False, "most_slack": 0.2}, "most_slack is given, but adaptive is false"),
         ({"layers": "tine"}, "layers is 'tine': did you mean 'time'"),
         ({"clock": "papers"}, "clock is 'papers': known: device, share"),

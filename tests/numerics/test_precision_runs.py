@@ -238,7 +238,7 @@ def test_the_representation_that_moon_compares_may_be_complex(tmp_path):
     [
         ("fed_pm", "parameter 'a.weight' is complex, and fed_pm masks real weights"),
         ("q_vit", "layer 'a' has complex weights, but q_vit quantises only real ones"),
-        ("ada_vit", "Linear has complex weights, and ada_vit decides on real features"),
+        ("ada_vit", "Linear has complex weights, but ada_vit works with real ones only"),
     ],
 )
 def test_methods_of_real_weights_refuse_complex_ones_by_name(tmp_path, algorithm, message):

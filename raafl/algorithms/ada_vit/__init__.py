@@ -53,7 +53,8 @@ def ada_vit(
         blocks: target share of the sublayers that an image uses (gamma_b), in (0, 1].
         weight: weight of the loss that pulls the used shares to their targets.
         temperature: temperature of Gumbel-softmax, by which heads and sublayers are drawn in training.
-        units: largest number of groups of units in a hidden layer, for a model without transformer blocks.
+        units: largest number of groups into which the neurons of a hidden layer are divided, in a model without
+            transformer blocks; a group is used or skipped as a whole.
         by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.

@@ -90,7 +90,7 @@ class UsagePolicy(nn.Module):
         """Exclude the recorded gates from copies, since their graph cannot be copied."""
         return {**self.__dict__, "gates": None, "used": []}
 
-    def of(self, gate: int, x: Tensor, batch_dim: int) -> Tensor:
+    def gate_for(self, gate: int, x: Tensor, batch_dim: int) -> Tensor:
         """Return one gate of the last input, in a shape that broadcasts over ``x``.
 
         Args:
@@ -101,13 +101,15 @@ class UsagePolicy(nn.Module):
         gates = self._known(x, batch_dim)[:, gate]
         return gates.to(x.dtype).view([len(gates) if dim == batch_dim else 1 for dim in range(x.dim())])
 
-    def of_units(self, x: Tensor, batch_dim: int, dim: int) -> Tensor:
-        """Return the gates of all units in a shape that broadcasts over ``x``; a unit's gate is repeated for each of its elements.
+    def unit_gates(self, x: Tensor, batch_dim: int, dim: int) -> Tensor:
+        """Return the gates of all units (heads, or groups of neurons), in a shape that broadcasts over ``x``.
+
+        If a unit has several elements in ``x``, each of them gets the unit's gate.
 
         Args:
-            x: input of the layer that reads the units.
+            x: activations that contain the units' outputs.
             batch_dim: dimension of the batch in ``x``.
-            dim: dimension of the units in ``x``; every unit has equally many consecutive elements there.
+            dim: dimension of ``x`` along which the units lie, each with equally many consecutive elements.
         """
         gates, dim = self._known(x, batch_dim)[:, : self.units], dim % x.dim()
         gates = gates.repeat_interleave(x.shape[dim] // self.units, 1).to(x.dtype)
@@ -116,8 +118,8 @@ class UsagePolicy(nn.Module):
     def _known(self, x: Tensor, batch_dim: int) -> Tensor:
         if self.gates is None or x.shape[batch_dim] != len(self.gates):
             raise BadInput(
-                f"ada_vit: a layer of shape {tuple(x.shape)} has another batch than its policy, since the model "
-                "mixes batch and positions inside a block: use another algorithm for this model"
+                f"ada_vit: a layer of shape {tuple(x.shape)} does not have the batch size that the policy network of its block "
+                "has seen, probably since the model reshapes batches inside the block: use another algorithm"
             )
         return self.gates
 
@@ -144,7 +146,7 @@ class _GateUnits:
     dim: int
 
     def __call__(self, layer: nn.Module, args: tuple[Tensor, ...]) -> object:
-        return (args[0] * self.policy.of_units(args[0], self.batch_dim, self.dim), *args[1:])
+        return (args[0] * self.policy.unit_gates(args[0], self.batch_dim, self.dim), *args[1:])
 
 
 @dataclass
@@ -156,7 +158,7 @@ class _GateSublayer:
 
     def __call__(self, layer: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> object:
         x = output[0] if isinstance(output, tuple) else output
-        gated = x * self.policy.of(self.gate, x, self.batch_dim)
+        gated = x * self.policy.gate_for(self.gate, x, self.batch_dim)
         return (gated, *output[1:]) if isinstance(output, tuple) else gated
 
 
@@ -257,11 +259,13 @@ class Adaptive(Local):
 
     def _policy(self, host: nn.Module, width: int, units: int, sublayers: int) -> UsagePolicy:
         if hasattr(host, NAME):
-            raise BadInput(f"{type(host).__name__} has '{NAME}' already: ada_vit adds a part of this name; rename it")
+            raise BadInput(
+                f"{type(host).__name__} has an attribute '{NAME}', the name of the module that ada_vit adds: rename your attribute"
+            )
         dtypes = [parameter.dtype for parameter in host.parameters()]
         if any(dtype.is_complex for dtype in dtypes):
             raise BadInput(
-                f"{type(host).__name__} has complex weights, and ada_vit decides on real features: use another algorithm"
+                f"{type(host).__name__} has complex weights, but ada_vit works with real ones only: use another algorithm"
             )
         floating = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
         policy = UsagePolicy(width, units, sublayers, (self.heads, self.blocks), self.temperature, floating)
@@ -270,10 +274,10 @@ class Adaptive(Local):
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that adds the usage loss to the module's loss."""
-        return UsageLoss(task, self)
+        return _UsageLoss(task, self)
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note on the layers that are chosen per sample, or a warning if there are none."""
+        """Return a message for the user: how many heads, sublayers or neurons are chosen per sample, or a warning if none."""
         policies = list(_policies(submodels.module))
         if _has_lora(submodels.module):
             return [Warn("ada_vit has no effect in a model with LoRA adapters, which are averaged as usual")]
@@ -348,7 +352,7 @@ def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tens
     return torch.stack(losses).sum()
 
 
-class UsageLoss(Hook):
+class _UsageLoss(Hook):
     """Hook that adds the usage loss, which pulls the used shares of the model to their targets, to the module's loss."""
 
     def __init__(self, task: Task, local: Adaptive) -> None:

@@ -28,15 +28,15 @@ DRAWS = 100
 
 @dataclass(frozen=True)
 class LeadingDraws(RollingWindows):
-    """Select part of Co-S2P's published code: a client trains the lowest blocks, with units drawn by their mask probabilities.
+    """Choice of submodels as in Co-S2P's published code: a client trains the lowest blocks, narrowed by randomly drawn masks.
 
-    A client of rate r trains the lowest ``int(r L)`` of L blocks, at least one. It keeps each segment (a group of
-    units) with the probability in its mask, drawn anew for each task; on average it keeps the share r of the width. A
-    client's memory is compared with a submodel of this average size.
+    A client of rate r trains the lowest ``int(r L)`` of L blocks, at least one. In them it keeps each segment (a
+    group of units, such as neurons) with a learned probability, drawn anew for each task; on average it keeps the share
+    r of the width. Whether a submodel fits the client's memory is checked for this average size.
     """
 
     def starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
-        """Return 0, since the published code has a single window, which starts at the first block."""
+        """Return the index of the first block a client may start at: always 0, since it trains the lowest blocks."""
         return (0,)
 
     def _shape(self, submodels: Submodels, rate: float) -> tuple[float, int, float]:
@@ -75,12 +75,13 @@ def sample_segments(scores: Sequence[float], source: random.Random) -> list[int]
 class PublishedMaskTraining(MaskTraining):
     """Hook that trains mask scores with the penalty and gradient of Co-S2P's published code.
 
-    The penalty is lambda times ``|sum of all masks / number - r_w|``, taken over all axes together. The gradient of a
-    score has one more factor p than a straight-through gradient: ``d mask / d score = p^2 (1 - p)``.
+    The penalty is ``|mean of all masks - r_w|``, times its weight lambda; r_w is the share of the width that the client
+    should keep. The gradient of a score is ``p^2 (1 - p)``, where p = sigmoid(score) is the probability that the mask
+    is 1; a straight-through gradient would be ``p (1 - p)``.
     """
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss of a batch under randomly drawn masks, plus lambda times the penalty."""
+        """Return the loss of a batch with randomly masked units, plus the weighted penalty on the share of units kept."""
         masks = {}
         for axis, scores in self.scores.items():
             mask, p = masks_of(scores, self.generator), torch.sigmoid(scores.detach())
@@ -93,12 +94,13 @@ class PublishedMaskTraining(MaskTraining):
 class PublishedDistillation(Distilled):
     """Hook that adds the self-distillation of Co-S2P's published code to the loss.
 
-    The loss is the cross entropy of every exit plus, from version 10 of the model on, ``0.5 T^2 KL``. KL is also
-    averaged over classes, unlike in Eq. 3 of the paper.
+    The loss sums the cross entropies of all exits (output heads after several blocks). From version 10 of the global
+    model on, each exit also learns from the deepest one: ``0.5 T^2 KL`` is added, with the temperature T and the
+    Kullback-Leibler divergence KL of their outputs, averaged over classes, too (unlike in Eq. 3 of the paper).
     """
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:
-        """Return the loss with self-distillation; see `ByExits.joined`."""
+        """Return the summed loss of all exits (output heads), with distillation from the deepest exit to the others."""
         loss = deepest.loss
         for one in others:
             loss = loss + one.loss

@@ -29,16 +29,19 @@ _More = tuple[float, int, float, float]
 
 @dataclass(frozen=True)
 class MaskedAndDistilled(Local):
-    """Local training of Co-S2P: of mask scores if the assignment asks for it (Eq. 2), else with self-distillation (Eq. 3).
+    """Local training of Co-S2P: a task trains either mask scores (Eq. 2), or the model, with self-distillation (Eq. 3).
+
+    Mask scores decide which units of the model a client keeps. The server decides which kind of task it is.
 
     Attributes:
-        distils: whether to train with self-distillation between exits; False = with the plain loss of the deepest exit
-            present.
+        distils: whether exits (output heads after several blocks) learn from the deepest one; False = only the loss of
+            the deepest exit is used.
         weight: weight of the distillation (w).
         temperature: temperature of the distillation (T).
         strength: weight of the loss that pulls the masks to the client's width (lambda).
         mask_lr: learning rate of the mask scores.
-        segments: number of equal segments into which an axis without attention heads is divided.
+        segments: number of equal groups into which the neurons of a layer are divided; masks keep or drop a group as a
+            whole. Attention has a group for each head.
         published: whether to train as the authors' code does, see `raafl.algorithms.co_s2p.as_published`.
     """
 
@@ -83,7 +86,7 @@ class MaskedAndDistilled(Local):
         return "masks" not in extra
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout:
-        """Return the layout of the mask scores that travel: those of all axes in a task that trains scores, otherwise none."""
+        """Return names and shapes of the mask scores that are sent: all of them if the task trains scores, otherwise none."""
         return score_layout(submodels, self.segments, spec)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
@@ -122,7 +125,7 @@ class MaskedAndDistilled(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note if the model has no exits, which self-distillation needs."""
+        """Return a message for the user if the model has no exits (output heads between blocks), which distillation needs."""
         if not self.distils or exit_depths(submodels):
             return []
         return ["the model has no exits between its blocks, so there is no distillation"]

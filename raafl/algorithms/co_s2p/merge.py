@@ -42,7 +42,7 @@ def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
 
 
 @dataclass
-class ImportanceMemory(MergeMemory):
+class _ImportanceMemory(MergeMemory):
     """Running sums of a merge: weighted differences, and weights, for each element of the model."""
 
     key = "importance"
@@ -51,8 +51,8 @@ class ImportanceMemory(MergeMemory):
 
 
 @dataclass
-class MostStartBytes(OneValue[int]):
-    """Largest memory in bytes that start values of late clients have taken so far."""
+class _MostStartBytes(OneValue[int]):
+    """Largest number of bytes that copies of late clients' start values (the model they received) have taken so far."""
 
     key = "most_start_bytes"
     value: int = 0
@@ -69,16 +69,16 @@ def _zeros(state: GlobalState, name: str) -> FlatTensors:
 
 @dataclass(frozen=True)
 class ImportanceMerge(Merge):
-    """Merge that weights each segment of an update by its importance (Eqs. 4, 5).
+    """Merge that weights each segment (a group of units, such as neurons) of an update by its importance (Eqs. 4, 5).
 
-    For each segment i: ``theta_i <- theta_i + eta sum_{n in N_i} score_n d_n / sum_{n in N_i} score_n``.
+    Each segment theta_i of the model becomes ``theta_i + eta sum_n score_n d_n / sum_n score_n``, over the clients n
+    that train it. d_n is client n's change of the segment, score_n its importance (see `importance`), eta the server's
+    learning rate. The paper has accumulated gradients in place of d_n; the learning rate between the two cancels.
 
-    d_n is the difference that client n sends. It equals the paper's accumulated gradients times -(learning rate); this
-    factor cancels in the normalised scores. A segment is a range of units on an axis. A tensor on several axes is
-    divided along its first dimension that shrinks (for a weight, its outputs). If clients have different columns of it,
-    each element averages over the clients that have it. A tensor on no axis (norms, embeddings, exits) is one segment.
-    Running statistics become their plain mean. Elements that no update trains, and segments in which all updates are 0,
-    stay unchanged.
+    A weight matrix is divided into segments along its outputs. If clients have different inputs of it, each element
+    averages over the clients that have it. A tensor that is never narrowed (norms, embeddings, exits) is one segment.
+    Running statistics become their plain mean. Elements that no update trains, and segments in which all updates are
+    0, stay unchanged.
 
     The score depends on the values theta_start from which a client started. When the model changes, the server copies
     them for each client still at work, and keeps them until it reports. So a merge that includes all clients copies
@@ -87,7 +87,7 @@ class ImportanceMerge(Merge):
 
     Attributes:
         server_lr: factor on the merged change (eta).
-        segments: number of equal segments into which an axis without attention heads is divided.
+        segments: number of equal groups into which the neurons of a layer are divided; attention has one for each head.
     """
 
     server_lr: float = 1.0
@@ -100,7 +100,7 @@ class ImportanceMerge(Merge):
         positive("segments", self.segments)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return a note on the memory that the start values of late clients may take."""
+        """Return a message for the user: how much memory the server may need to store the models that late clients received."""
         each = state.submodels.layout(part="trained").num_bytes
         return [
             "importance of updates: the server stores the values from which late clients started, at most "
@@ -118,7 +118,7 @@ class ImportanceMerge(Merge):
             factor = _shaped(scores, places[name], tensor)
             weight[name].copy_(factor.expand_as(tensor))
             weighted[name].copy_(tensor * factor)
-        memory = state.memory.of(ImportanceMemory, lambda: ImportanceMemory(*(_zeros(state, name) for name in _SUMS)))
+        memory = state.memory.of(_ImportanceMemory, lambda: _ImportanceMemory(*(_zeros(state, name) for name in _SUMS)))
         for total, values in ((memory.sum, weighted), (memory.weight, weight)):
             plan.add_(total, values.to(state.values.device))
 
@@ -137,8 +137,8 @@ class ImportanceMerge(Merge):
 
     def apply(self, state: GlobalState) -> None:
         """Move each element of the model by the weighted mean of the updates."""
-        keep_starts(state)
-        memory = state.memory.pop(ImportanceMemory)
+        copy_start_values(state)
+        memory = state.memory.pop(_ImportanceMemory)
         assert memory is not None
         trained = state.submodels.layout(part="trained")
         theta, total, weight = (flat.prefix(trained) for flat in (state.values, memory.sum, memory.weight))
@@ -152,22 +152,22 @@ class ImportanceMerge(Merge):
             state.scratch[name] = flat
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the largest memory that start values of late clients have taken, under the name "start_bytes"."""
-        return {"start_bytes": state.memory.of(MostStartBytes).value}
+        """Return, for the run's summary, the most bytes that the stored models of late clients have taken ("start_bytes")."""
+        return {"start_bytes": state.memory.of(_MostStartBytes).value}
 
     def __str__(self) -> str:
         step = "" if self.server_lr == 1 else f", server lr {self.server_lr:g}"
         return f"mean of deltas by importance of segments{step}"
 
 
-def keep_starts(state: GlobalState) -> None:
-    """Before a merge changes the model, copy the values from which each client at work started."""
+def copy_start_values(state: GlobalState) -> None:
+    """Copy the values that each client still at work has received, before a merge overwrites them."""
     tasks = state.memory.of(AtWork).starts.values()
     for task in tasks:
         if task.start is None and task.spec.trained != ():
             task.start = state.submodels.plan(task.spec).gather(state.values)
     start_bytes = sum(task.start.num_bytes for task in tasks if task.start is not None)
-    most = state.memory.of(MostStartBytes)
+    most = state.memory.of(_MostStartBytes)
     most.value = max(start_bytes, most.value)
 
 
@@ -218,7 +218,7 @@ class _Table:
         return dim, ids
 
     def places(self, submodels: Submodels, spec: Spec) -> dict[str, Place]:
-        """Return the segments of each tensor that a submodel trains, in the submodel's shapes."""
+        """Map each tensor that a submodel trains to the numbers of the segments (groups of units) to which its rows belong."""
         spec = submodels.normal(spec)
         return submodels.cached("importance of", (self._number, spec), lambda: self._found(submodels, spec))
 
@@ -231,11 +231,11 @@ class _Table:
         return places
 
     def norms(self, tensors: FlatTensors, places: dict[str, Place]) -> Tensor:
-        """Return the L2 norm of each segment over the elements present: float64, shape (num,), on the CPU.
+        """Compute the L2 norm of each segment, over the elements that a submodel has; float64 on the CPU, shape (segments,).
 
         Args:
             tensors: values of a submodel.
-            places: segments of each tensor, from `places`.
+            places: result of the method `places` for this submodel.
         """
         squares = torch.zeros(self.num, dtype=torch.float64)
         for name, tensor in tensors.items():

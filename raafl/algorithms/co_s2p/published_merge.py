@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from raafl.algorithms.co_s2p.merge import keep_starts
+from raafl.algorithms.co_s2p.merge import copy_start_values
 from raafl.core.algorithm import Merge
 from raafl.core.memory import MergeMemory
 from raafl.core.state import GlobalState
@@ -26,7 +26,7 @@ from raafl.submodel import FlatTensors, Spec
 
 
 @dataclass
-class PublishedMemory(MergeMemory):
+class _PublishedMemory(MergeMemory):
     """Running sums of a merge: weighted differences, and weights, for each element."""
 
     key = "published"
@@ -42,9 +42,9 @@ class PublishedMerge(Merge):
     change of the model since the client's start is measured on these parameters only.
 
     Attributes:
-        absent_inputs: whether to repeat a fault of the published code. Where a client has only some columns of a weight
-            (behind a narrowed feed-forward part or attention), the code takes ``-theta`` instead of 0 as the change of
-            the absent columns.
+        absent_inputs: whether to repeat a fault of the published code. If a client has only some columns of a weight
+            theta, since the layer before is narrowed, that code uses ``-theta`` instead of 0 as the client's change of
+            the missing columns.
     """
 
     absent_inputs: bool = True
@@ -52,9 +52,9 @@ class PublishedMerge(Merge):
     by_client: ClassVar[bool] = True
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add an update to the sums, with the weight of its client."""
+        """Add an update, weighted by its client's importance, to the running sum of the next merge."""
         plan = state.submodels.plan(spec)
-        memory = state.memory.of(PublishedMemory, lambda: PublishedMemory(zeros_like(state.values)))
+        memory = state.memory.of(_PublishedMemory, lambda: _PublishedMemory(zeros_like(state.values)))
         rate = plan.layout.num_bytes / state.submodels.layout(part="trained").num_bytes
         size = sum(float(tensor.double().abs().sum()) for _, tensor in update.tensors.items())
         gamma = size / rate / (_drift(state, update.client, spec) + 1)
@@ -65,8 +65,8 @@ class PublishedMerge(Merge):
 
     def apply(self, state: GlobalState) -> None:
         """Move the model by the weighted sum of the updates."""
-        keep_starts(state)
-        memory = state.memory.pop(PublishedMemory)
+        copy_start_values(state)
+        memory = state.memory.pop(_PublishedMemory)
         if memory is None or not memory.weight:
             return
         trained = state.submodels.layout(part="trained")

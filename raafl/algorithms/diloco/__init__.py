@@ -67,8 +67,8 @@ def diloco(
         quorum: share of the clients at work that must have reported, from 0 to 1; for trigger quorum.
         grace_s: seconds for which a merge waits for further updates: for trigger quorum, after the quorum has reported;
             for trigger each, after the first arrival, so that clients that finish together get the same model.
-        delay: number of updates between two steps with momentum (N), at least the number of clients; for trigger each.
-            1 = momentum at each arrival, the naive form; None = the number of clients.
+        delay: number of updates (N) after which the momentum is applied once, for trigger each; the updates between are
+            added without it. 1 = at each arrival, the naive form; None = the number of clients, the least otherwise.
         steps: number of local steps of a client: equal (H for all) or speed (dynamic local updates: H for the fastest,
             fewer for slower clients).
         least_steps: smallest number of local steps of a task; for steps speed.

@@ -23,15 +23,16 @@ _TINY = 1e-12
 class HeLoCo(Nesterov):
     """Outer step of the server along the clients' mean change, which is first turned towards the momentum if the two disagree.
 
-    For each tensor, Delta is the mean change, m the momentum, u and v their directions, c the cosine of the angle
-    between them, and ``conf = |Delta| / (|Delta| + kappa |m|)``:
+    For each parameter tensor theta, Delta is the clients' mean change and m the momentum. c is the cosine of the angle
+    between the two, and ``conf = |Delta| / (|Delta| + kappa |m|)``. Three cases:
 
     - ``c >= c_ok``: Delta stays as it is;
-    - ``c < 0``: the share ``min(k_s (-c) conf, beta_max)`` of its component against m is removed;
-    - otherwise its direction becomes that of ``(1 - l) u + l v``, ``l = min(k_d (1 - c) conf, 1)``; its length stays.
+    - ``c < 0``: the share ``min(k_s (-c) conf, beta_max)`` of Delta's component against m is removed;
+    - otherwise Delta keeps its length and takes the direction of ``(1 - l) Delta / |Delta| + l m / |m|``, with
+      ``l = min(k_d (1 - c) conf, 1)``.
 
-    Then ``m <- mu m + (1 - mu) Delta`` and ``theta <- theta + eta (Delta + mu m)``, with mu = `beta`. Elements that no
-    update trains keep theta and m and do not influence the angle.
+    Then ``m <- mu m + (1 - mu) Delta`` and ``theta <- theta + eta (Delta + mu m)``, with the momentum's decay mu and
+    the outer learning rate eta. Elements that no update trains stay unchanged.
 
     Attributes:
         aligned: cosine from which on a change stays as it is (c_ok).
@@ -50,7 +51,9 @@ class HeLoCo(Nesterov):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.beta == 0:
-            raise BadInput("outer_momentum is 0: outer heloco needs momentum: give a number above 0 and below 1")
+            raise BadInput(
+                "outer_momentum is 0, but outer 'heloco' corrects updates by the momentum: give a number above 0 and below 1"
+            )
         for name, value in (("shrink", self.shrink), ("turn", self.turn), ("trust", self.trust)):
             at_least(name, value, 0)
         if not 0 <= self.most_shrunk <= 1:
@@ -80,7 +83,9 @@ class HeLoCo(Nesterov):
     def corrected(self, delta: Tensor, m: Tensor) -> Tensor:
         """Return the mean change ``delta`` of a tensor, corrected by its angle to the momentum ``m``.
 
-        Both are 0 at elements that no update trains.
+        Args:
+            delta: mean change of the tensor over the clients; 0 where no client has trained.
+            m: momentum of the same shape; 0 at the same elements.
         """
         length, own = _length(delta), _length(m)
         if length < _TINY or own < _TINY:

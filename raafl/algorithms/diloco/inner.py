@@ -38,7 +38,7 @@ class KeptInner(Local):
     up: ClassVar[tuple[str, ...]] = (*MOMENTS, STEPS)
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
-        """Return the layout of a bundle: the number of steps is one number, a moment has the layout of the trained parameters."""
+        """Return names and shapes of the extra tensors that are sent: one number of steps; moments like the trained parameters."""
         return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
 
     def hook(self, task: Task) -> Hook:
@@ -87,7 +87,7 @@ class _Carried(Hook):
         return [(name, parameter) for name, parameter in named if name in self.task.down[MOMENTS[0]]]
 
     def finish(self) -> dict[str, Any]:
-        """Write the changes of the moments, and the number of steps made, into the bundles that the client sends."""
+        """Put the optimizer's number of steps, and how its moments have changed, into the extra tensors that the client sends."""
         made = 0.0
         for name, parameter in self._carried():
             state: Mapping[str, Tensor] = self.task.optimizer.state[parameter]
@@ -106,7 +106,10 @@ class WithInner(Wrapped):
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the stored moments of the client's submodel, and its number of steps, into the bundles; all are 0 at first."""
+        """Put the client's stored optimizer state (moments and number of steps) into the extra tensors that it will receive.
+
+        In a client's first task all of it is 0.
+        """
         for name, bundle in bundles.items():
             own = state.clients.find(name, client)
             if own is None:
@@ -118,12 +121,12 @@ class WithInner(Wrapped):
         super().personalize(state, client, spec, values, bundles)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return "bad-inner" if the reported number of steps is not plausible; else ask the wrapped merge."""
+        """Refuse an update with the reason "bad-inner" if the client's optimizer reports an impossible number of steps."""
         made = float(update.bundles[STEPS]["steps"])
         return super().reject_reason(state, update, spec, staleness) if 0 <= made <= MOST_STEPS else "bad-inner"
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the reported changes to the client's stored moments and steps, and pass its update to the wrapped merge."""
+        """Add the reported changes to the client's stored optimizer state, and merge the update by the algorithm's own rule."""
         plan = state.submodels.plan(spec, "trained", "trained")
         for name in MOMENTS:
             own = state.clients.of(name, update.client, plan.full_layout, state.values.device)
@@ -133,7 +136,7 @@ class WithInner(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and one on the memory and traffic that the moments cost."""
+        """Return messages for the user, such as the memory and traffic that storing the optimizers' moments costs."""
         each = len(MOMENTS) * state.submodels.layout(part="trained").num_bytes
         return [
             *super().notes(state, num_clients),

@@ -52,10 +52,10 @@ from raafl.submodel import Spec
 
 @dataclass(frozen=True)
 class StepsByGroup(WrappedSelect):
-    """Rule that gives each client a number of local steps with which it finishes at the same time as its group.
+    """Rule that sets each client's number of local steps, so that all clients of its group finish at about the same time.
 
     Attributes:
-        pace: settings by which clients are grouped.
+        pace: settings of the grouping.
     """
 
     pace: Pace = field(default_factory=Pace)
@@ -64,7 +64,7 @@ class StepsByGroup(WrappedSelect):
         """Return the wrapped select part's work, with as many steps as the client's group allows."""
         work = super().__call__(client, fleet)
         memory = fleet.state.memory.of(CompassMemory)
-        return replace(work, num_epochs=None, num_steps=memory.start(client.id, fleet.state.now_s, self.pace))
+        return replace(work, num_epochs=None, num_steps=memory.plan_task(client.id, fleet.state.now_s, self.pace))
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the client's measured speed, since it may have joined from another device."""
@@ -82,23 +82,26 @@ class StepsByGroup(WrappedSelect):
 
 @dataclass(frozen=True)
 class GroupReported(Trigger):
-    """Trigger that merges each client's first update alone, and then a group when all have reported or its time is up."""
+    """Rule for the time of a merge: once all clients of a group have reported, or the group's deadline has passed.
+
+    A client's first update is merged at once, by itself.
+    """
 
     @property
     def allows_overlap(self) -> bool:
-        """Return False, since a client waits for the merge of its group."""
+        """Whether a client may start its next task while its update is still on its way: no, it waits for its group's merge."""
         return False
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether a first update waits, a group is complete, or a group's time is up."""
+        """Check whether to merge now: a client's first update has arrived, or a group is complete or past its deadline."""
         return bool(waiting.memory.of(CompassMemory).due(waiting.now_s))
 
     def wake_at(self, waiting: TriggerContext) -> float | None:
-        """Return the time at which the next open group is merged in any case, in seconds of the run's clock."""
+        """Return the earliest deadline of a group with waiting updates, in seconds of the run's clock; None = no update waits."""
         return waiting.memory.of(CompassMemory).next_s()
 
     def merged_now(self, waiting: TriggerContext) -> Collection[int]:
-        """Return the assignment of one first update, or those of the group to merge now and of updates that missed their group."""
+        """Return the ids of the tasks whose updates are merged now: one client's first, or those of a group and all late ones."""
         return set(waiting.memory.of(CompassMemory).due(waiting.now_s))
 
     def client_waits(self, assignment: Assignment, memory: Memory) -> bool:
@@ -112,15 +115,14 @@ class GroupReported(Trigger):
 
 @dataclass(frozen=True)
 class GroupDeltas(Deltas):
-    """FedCompass's merge: add the weighted changes of one group, and of updates that missed theirs, to the model.
+    """FedCompass's merge: add the weighted changes of a group's clients, and of clients that came too late for theirs.
 
-    The equation is ``theta <- theta + sum_i alpha s_i Delta_i / N``.
-
-    Each waiting update is copied, since its weight s_i depends on the staleness at the time of its merge.
+    The model theta becomes ``theta + sum_i alpha s_i Delta_i / N``. Delta_i is a client's change, N the number of clients
+    in the run, and s_i falls with the number of merges since the client started. Updates are copied until they are merged.
 
     Attributes:
         server_lr: server learning rate (alpha).
-        pace: settings by which clients are grouped.
+        pace: settings of the grouping.
     """
 
     by_client: ClassVar[bool] = True
@@ -134,7 +136,7 @@ class GroupDeltas(Deltas):
         memory.report(update.client, update.assignment, state.now_s, self.pace)
 
     def apply(self, state: GlobalState) -> None:
-        """Merge the updates that are due, and let the clients of the merged group choose new groups."""
+        """Merge the updates of the group that is due, and put the group's clients into new groups."""
         memory = state.memory.of(CompassMemory)
         due = set(memory.due(state.now_s))
         chosen = [item for item in memory.waiting if item[0] in due]
@@ -145,7 +147,7 @@ class GroupDeltas(Deltas):
                 step.receive(state, Update(task, 0, 0, tensors, 1), spec, state.version - version)
             step.apply(state)
         memory.waiting = [item for item in memory.waiting if item[0] not in due]
-        memory.close(state.now_s, self.pace)
+        memory.finish_merge(state.now_s, self.pace)
 
     def __str__(self) -> str:
         stale = f" x {self.staleness}" if str(self.staleness) else ""
@@ -174,11 +176,11 @@ def fed_compass(
             (lambda).
         momentum: weight of the newest measurement in the estimate of a client's seconds per step.
         alpha: server learning rate (alpha).
-        staleness: form of the function (st) by which late updates count less: constant, polynomial or hinge.
+        staleness: form of the function s(.) by which late updates count less: constant, polynomial or hinge.
         staleness_a: parameter a of the polynomial and hinge functions.
         staleness_b: parameter b of the hinge function.
-        cohort: number of clients at work, drawn uniformly; None = all.
-        concurrency: largest number of clients that work at the same time; None = no limit.
+        cohort: number of clients that the server keeps at work, drawn uniformly; None = all.
+        concurrency: upper limit on the clients at work, in case the cohort is larger; None = no limit.
         submodel: rule that chooses each client's submodel, such as `raafl.parts.RateSelect`; None = the whole model for
             every client.
     """

@@ -17,7 +17,7 @@ _FASTEST = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Settings by which clients are grouped.
+    """Settings for grouping clients, so that those of a group finish at the same time.
 
     Attributes:
         min_steps: smallest number of local steps of a task (Q_min).
@@ -61,7 +61,7 @@ class Group:
 
 @dataclass
 class CompassMemory(MergeMemory):
-    """Server state of FedCompass: the groups, and the measured speed and plan of each client.
+    """Server state of FedCompass: the groups of clients, and each client's measured speed, group and number of steps.
 
     Attributes:
         speed: measured seconds of one step, by client.
@@ -70,7 +70,7 @@ class CompassMemory(MergeMemory):
         planned_s: time at which a client's group and steps were chosen, by client.
         groups: open groups by number, oldest first.
         num_groups: number of groups that have been created so far.
-        alone: ids of the assignments of first updates, each merged alone.
+        alone: ids of the tasks whose updates are their clients' first, and are each merged alone.
         late: ids of the assignments whose updates came after their group was merged; they join the next group's merge.
         waiting: assignment, submodel, start version and a copy of the tensors of each waiting update.
     """
@@ -101,16 +101,16 @@ class CompassMemory(MergeMemory):
 
     # ---- a client starts ----
 
-    def start(self, client: int, now: float, pace: Pace) -> int:
-        """Choose a group for the task that a client starts now; return the task's number of local steps.
+    def plan_task(self, client: int, now: float, pace: Pace) -> int:
+        """Return the number of local steps for the task that a client starts now; also put the client into a group.
 
-        If `close` has chosen a group at this same instant, that choice stays. In its first task a client makes the
-        largest number of steps and belongs to no group.
+        In its first task a client makes the largest number of steps and belongs to no group. If the last merge has put
+        it into a group at this same instant, it stays there.
 
         Args:
             client: id of the client.
             now: time in seconds of the run's clock.
-            pace: settings by which clients are grouped.
+            pace: settings of the grouping.
         """
         if self.planned_s.get(client) != now or client not in self.steps:
             self.leave(client)
@@ -159,7 +159,7 @@ class CompassMemory(MergeMemory):
             client: id of the client.
             task: id of the assignment that the update answers.
             now: time in seconds of the run's clock.
-            pace: settings by which clients are grouped.
+            pace: settings of the grouping.
         """
         measured = max((now - self.planned_s[client]) / self.steps[client], _FASTEST)
         before = self.speed.get(client, measured)
@@ -196,7 +196,10 @@ class CompassMemory(MergeMemory):
     # ---- a merge ----
 
     def due(self, now: float) -> Collection[int]:
-        """Return the assignments to merge now: a first update, or a group and the late updates; empty if nothing is due."""
+        """Return the ids of the tasks whose updates are to be merged now: one client's first, or a group's and all late ones.
+
+        Empty if nothing is to be merged.
+        """
         if self.alone:
             return self.alone[:1]
         number = self._due_group(now)
@@ -210,8 +213,8 @@ class CompassMemory(MergeMemory):
         """Return the next time at which a group must be merged, in seconds of the run's clock; None if no update waits."""
         return min((group.latest_s for group in self.groups.values() if group.tasks), default=None)
 
-    def close(self, now: float, pace: Pace) -> None:
-        """Finish the merge of the updates that were `due`; let the group's clients choose new groups, the fastest client first."""
+    def finish_merge(self, now: float, pace: Pace) -> None:
+        """Remove the updates that have just been merged, and put the merged group's clients into new groups, fastest first."""
         if self.alone:
             del self.alone[0]
             return

@@ -35,7 +35,7 @@ PASSES = 3
 
 
 @dataclass
-class SumsMemory(MergeMemory):
+class _SumsMemory(MergeMemory):
     """Running sums of a merge: the weighted changes of clients, and the weights, for each element."""
 
     key = "zeroth_order"
@@ -44,8 +44,8 @@ class SumsMemory(MergeMemory):
 
 
 @dataclass
-class Answered(MergeMemory):
-    """Seed and trained parameters (None = all) of the task whose update the merge will receive next."""
+class ReceivedTask(MergeMemory):
+    """Task whose update the merge will receive next: its random seed, and the parameters it has trained (None = all)."""
 
     key = "zeroth_order answered"
     seed: int
@@ -63,7 +63,7 @@ class Expected(OneValue[dict[int, int]]):
 # ---- perturbations ----
 
 
-def step_seed(seed: int, step: int) -> int:
+def _step_seed(seed: int, step: int) -> int:
     """Return the seed of the random perturbation z_t in step t of a task.
 
     Args:
@@ -73,16 +73,16 @@ def step_seed(seed: int, step: int) -> int:
     return derive_seed(seed, "perturbation", step)
 
 
-def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
-    """Add random noise to tensors, in place: ``rate * z`` for each rate in turn, where z ~ N(0, I) depends on ``seed`` only.
+def add_noise_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
+    """Add ``rate * z`` to tensors in place, for each of ``rates``; the normal random noise z depends on ``seed`` only.
 
-    The bits are the same on every device and for any number of threads. To that end z is drawn on the CPU, in chunks,
-    and product and sum are separate operations, since a fused operation may round differently.
+    The result has the same bits on every device and for any number of threads. To that end z is drawn on the CPU, and
+    product and sum are separate operations, since a fused operation may round differently.
 
     Args:
         tensors: contiguous tensors, whose noise is drawn one after the other.
         seed: seed of the noise z.
-        rates: factors of z, which are added one after the other, each with its own rounding.
+        rates: factors of z, added one after the other, so that rounding is that of a client's steps.
     """
     generator = torch.Generator().manual_seed(seed)
     for tensor in tensors:
@@ -92,7 +92,7 @@ def move_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
                 piece.add_(z * rate)
 
 
-def replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: float, epsilon: float) -> None:
+def _replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: float, epsilon: float) -> None:
     """Repeat all steps of a client's task on ``tensors``, in place, from its seed and scalars.
 
     Args:
@@ -103,7 +103,7 @@ def replay_(tensors: Sequence[Tensor], seed: int, scalars: Sequence[float], lr: 
         epsilon: size of the perturbations.
     """
     for step, scalar in enumerate(scalars):
-        move_(tensors, step_seed(seed, step), epsilon, -2 * epsilon, epsilon - lr * scalar)
+        add_noise_(tensors, _step_seed(seed, step), epsilon, -2 * epsilon, epsilon - lr * scalar)
 
 
 def parameters_of(submodels: Submodels, spec: Spec) -> list[str]:
@@ -146,7 +146,7 @@ class Steps(Hook):
         The step is theta -= lr g z with ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2 epsilon)``, rounded to
         float32, as the client sends it.
         """
-        seed = step_seed(self.task.assignment.seed, len(self.scalars))
+        seed = _step_seed(self.task.assignment.seed, len(self.scalars))
         self._move(seed, self.epsilon)
         is_above = True
         try:
@@ -166,7 +166,7 @@ class Steps(Hook):
         return torch.tensor((plus + minus) / 2)
 
     def _move(self, seed: int, rate: float) -> None:
-        move_(self._wide, seed, rate)
+        add_noise_(self._wide, seed, rate)
         for parameter, wide in zip(self._parameters, self._wide, strict=True):
             if parameter is not wide:
                 parameter.copy_(wide)
@@ -235,7 +235,7 @@ class ZerothOrder(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on the bytes that clients send and on batch norm."""
+        """Return messages for the user: what clients send, and how batch norm behaves."""
         count = _num_perturbed(submodels, Spec())
         notes = [
             f"zeroth order: {count:,} parameters are perturbed, and only one number for each batch is sent to the "
@@ -254,9 +254,9 @@ class ZerothOrder(Local):
 
 @dataclass(frozen=True)
 class ForwardOnly(WrappedSelect):
-    """Select part that wraps another one for training without gradients.
+    """Wrapper of a rule that chooses submodels, for training without gradients.
 
-    It freezes all parameters, so that clients send no tensors, and records the seed of each task.
+    It marks all parameters as frozen, so that clients send no tensors, and records the seed of each task.
     """
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
@@ -270,13 +270,13 @@ class ForwardOnly(WrappedSelect):
         return replace(work, spec=replace(work.spec, trained=()), extra=extra)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the records of a lost client, and tell the wrapped select part."""
+        """Delete the number of scalars that was expected from the lost client."""
         fleet.state.memory.of(Expected).value.pop(client.id, None)
         self.inner.on_loss(client, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
         """Record the seed of the task for the merge, which receives the update next."""
-        fleet.state.memory.put(Answered(assignment.seed, assignment.extra.get("trained")))
+        fleet.state.memory.put(ReceivedTask(assignment.seed, assignment.extra.get("trained")))
         self.inner.on_update(client, assignment, seconds, fleet)
 
 
@@ -332,12 +332,12 @@ class Rebuilt(Merge):
         return None if all(map(math.isfinite, scalars)) else "non-finite"
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return the scalars g_t of an update, whose size the guard checks, since each scales a step."""
+        """Return the scalars of an update (one gradient number per step), so that raafl's guard can refuse too large ones."""
         return unpack(update.extra.get(SCALARS)) or []
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Rebuild the client's trained values from its scalars, and add their change to the sums."""
-        task = state.memory.pop(Answered)
+        task = state.memory.pop(ReceivedTask)
         assert task is not None  # `ForwardOnly` has recorded it
         perturbed = _perturbed(spec, task.trained)
         plan, memory = state.submodels.plan(perturbed), self._memory(state)
@@ -362,7 +362,7 @@ class Rebuilt(Merge):
             scalars: scalar g_t of each step, the gradient along its perturbation.
         """
         after = before.clone()
-        replay_([after[name] for name in parameters_of(submodels, perturbed)], seed, scalars, self.lr, self.epsilon)
+        _replay_([after[name] for name in parameters_of(submodels, perturbed)], seed, scalars, self.lr, self.epsilon)
         return after
 
     def apply(self, state: GlobalState) -> None:
@@ -378,8 +378,8 @@ class Rebuilt(Merge):
                 total.zero_()
                 weight.zero_()
 
-    def _memory(self, state: GlobalState) -> SumsMemory:
-        return state.memory.of(SumsMemory, lambda: SumsMemory(zeros_like(state.values), zeros_like(state.values)))
+    def _memory(self, state: GlobalState) -> _SumsMemory:
+        return state.memory.of(_SumsMemory, lambda: _SumsMemory(zeros_like(state.values), zeros_like(state.values)))
 
     def __str__(self) -> str:
         words = "mean of what seeds and scalars rebuild, " + (

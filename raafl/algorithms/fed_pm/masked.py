@@ -31,7 +31,10 @@ class Masked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the score, ``gradient * w * p (1 - p)``, and None for the other inputs of `forward`."""
+        """Return the gradient of the score, ``gradient * w * p (1 - p)``, for a weight w used with probability p = sigmoid(score).
+
+        The other inputs of `forward` get None.
+        """
         score, negative = ctx.saved_tensors
         p = torch.sigmoid(score)
         return gradient * signs_of(negative, score.dtype) * ctx.sigma * p * (1 - p), None, None, None

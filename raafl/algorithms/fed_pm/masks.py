@@ -45,7 +45,7 @@ WEIGHTS: dict[type[nn.Module], tuple[str, ...]] = {
 """Names of the parameters that are masked, by type of layer; in recurrent layers all matrices are."""
 
 
-def weights_of(layer: nn.Module) -> list[str]:
+def _weights_of(layer: nn.Module) -> list[str]:
     """Return the names of a layer's own parameters that FedPM masks: trainable weights of the kinds in `WEIGHTS`."""
     names = [name for kind, names in WEIGHTS.items() if isinstance(layer, kind) for name in names]
     if isinstance(layer, nn.RNNBase):
@@ -63,7 +63,7 @@ def scale(shape: tuple[int, ...]) -> float:
     return math.sqrt(2.0 / max(math.prod(shape[1:]), 1))
 
 
-def scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
+def _scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
     """Return the absolute value sigma of each masked tensor in a submodel, by name; it equals that in the whole model.
 
     Args:
@@ -77,7 +77,7 @@ def scales_of(submodels: Submodels, layout: Layout) -> dict[str, float]:
 # ---- the client ----
 
 
-class ScoreTraining(Hook):
+class _ScoreTraining(Hook):
     """Hook for FedPM's local training (Isik et al. 2023, Algorithm 1), in which a task trains mask scores instead of weights.
 
     During a task the module's parameters store the scores, and each forward pass uses randomly masked weights in their
@@ -92,7 +92,7 @@ class ScoreTraining(Hook):
         self._lr_factor = lr_factor or (SGD_LR_FACTOR if plain else LR_FACTOR)
         self._done = False
         self._generator = torch.Generator().manual_seed(derive_seed(task.assignment.seed, "masks"))
-        self._scales = scales_of(task.submodels, task.submodels.layout(task.assignment.spec, "trained"))
+        self._scales = _scales_of(task.submodels, task.submodels.layout(task.assignment.spec, "trained"))
         for layer in task.module.modules():
             _uncover(layer)  # masked weights that the last task has left for its evaluation
         names = {id(parameter): name for name, parameter in task.module.named_parameters()}
@@ -189,21 +189,23 @@ class ProbabilisticMaskTraining(Local):
     lr_factor: float | None = None
 
     def __post_init__(self) -> None:
-        check_floor(self.floor)
+        _check_floor(self.floor)
         if not self.floor <= self.initial <= 1 - self.floor:
             raise BadInput(f"initial is {self.initial}: give a probability from floor, {self.floor}, to 1 - floor")
         positive("lr_factor", self.lr_factor, optional=True)
 
     @torch.no_grad()
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Set every masked weight to ``+-sigma * initial`` with its own sign, and freeze all other parameters, in place.
+        """Start with each weight in use with the probability ``initial``, and freeze all other parameters, in place.
+
+        To store this, a weight becomes its sign times sigma times ``initial``; sigma depends on its layer's size.
 
         Raises:
             BadInput: no weight can be masked, or a masked weight is complex.
         """
         masked: dict[int, nn.Parameter] = {}
         for layer in module.modules():
-            for name in weights_of(layer):
+            for name in _weights_of(layer):
                 weight = getattr(layer, name)
                 masked[id(weight)] = weight
         if any(weight.is_complex() for weight in masked.values()):
@@ -225,16 +227,16 @@ class ProbabilisticMaskTraining(Local):
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that trains the mask scores."""
-        return ScoreTraining(task, self.floor, self.lr_factor)
+        return _ScoreTraining(task, self.floor, self.lr_factor)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of ordinary training plus the memory and operations that the masks need.
 
-        Upload bytes are those of floats here; the compressor `up_as` turns them into bits.
+        Uploaded bytes are counted as floats here; raafl corrects them, since masks are sent as one bit for each weight.
         """
         cost = submodels.cost(spec, batch_size)
         layout, samples = submodels.layout(spec, "trained"), max(batch_size, 1)
-        masked = [layout.by_name[name] for name in scales_of(submodels, layout)]
+        masked = [layout.by_name[name] for name in _scales_of(submodels, layout)]
         num, num_bytes = sum(e.numel for e in masked), sum(e.numel * e.dtype.itemsize for e in masked)
         largest = max((e.numel * max(e.dtype.itemsize, 4) for e in masked), default=0)
         return replace(
@@ -245,8 +247,8 @@ class ProbabilisticMaskTraining(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note on the number of masked weights and on the other parameters, which stay frozen."""
-        masked = scales_of(submodels, submodels.layout(part="trained"))
+        """Return a message for the user: how many weights are masked, and how many parameters stay frozen."""
+        masked = _scales_of(submodels, submodels.layout(part="trained"))
         num, total = sum(submodels.parameters[name] for name in masked), sum(submodels.parameters.values())
         rest = (
             f"; the other {total - num:,} parameters (biases, norms, positions, frozen ones) do not change"
@@ -270,7 +272,7 @@ MOVED = 20
 """Number of times that these operations read or write each masked weight."""
 
 
-def check_floor(floor: float) -> None:
+def _check_floor(floor: float) -> None:
     """Raise `BadInput` unless ``floor`` lies above 0 and below 0.5."""
     if not 0 < floor < 0.5:
         raise BadInput(f"floor is {floor}: give a number above 0, below 0.5, so that no probability can become 0 or 1")
@@ -280,7 +282,7 @@ def check_floor(floor: float) -> None:
 
 
 @dataclass
-class CountsMemory(MergeMemory):
+class _CountsMemory(MergeMemory):
     """Number of ones in the masks of clients since the last reset.
 
     Attributes:
@@ -299,13 +301,13 @@ class CountsMemory(MergeMemory):
 class BayesianMasks(Merge):
     """FedPM's Bayesian merge (Isik et al. 2023, Algorithm 2): estimates from the clients' masks how likely each weight is used.
 
-    For each weight, over the clients n that have it: ``alpha <- alpha + sum_n m_n``, ``beta <- beta + sum_n (1 -
-    m_n)``. The new probability is the mode of the Beta distribution, ``p = (alpha - 1) / (alpha + beta - 2)``. Every
-    ``reset`` merges, alpha and beta return to ``prior``. A weight that no client has keeps its p. Running statistics
-    become the mean over the clients that sent them.
+    For each weight, alpha counts the clients whose mask uses it (1), beta those whose mask does not (0), both from the
+    start value ``prior``. The new probability is the mode of the Beta distribution, ``p = (alpha - 1) / (alpha + beta -
+    2)``. Every ``reset`` merges the counts return to ``prior``. A weight that no client has keeps its p. Running
+    statistics become the mean over the clients that sent them.
 
     Attributes:
-        prior: start value of alpha and beta (lambda_0), at least 1 (uniform).
+        prior: start value of alpha and beta (lambda_0), at least 1 (a uniform prior).
         reset: number of merges from one reset to the next; 1 with prior 1 gives the plain mean of masks.
         floor: smallest probability; all probabilities stay in [floor, 1 - floor].
     """
@@ -320,20 +322,20 @@ class BayesianMasks(Merge):
         if not 1 <= self.prior < math.inf:
             raise BadInput(f"prior is {self.prior}: give a number of 1 or more")
         positive("reset", self.reset)
-        check_floor(self.floor)
+        _check_floor(self.floor)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
         """Return "non-finite" if the client reports diverged scores, "not-a-mask" if a value is neither 0 nor 1, else None."""
         if update.extra.get(DIVERGED):
             return "non-finite"
-        for name in scales_of(state.submodels, update.tensors.layout):
+        for name in _scales_of(state.submodels, update.tensors.layout):
             mask = update.tensors[name]
             if not bool(((mask == 0) | (mask == 1)).all()):
                 return "not-a-mask"
         return None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the client's mask to the counts."""
+        """Count for each weight whether the client's mask uses it."""
         memory, plan = self._memory(state), state.submodels.plan(spec)
         plan.add_(memory.ones, update.tensors)
         plan.cover_(memory.all)
@@ -342,7 +344,7 @@ class BayesianMasks(Merge):
         """Set each weight's probability to the mode of its Beta distribution."""
         memory = self._memory(state)
         ones, total = memory.ones, memory.all
-        scales = scales_of(state.submodels, state.submodels.layout(part="trained"))
+        scales = _scales_of(state.submodels, state.submodels.layout(part="trained"))
         for name, values in state.values.prefix(state.submodels.layout(part="trained")).items():
             if name in scales:
                 p = (ones[name] + (self.prior - 1)) / (total[name] + (2 * self.prior - 2)).clamp_min(1e-30)
@@ -359,13 +361,13 @@ class BayesianMasks(Merge):
                 for buffer in flat.buffers.values():
                     buffer.zero_()
 
-    def _memory(self, state: GlobalState) -> CountsMemory:
-        return state.memory.of(CountsMemory, lambda: CountsMemory(zeros_like(state.values), zeros_like(state.values)))
+    def _memory(self, state: GlobalState) -> _CountsMemory:
+        return state.memory.of(_CountsMemory, lambda: _CountsMemory(zeros_like(state.values), zeros_like(state.values)))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the number of masked weights and the mean share of them in use, under the name "masks"."""
+        """Return, for the run's summary, the number of masked weights and the mean share of them in use ("masks")."""
         trained: FlatTensors = state.values.prefix(state.submodels.layout(part="trained"))
-        scales = scales_of(state.submodels, trained.layout)
+        scales = _scales_of(state.submodels, trained.layout)
         num = sum(trained[name].numel() for name in scales)
         expected = math.fsum(
             float(trained[name].abs().sum(dtype=torch.float64)) / sigma for name, sigma in scales.items()

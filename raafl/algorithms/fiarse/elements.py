@@ -21,7 +21,7 @@ from raafl.submodel import FlatTensors, Spec
 
 
 class Important(torch.autograd.Function):
-    """Autograd function that zeroes small weights, ``w 1[|w| >= tau]``, with FIARSE's gradient through the mask."""
+    """Autograd function that sets weights smaller than a threshold to 0; its gradient includes the mask's dependence on them."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tau: float) -> Tensor:
@@ -38,7 +38,7 @@ class Important(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the weight, and None for tau."""
+        """Return the gradient of the weight; the threshold tau has none."""
         (weight,) = ctx.saved_tensors
         size = weight.abs()
         factor = 1 + 2 * ctx.tau * size / (size + ctx.tau).square()
@@ -56,7 +56,12 @@ def maskable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def threshold(parameters: list[Tensor], rate: float) -> float:
-    """Return tau, the smallest magnitude among the largest elements that make up the share ``rate`` of all; 0 = keep all."""
+    """Return the smallest magnitude among the elements to use, which are the share ``rate`` with the largest; 0 = use all.
+
+    Args:
+        parameters: tensors whose elements are compared.
+        rate: share of the elements to use.
+    """
     if rate >= 1:
         return 0.0
     sizes = torch.cat([parameter.detach().abs().flatten() for parameter in parameters])
@@ -65,7 +70,7 @@ def threshold(parameters: list[Tensor], rate: float) -> float:
 
 @dataclass(frozen=True)
 class ShareOfElements(Select):
-    """Select part that gives every client the whole model, and says which share of its elements the client may use.
+    """Rule that assigns the whole model to every client, with the share of its elements that the client trains.
 
     Attributes:
         rates: share of the elements for each client; see `RateSelect.rates`.
@@ -81,7 +86,7 @@ class ShareOfElements(Select):
         return Work(extra={"rate": RateSelect(rates=self.rates).rate(client)})
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or whose memory is too small for the whole model."""
+        """Return an error message for each client that has no rate, or too little memory for the whole model."""
         return fleet.problems(lambda client: self(client, fleet)) + Full().check(fleet)
 
     def __str__(self) -> str:
@@ -96,13 +101,13 @@ class ImportanceAware(Local):
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that masks all small elements."""
-        return LargestElements(task, float(task.assignment.extra.get("rate", 1.0)))
+        return _LargestElements(task, float(task.assignment.extra.get("rate", 1.0)))
 
     def __str__(self) -> str:
         return "SGD on the loss of the largest elements"
 
 
-class LargestElements(Hook):
+class _LargestElements(Hook):
     """Hook that zeroes all small elements in each step; the threshold is set at the start of the task."""
 
     def __init__(self, task: Task, rate: float) -> None:
@@ -120,7 +125,7 @@ class LargestElements(Hook):
 
 
 @dataclass
-class ChangedMemory(MergeMemory):
+class _ChangedMemory(MergeMemory):
     """Running sums of a merge: the changes, and how many updates changed each element."""
 
     key = "fiarse"
@@ -160,10 +165,10 @@ class ChangedMean(Merge):
         memory.sum.zero_()
         memory.count.zero_()
 
-    def _memory(self, state: GlobalState) -> ChangedMemory:
+    def _memory(self, state: GlobalState) -> _ChangedMemory:
         layout, device = state.submodels.layout(part="trained"), state.values.device
         return state.memory.of(
-            ChangedMemory, lambda: ChangedMemory(FlatTensors.zeros(layout, device), FlatTensors.zeros(layout, device))
+            _ChangedMemory, lambda: _ChangedMemory(FlatTensors.zeros(layout, device), FlatTensors.zeros(layout, device))
         )
 
     def __str__(self) -> str:

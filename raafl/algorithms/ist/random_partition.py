@@ -16,12 +16,12 @@ from raafl.submodel import Axis, Spec
 
 
 def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
-    """Divide the units of every axis at random into ``shares`` disjoint submodels of equal size.
+    """Divide the model's units (such as neurons or heads) at random into disjoint submodels of equal size.
 
-    If an axis has fewer units than there are submodels, each submodel gets one unit and some units are used twice.
+    If a layer has fewer units than there are submodels, each submodel gets one unit and some units are used twice.
 
     Args:
-        axes: axes to divide, by name; stacks of blocks are not divided.
+        axes: the model's axes (dimensions whose units can be divided), by name; depth, an axis of blocks, is not divided.
         shares: number of submodels.
         seed: seed of all divisions in the run.
         round: number of the round, which has a division of its own.
@@ -39,12 +39,12 @@ def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
 
 @dataclass
 class Round(MergeMemory):
-    """State of one round: how many submodels have been handed out.
+    """State of one round: how many of its submodels have been assigned to clients.
 
     Attributes:
         version: version of the model at the start of the round.
         shares: number of submodels in the round.
-        next: number of the submodel for the next client.
+        next: number of the submodel that the next client gets.
     """
 
     key = "dealt"
@@ -55,7 +55,7 @@ class Round(MergeMemory):
 
 @dataclass(frozen=True, slots=True)
 class DisjointUnits(Select):
-    """Select part that gives the clients of a round disjoint random units (IST, Yuan et al. 2022, section 3.1).
+    """Rule that gives the clients of a round submodels of disjoint random units (IST, Yuan et al. 2022, section 3.1).
 
     Clients that start from the same version of the model get the first submodel, the second, and so on; after the last,
     the first again.
@@ -97,16 +97,16 @@ class DisjointUnits(Select):
         return self.shares or min(present, self.cohort or present)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Keep the division of the round: nobody else trains the lost client's submodel."""
+        """Do nothing: a lost client's submodel is not trained by anybody else in this round."""
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory is too small for the largest submodel."""
+        """Return an error message for each client whose memory is too small for the largest submodel."""
         specs = deal(fleet.state.submodels.axes, self._num_shares(fleet), 0, 0)
         largest = max({specs[0], specs[-1]}, key=lambda spec: fleet.cost(spec).peak_bytes)
         return [self._problem(c, fleet, largest) for c in fleet.clients.values() if not fleet.fits(c, largest)]
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a warning if the model has no axis that could be divided."""
+        """Return a warning for the user if the model has no layer whose units could be divided."""
         return uncut(fleet.state.submodels, "deal out")
 
     def _problem(self, client: ClientInfo, fleet: SelectContext, spec: Spec) -> str:

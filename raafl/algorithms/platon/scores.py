@@ -61,11 +61,11 @@ def cubic(t: int, initial: float, final: float, warm_up: int, rounds: int) -> fl
 
 
 def group_of(axis: Axis, groups: int) -> list[int]:
-    """Return the number of the group to which each unit belongs; a small axis has one group per unit.
+    """Divide the units of a layer into groups of neighbours; return each unit's group number.
 
     Args:
-        axis: axis whose units are grouped.
-        groups: largest number of groups; they are ranges of nearly equal size.
+        axis: axis (dimension whose units can be pruned, such as hidden neurons) to divide.
+        groups: largest number of groups, all of nearly equal size; with fewer units, each is a group of its own.
     """
     number = min(axis.size, groups)
     return [unit * number // axis.size for unit in range(axis.size)]
@@ -89,14 +89,14 @@ def _prunable(submodels: Submodels) -> Iterator[Axis]:
 class Sensitivity(Local):
     """Ordinary local training that also measures how sensitive the loss is to each unit.
 
-    In each step a unit u has the sensitivity ``I_u = sum_{j in u} |theta_j g_j|``, over all parameters j that belong to
-    it. Its importance and uncertainty are smoothed: ``Ibar <- beta1 Ibar + (1 - beta1) I``, ``Ubar <- beta2 Ubar + (1 -
-    beta2) |I - Ibar|``.
+    In each step a unit, such as a neuron, has the sensitivity ``I = sum_j |theta_j g_j|`` over all its parameters theta_j
+    with gradients g_j. Its importance Ibar and uncertainty Ubar are running means: ``Ibar <- beta1 Ibar + (1 - beta1)
+    I``, ``Ubar <- beta2 Ubar + (1 - beta2) |I - Ibar|``.
 
     Attributes:
-        beta1: smoothing factor of the importance.
-        beta2: smoothing factor of the uncertainty.
-        groups: largest number of scores for an axis; neighbouring units of a larger axis share a score.
+        beta1: smoothing factor of the importance, in [0, 1).
+        beta2: smoothing factor of the uncertainty, in [0, 1).
+        groups: largest number of scores for a layer; neighbouring units of a wider layer share a score.
     """
 
     uses_gradients: ClassVar[bool] = True
@@ -134,7 +134,7 @@ class Sensitivity(Local):
         )
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a note on axes whose units share scores, or a warning if nothing can be pruned."""
+        """Return a message for the user: how many layers score their units in groups, or a warning if nothing can be pruned."""
         if not any(_prunable(submodels)):
             return [Warn(f"platon prunes nothing here, so it is plain averaging: {submodels.why_whole()}")]
         coarse = [axis for axis in _prunable(submodels) if axis.size > self.groups]
@@ -146,8 +146,8 @@ class Sensitivity(Local):
         return f"{super().__str__()}, units scored by |theta g| (beta1 {self.beta1:g}, beta2 {self.beta2:g})"
 
 
-def members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member, int]]:
-    """Yield each axis of more than one unit, with each tensor on it and the number of its kept units.
+def _members_of(submodels: Submodels, spec: Spec) -> Iterator[tuple[Axis, Member, int]]:
+    """Yield each axis that can be pruned, with each tensor that has it as a dimension, and its number of kept units.
 
     Positions within a tensor are those in the submodel: units that were dropped before them do not count.
 
@@ -173,8 +173,8 @@ class MeasuredSensitivity(Hook):
     """Hook that measures importance and uncertainty of each unit at every optimizer step, from unclipped gradients.
 
     Attributes:
-        importance: smoothed importance Ibar of each kept unit, by axis; shape (units,).
-        uncertainty: smoothed uncertainty Ubar of each kept unit, by axis; shape (units,).
+        importance: importance of each unit in the client's submodel, by name of the axis (layer); shape (units,).
+        uncertainty: uncertainty of each of these importances, by name of the axis; shape (units,).
     """
 
     def __init__(self, task: Task, local: Sensitivity) -> None:
@@ -197,7 +197,7 @@ class MeasuredSensitivity(Hook):
                 received = task.assignment.extra.get(kind, {}).get(axis.name, [0.0] * len(positions))
                 start = torch.tensor([received[i] for i in self._positions[axis.name]], device=device)
                 getattr(self, kind)[axis.name] = start
-        for axis, member, size in members_of(task.submodels, spec):
+        for axis, member, size in _members_of(task.submodels, spec):
             if member.name in parameters:
                 _, on_axes = self._members.setdefault(member.name, (parameters[member.name], []))
                 on_axes.append((axis.name, member, size))
@@ -247,7 +247,7 @@ class ScoredMean(Mean):
     """Weighted mean that also stores the scores that each client has measured, for `BestUnits`.
 
     Attributes:
-        groups: largest number of scores for an axis, as on the clients.
+        groups: largest number of scores for a layer, as in `Sensitivity`.
     """
 
     groups: int = 64
@@ -270,7 +270,7 @@ class ScoredMean(Mean):
         return None
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass the update to the mean, and store the scores of its client."""
+        """Add the update to the mean, and store the scores that its client has measured."""
         super().receive(state, update, spec, staleness)
         spec, of_all = state.submodels.normal(spec), state.memory.of(PlatonMemory).value
         own = of_all.setdefault(update.client, {kind: {} for kind in KINDS})
@@ -288,16 +288,16 @@ def _is_score(value: object) -> bool:
 
 @dataclass(frozen=True)
 class BestUnits(Select):
-    """Select part that keeps the units with the highest score ``S = Ibar Ubar``, fewer and fewer along a cubic curve.
+    """Rule that keeps the units with the highest scores, importance times uncertainty, and ever fewer of them.
 
-    A unit without a score ranks highest, so that it is tried first. Each client has its own scores and its own time t,
-    the number of its merged updates.
+    The share of units falls along a cubic curve. A unit without a score ranks highest, so that it is tried first. Each
+    client has its own scores, and its place on the curve is the number of its merged updates.
 
     Attributes:
-        rates: final share r(T) of each axis's units, by client (see `RateSelect.rates`).
+        rates: final share r(T) of each layer's units, by client (see `RateSelect.rates`).
         warm_up: number of tasks before pruning starts; until then a client has the largest share that fits its memory.
         rounds: number of tasks over which the share falls to the final one.
-        groups: largest number of scores for an axis, as on the clients.
+        groups: largest number of scores for a layer, as in `Sensitivity`.
     """
 
     rates: Rates = 1.0
@@ -307,7 +307,7 @@ class BestUnits(Select):
 
     @property
     def needs_last_update(self) -> bool:
-        """Return True, since the client continues its scores from its last update."""
+        """Whether a client's next task needs the server to have its last update: yes, to send its scores back."""
         return True
 
     def __post_init__(self) -> None:
@@ -364,7 +364,7 @@ class BestUnits(Select):
         return share
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or whose memory is too small for any submodel."""
+        """Return an error message for each client that has no rate, or too little memory for any submodel."""
 
         def ask(client: ClientInfo) -> None:
             self._limit().rate(client)
@@ -377,7 +377,7 @@ class BestUnits(Select):
         return fleet.problems(ask)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the cached share that fits the client's memory; its scores stay."""
+        """Delete what was computed from a lost client's memory size, the largest share that fits; its scores stay."""
         fleet.cache.pop(client.id, None)
 
     def __str__(self) -> str:

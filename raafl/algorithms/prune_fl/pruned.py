@@ -63,7 +63,7 @@ class ChosenMean(Mean):
 
     Attributes:
         every: number of rounds between two choices.
-        prunable: share of an axis's units in use that one choice may drop; those with the smallest weights come first.
+        prunable: share of a layer's units in use that one choice may drop; those with the smallest weights come first.
     """
 
     every: int = 50
@@ -87,7 +87,7 @@ class ChosenMean(Mean):
 
 
 def unit_times(submodels: Submodels) -> tuple[dict[str, float], float]:
-    """Return the cost in FLOPs per sample: t_j of one unit of each axis, and c of the model with one unit on each axis."""
+    """Compute the FLOPs per sample of one unit (such as a neuron) of each layer, and of a model with one unit per layer."""
 
     def flops(kept: Mapping[str, range]) -> float:
         return submodels.cost(Spec.select(kept), _BATCH).flops_per_sample
@@ -102,13 +102,15 @@ def choose(
     submodels: Submodels, values: Mapping[str, Tensor], squares: Mapping[str, Tensor], prunable: float,
     used: list[Unit] | None = None,
 ) -> list[Unit]:  # fmt: skip
-    """Choose the units to use: the best of each axis first, then all others by squared gradient per time, largest first.
+    """Choose the units (such as neurons) to use: the best unit of each layer, then all others worth their cost.
+
+    A unit's worth is its squared gradient divided by its training time in FLOPs. Units are returned best first.
 
     Args:
         submodels: submodels of the model.
         values: parameters by name; units with the smallest values may be dropped.
         squares: squared gradient of each parameter, up to a constant factor.
-        prunable: share of the units in use, on each axis, that may be dropped.
+        prunable: share of the units in use, in each layer, that may be dropped.
         used: units in use now; None = all.
     """
     times, fixed_time = unit_times(submodels)
@@ -146,11 +148,11 @@ def choose(
 
 @dataclass(frozen=True)
 class Pruned(Select):
-    """Select part that assigns the units chosen by `ChosenMean`, as many of the best as a client's memory and rate allow.
+    """Rule that gives each client the best units, in the order that `ChosenMean` stores, as many as its memory and rate allow.
 
     Attributes:
-        every: number of rounds between two choices. Before a choice, clients train the whole model for a round, or the
-            largest leading part of it that fits their memory.
+        every: number of rounds between two choices. In the round before a choice, clients train the whole model; one
+            with too little memory trains the first units of each layer, as many as fit.
         rates: largest share of the model's parameters for each client in all other rounds.
     """
 
@@ -195,7 +197,7 @@ class Pruned(Select):
         self._limit()
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client that has no rate, or whose memory is too small for any submodel."""
+        """Return an error message for each client that has no rate, or too little memory for any submodel."""
         return self._limit().check(replace(fleet, cache={}))
 
     def notes(self, fleet: SelectContext) -> list[str]:
@@ -203,7 +205,7 @@ class Pruned(Select):
         return uncut(fleet.state.submodels, "prune")
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete the cached submodels of this client; they do not influence other clients."""
+        """Delete the cached submodels of a lost client."""
         fleet.cache.pop(client.id, None)  # the entry of `RateSelect`
         fleet.cache.pop(("pruned", client.id), None)
 

@@ -36,16 +36,17 @@ def _round(x: Tensor) -> Tensor:
 def quantise(x: Tensor, step: Tensor, low: Tensor, high: Tensor, factor: Tensor | float = 1.0) -> Tensor:
     """Round ``x`` to multiples of the step size: ``round(clip(x / s, low, high)) s`` with ``s = |step|``.
 
-    If ``step`` is 0, which means not yet known, x is returned. Gradients are those of learned step sizes (LSQ, Esser et
-    al. 2020). For x: 1 within the bounds and 0 outside. For s, times ``factor``: ``round(x/s) - x/s`` within the
-    bounds, and the bound outside. For a bound, times ``factor``: s where x lies outside it.
+    A step size of 0 means that it is not known yet; x is then returned unchanged. Gradients are those of learned step
+    sizes (LSQ, Esser et al. 2020): for x, 1 within the bounds and 0 outside; for s, ``round(x/s) - x/s`` within the
+    bounds, and the bound outside; for a bound, s where x lies outside it. Those of s and bounds are multiplied by
+    ``factor``.
 
     Args:
         x: values to quantise, of any shape.
         step: step size, a scalar.
         low: lowest level, as a multiple of the step size; a scalar.
         high: highest level, as a multiple of the step size; a scalar.
-        factor: multiplier of the gradients of step and bounds, a scalar; LSQ uses ``1 / sqrt(n Q_p)``.
+        factor: multiplier of the gradients of step and bounds, a scalar; LSQ uses ``1 / sqrt(size of x * high)``.
     """
     unknown = step.detach() == 0
     size = _damped(torch.where(unknown, 1.0, step.abs()), factor)
@@ -102,10 +103,10 @@ class _Layer:
 
     @torch.no_grad()
     def set_steps(self, kind: str, x: Tensor) -> None:
-        """Initialise the step size of each possible bit width to ``2 mean |x| / sqrt(Q_p)``.
+        """Initialise the step size for each possible bit width to ``2 mean |x| / sqrt(highest level)``.
 
         Args:
-            kind: step size to set, "weight" or "input".
+            kind: tensor whose step sizes are set, "weight" or "input".
             x: values from which the mean is computed.
         """
         widths = range(LEAST, MOST + 1) if self.fixed_bits is None else [self.fixed_bits]
@@ -183,7 +184,9 @@ class Quantised(Local):
     def __post_init__(self) -> None:
         for name in ("bits", "edge_bits"):
             if getattr(self, name) not in (*range(LEAST, MOST + 1), NONE):
-                raise BadInput(f"{name} is {getattr(self, name)}: give {LEAST} to {MOST}, or {NONE} for none")
+                raise BadInput(
+                    f"{name} is {getattr(self, name)}: give {LEAST} to {MOST}, or {NONE} for no quantisation"
+                )
         positive("weight", self.weight)
 
     def prepare(self, module: nn.Module) -> nn.Module:
@@ -218,7 +221,7 @@ class Quantised(Local):
 
     def hook(self, task: Task) -> Hook:
         """Return the hook that initialises the step sizes of inputs and adds the loss on the numbers of bits."""
-        return Quantising(task, self)
+        return _Quantising(task, self)
 
     def notes(self, submodels: Submodels) -> list[str]:
         """Return notes on the quantised layers and their cost."""
@@ -261,7 +264,7 @@ def mean_bits(layers: list[Any]) -> Tensor | None:
     return torch.stack(sums).sum()
 
 
-class Quantising(Hook):
+class _Quantising(Hook):
     """Hook that initialises unknown step sizes from the first batch, and adds the loss on the numbers of bits."""
 
     def __init__(self, task: Task, local: Quantised) -> None:
@@ -287,6 +290,6 @@ class Quantising(Hook):
                     layer.input_bits.clamp_(LEAST, MOST)
 
     def close(self) -> None:
-        """Fix the step sizes of inputs that this task has initialised."""
+        """Keep the step sizes that this task has initialised: later tasks do not initialise them again."""
         for layer in self.layers:
             layer.sees_first = False

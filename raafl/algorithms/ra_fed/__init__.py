@@ -58,15 +58,14 @@ def ra_fed(
     """Return RA-Fed: clients train changing regions of the model, and each element is averaged over those who trained it.
 
     Args:
-        mask: number of regions for each client, by a level of the paper (L-Arb, S-Arb or MIX-Arb), or as a list of
-            numbers that clients 1, 2, ... take in turn, repeating.
+        mask: number of regions for each client: L-Arb = 2, S-Arb = 1, MIX-Arb = 2 for half of the clients and 1 for the
+            others; or a list of numbers that clients 1, 2, ... take in turn, repeating.
         regions: number K of regions into which the units of the model are divided.
-        trained: number of regions that are trained in a round that leaves some out (S*); None = all, so that none is
-            left out.
-        every: interval in rounds; only the last round of each interval leaves regions out.
-        coverage: smallest number of clients that train a region (Gamma*); None = spread as evenly as the other settings
-            allow.
-        rest: largest number of rounds in a row in which a client skips a region (tau_q); None = no limit.
+        trained: number of regions that are trained in a round, if some are to be left out (S*); None = all of them.
+        every: number of rounds of which only the last one leaves regions out; 1 = each round does. Needs trained.
+        coverage: smallest number of clients that train the same region in a round (Gamma*); None = as even for all
+            regions as the other settings allow.
+        rest: largest number of rounds in a row in which a client does not train a region (tau_q); None = no limit.
         full_first: whether all clients train all regions in the first round, as far as their memory allows.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
         cohort: number of clients in a round, drawn uniformly; None = all.
@@ -90,12 +89,12 @@ def ra_fed(
 
 
 def regions_of(regions: Regions, cohort: int | None, submodel: Select | None) -> Select:
-    """Return the user's own select part ``submodel`` if there is one, else ``regions``.
+    """Return the rule that chooses each client's submodel: the user's own if there is one, else RA-Fed's regions.
 
     Args:
-        regions: select part that assigns regions.
+        regions: RA-Fed's rule, which assigns regions of the model to clients.
         cohort: number of clients in a round; None = all.
-        submodel: the user's own select part; None = regions.
+        submodel: the user's own rule; None = use ``regions``.
 
     Raises:
         BadInput: a setting of ``regions`` would have no effect because of ``submodel`` or ``cohort``.

@@ -22,27 +22,27 @@ Value = TypeVar("Value")
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class Regions(Select):
-    """Select part that gives each client ``m_n`` of the model's K regions, different ones in each round (RA-Fed, section 6.2).
+    """Rule that gives each client some of the model's K regions, different ones in each round (RA-Fed, section 6.2).
 
-    A region is an equal range of the units on every axis. Parameters on no axis, such as the output's bias, belong to
-    all. By default each client draws its regions on its own, so that some regions may remain untrained by chance. If
-    ``trained``, ``coverage`` or ``rest`` is given, the regions of all present clients are drawn together (see
-    `RegionCoverage`); the given numbers then hold in every round in which all of these clients work.
+    A region has an equal share of every layer's units, such as neurons or heads. Parameters that cannot be divided,
+    such as the output's bias, belong to all regions. By default each client draws its regions on its own, so that some
+    regions may remain untrained by chance. If ``trained``, ``coverage`` or ``rest`` is given, the regions of all
+    clients are drawn together; the given numbers then hold in every round in which all of these clients work. A client
+    with little memory gets as many regions as fit.
 
-    For MIX-Arb, the half of the clients that trains two regions is drawn anew in each round ("the submodel structure
-    within the same client could change due to the varying resources"). With a fixed half, a class that only one-region
-    clients have would get too large logits in the whole model, since fewer units produced them in training. The half is
-    fixed only if ``rest`` is given and ``coverage`` needs the second regions. A client with little memory gets as many
-    regions as fit. A model without axes is trained whole.
+    For MIX-Arb, the half of the clients that trains two regions is drawn anew in each round. With a fixed half, a class
+    that only one-region clients have would get too large logits in the whole model, since fewer units produced them in
+    training. The half is fixed only if ``rest`` is given and ``coverage`` needs the second regions.
 
     Attributes:
-        mask: level of the paper, or a list of numbers of regions m_n that clients 1, 2, ... take in turn, repeating.
+        mask: number of regions for each client: L-Arb = 2, S-Arb = 1, MIX-Arb = 2 for half of the clients and 1 for the
+            others; or a list of numbers that clients 1, 2, ... take in turn, repeating.
         regions: number of regions (K).
-        trained: number of regions that are trained in a round that leaves some out (S*); None = all K.
-        every: interval in rounds; only the last round of each interval leaves regions out.
-        coverage: smallest number of clients that train a region (Gamma*); None = 1 if ``trained`` is given, an even
-            spread if ``rest`` or ``hold`` is.
-        rest: largest number of rounds in a row in which a client skips a region (tau); None = no limit.
+        trained: number of regions that are trained in a round, if some are to be left out (S*); None = all K.
+        every: number of rounds of which only the last one leaves regions out; 1 = each round does. Needs trained.
+        coverage: smallest number of clients that train the same region in a round (Gamma*); None = 1 if ``trained`` is given,
+            an even spread if ``rest`` or ``hold`` is.
+        rest: largest number of rounds in a row in which a client does not train a region (tau); None = no limit.
         full_first: whether all clients train all regions in the first round (Remark 5), as far as their memory allows.
         rounds: number that counts as the round q: "server" = versions of the model, "client" = the client's own merged
             updates.
@@ -85,11 +85,13 @@ class Regions(Select):
         if self.every != 1 and (self.rest is not None or self.hold):
             what = "hold is true" if self.hold else f"rest is {self.rest}"
             raise BadInput(
-                f"every is {self.every} and {what}: this limit works only if every round trains the same number of "
-                "regions: leave out one of the two"
+                f"every is {self.every} and {what}: which needs the same number of trained regions in every "
+                "round: leave out one of the two"
             )
         if self.hold and self.rest is not None:
-            raise BadInput(f"rest is {self.rest}, but with hold the assignment never changes: leave out rest or hold")
+            raise BadInput(
+                f"rest is {self.rest}, but hold is true, so that clients never change their regions: leave out rest or hold"
+            )
 
     @property
     def is_controlled(self) -> bool:
@@ -106,20 +108,20 @@ class Regions(Select):
             taken = self._together(round, fleet)[self._place(client, fleet)]
         else:
             draw = random.Random(derive_seed(fleet.seed, "regions", round, client.id))
-            take = min(self.level(client, fleet, round), most)
+            take = min(self.num_regions(client, fleet, round), most)
             taken = sorted(draw.sample(range(self.regions), take))
         key = ("spec", tuple(taken))
         if key not in fleet.cache:
             fleet.cache[key] = of_regions(fleet.state.submodels.axes, taken, self.regions)
         return Work(fleet.cache[key], region=client.id)
 
-    def level(self, client: ClientInfo, fleet: SelectContext, round: int) -> int:
-        """Return m_n, the number of regions that ``mask`` gives to a client in a round.
+    def num_regions(self, client: ClientInfo, fleet: SelectContext, round: int) -> int:
+        """Return the number of regions that a client trains in a round, according to ``mask``.
 
         Args:
             client: client whose number of regions is asked for.
             fleet: context whose cache stores the numbers of recent rounds.
-            round: number q of the round.
+            round: number of the round.
         """
         if not isinstance(self.mask, str):
             return self.mask[(client.id - 1) % len(self.mask)]
@@ -131,7 +133,7 @@ class Regions(Select):
         return _of_round(fleet, "levels", round, draw)[client.id - 1]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client with too little memory for a region, or else for settings that contradict others."""
+        """Return error messages: for each client with too little memory for one region, else for contradictory settings."""
         problems = []
         for client in fleet.clients.values():
             if not self._most(client, fleet):
@@ -150,7 +152,7 @@ class Regions(Select):
         return problems
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a note if the model has no regions, or if MIX-Arb cannot draw a new half in each round."""
+        """Return messages for the user: if the model cannot be divided, or if the same clients must train two regions always."""
         submodels = fleet.state.submodels
         if not submodels.axes or self.hold or not self._keeps_half(fleet):
             return uncut(submodels, "cut into regions")
@@ -195,7 +197,7 @@ class Regions(Select):
         present = [fleet.clients[n] for n in sorted(fleet.clients)]
         most = [self._most(client, fleet) for client in present]
         if self.mask != "MIX-Arb":
-            return [min(self.level(client, fleet, 0), m) for client, m in zip(present, most, strict=True)]
+            return [min(self.num_regions(client, fleet, 0), m) for client, m in zip(present, most, strict=True)]
         roomy = [i for i, m in enumerate(most) if m > 1]
         rng = random.Random(derive_seed(fleet.seed, "levels", round))
         large = set(rng.sample(roomy, min(len(most) // 2, len(roomy))))

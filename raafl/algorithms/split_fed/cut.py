@@ -30,7 +30,15 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class Call:
-    """One call of a module in a traced training step: its path, enclosing call, first and last operation, and output."""
+    """One call of a module in a traced training step.
+
+    Attributes:
+        path: path of the module in the model.
+        parent: index of the call within which this one happens; -1 = none.
+        start: number of operations that were traced before the call.
+        end: number of operations at the end of the call; -1 = it has not ended.
+        output: result of the call, tensors or a structure of them.
+    """
 
     path: str
     parent: int
@@ -80,13 +88,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class Outline:
-    """Outputs of the client's part of the model for a batch of given shapes, as tensors without values (on the meta device).
+    """Shapes of what the client's part of the model outputs for a batch, as tensors without values (on the meta device).
 
     Attributes:
         path: path of the module at the cut.
-        calls: outputs of the modules before the cut, which the server does not run, by path, one for each call.
+        calls: outputs of the modules before the cut, which the server skips: by module path, one for each call.
         output: output of the module at the cut.
-        index: position of the activation among the tensors of that output.
+        index: position of the activation among the tensors in ``output``.
         activation: activation that is sent to the server, on the meta device.
     """
 
@@ -97,7 +105,12 @@ class Outline:
     activation: Tensor = field(repr=False)
 
     def with_activation(self, activation: Tensor, fill: Callable[[Any], Any]) -> object:
-        """Return the output of the module at the cut with ``activation`` inserted; ``fill`` creates its other tensors."""
+        """Build the output of the module at the cut from the activation that was received.
+
+        Args:
+            activation: activation to insert.
+            fill: function that creates each other tensor of the output from one without values.
+        """
         flat, structure = tree_flatten(self.output)
         return tree_unflatten([activation if i == self.index else fill(item) for i, item in enumerate(flat)], structure)
 
@@ -124,7 +137,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             self._value(leaf).leaves = frozenset([i])
 
     def run(self) -> Trace:
-        """Trace the step and return this object; an exception of the step is passed on."""
+        """Trace the training step and return this object; an exception of the step is passed on."""
         for path, part in self.module.named_modules():
             part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
             part.register_forward_hook(lambda part, args, output: self._leave(output))
@@ -192,7 +205,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         if activation.numel() * activation.itemsize != activation.untyped_storage().nbytes():
             return None  # a view of a larger value, other parts of which may be used as well
         lower = self._lower(now)
-        inside = [(skipped.start, skipped.end) for skipped in (*self.replaced(call, lower), call)]
+        inside = [(skipped.start, skipped.end) for skipped in (*self.skipped_calls(call, lower), call)]
         leaves: frozenset[int] = frozenset()
         for value in self._values.values():
             if value.name:
@@ -214,12 +227,12 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
     def _lower(self, now: int) -> frozenset[str]:
         return frozenset(value.name for value in self._values.values() if value.name and 0 <= value.first <= now)
 
-    def replaced(self, call: Call, lower: frozenset[str]) -> list[Call]:
-        """Return the module calls that the server skips at a cut: the outermost ones of modules with tensors in ``lower``.
+    def skipped_calls(self, call: Call, lower: frozenset[str]) -> list[Call]:
+        """Return the calls of modules in the client's part, which the server need not run; only the outermost of nested calls.
 
         Args:
             call: call of the module at the cut.
-            lower: names of the tensors in the client's part.
+            lower: names of the parameters and buffers in the client's part.
         """
         enclosing = set()
         parent = call.parent
@@ -240,17 +253,19 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         return skipped
 
     def outline(self, cut: Cut) -> Outline:
-        """Return the outputs of the client's part at ``cut``, without values.
+        """Return the shapes of what the client's part outputs if the model is cut at ``cut``.
 
         Raises:
-            ValueError: the step of this batch does not run the module at the cut.
+            ValueError: the training step does not run the module at the cut for a batch of these shapes.
         """
         call = next((call for call in self.calls if call.path == cut.path and call.end >= 0), None)
         index = None if call is None else _activation(call.output)
         if call is None or index is None:
-            raise ValueError(f"the step does not call '{cut.path}'")
+            raise ValueError(
+                f"the training step does not call '{cut.path}', where the model is cut, for a batch of this shape"
+            )
         calls: dict[str, list[Any]] = {}
-        for skipped in self.replaced(call, cut.lower):
+        for skipped in self.skipped_calls(call, cut.lower):
             calls.setdefault(skipped.path, []).append(_detached(skipped.output))
         output = _detached(call.output)
         return Outline(cut.path, calls, output, index, tree_flatten(output)[0][index])
@@ -272,7 +287,7 @@ def _above(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
+def trace_step(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
     """Trace a training step of the whole model on a batch with the structure of the example batch.
 
     Args:
@@ -284,9 +299,9 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
     """
     flat, structure = tree_flatten(submodels.example_batch)
     if not flat or not all(isinstance(item, Tensor) for item in flat):
-        raise ValueError("its batches contain something other than tensors")
+        raise ValueError("the model's batches contain something other than tensors: split_fed needs batches of tensors")
     if not callable(getattr(submodels.module, "training_step", None)):
-        raise ValueError("it has no training_step")
+        raise ValueError("the model has no training_step: define one that returns the loss")
     sizes: Sequence[Any] = [item.shape for item in flat] if shapes is None else shapes
     failure: Exception | None = None
     # first with new tensors on the meta device; some steps create masks or indices whose values Python reads
@@ -297,7 +312,9 @@ def followed(submodels: Submodels, shapes: Shapes | None = None) -> Trace:
                 return Trace(submodels, tree_unflatten(leaves, structure)).run()
         except Exception as error:
             failure = failure or error
-    raise ValueError(f"its training step cannot be traced without real values: {' '.join(str(failure).split())[:200]}")
+    raise ValueError(
+        f"the model's training step cannot be traced without real values: {' '.join(str(failure).split())[:200]}"
+    )
 
 
 def shapes_of(batch: object) -> Shapes:
@@ -306,13 +323,13 @@ def shapes_of(batch: object) -> Shapes:
 
 
 def cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:
-    """Return the possible cuts of a model, first layer first, and the reason if there are none; cached."""
+    """Return the places where a model can be cut in two, first layer first, and the reason if there are none; cached."""
     return submodels.cached("cuts", "all", lambda: _cuts_of(submodels))
 
 
 def _cuts_of(submodels: Submodels) -> tuple[tuple[Cut, ...], str]:
     try:
-        cuts = tuple(followed(submodels).cuts(submodels))
+        cuts = tuple(trace_step(submodels).cuts(submodels))
     except ValueError as error:
         return (), str(error)
     return cuts, "" if cuts else "at every layer more than one value is passed to the layers above"

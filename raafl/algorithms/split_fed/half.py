@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from raafl.algorithms.split_fed.cut import Cut, Outline, Shapes, followed, shapes_of
+from raafl.algorithms.split_fed.cut import Cut, Outline, Shapes, shapes_of, trace_step
 from raafl.parts.local.swap_parameters import patched, quiet
 from raafl.submodel import FULL, FlatTensors, Layout, Spec, SpecError, Submodels
 from raafl.submodel.batch_norm import keep_static
@@ -40,7 +40,7 @@ class Reached(BaseException):
 
 
 class Half(Submodels):
-    """One half of a model that is cut in two. It has no values for the tensors of the other half and does not send them."""
+    """One half of a model that is cut in two: the tensors of the other half take no memory here and are not sent."""
 
     whole: Submodels
 
@@ -69,10 +69,10 @@ class Half(Submodels):
         self, spec: Spec = FULL, rescale: bool = False, device: torch.device | str = "cpu",
         present: FlatTensors | None = None, base: FrozenBase | None = None,
     ) -> Shrunk:  # fmt: skip
-        """Return a module for this half. Tensors of the other half have their shapes but take no memory.
+        """Build a module that trains this half of the model. Tensors of the other half have a shape but take no memory.
 
         Args:
-            spec: submodel to return, which must be the whole model.
+            spec: must be the whole model, since split_fed has no smaller submodels.
             rescale: ignored, since nothing is narrowed.
             device: device of the module.
             present: values of this half; None = leave them uninitialised.
@@ -102,7 +102,7 @@ class Half(Submodels):
             return activation_in(run_to_cut(module, self.cut.path, lambda: step(batch, index))).sum()
         outline = self.outline(shapes_of(batch))
         activation = torch.empty_like(outline.activation, requires_grad=True)
-        with replaced(module, outline, activation):
+        with with_received_activation(module, outline, activation):
             return step(batch, index)
 
     def _cost(self, spec: Spec, batch_size: int) -> Cost:
@@ -113,12 +113,12 @@ class Half(Submodels):
     # ---- the client's half as the server sees it ----
 
     def outline(self, shapes: Shapes, draws: Callable[[int], AbstractContextManager[Any]] = nullcontext) -> Outline:
-        """Return the outputs of the client's half for a batch of ``shapes``, without values; cached.
+        """Return the shapes of what the client's half outputs for a batch of ``shapes``; cached.
 
         Args:
             shapes: shape of each tensor in the batch.
-            draws: function that returns a context for random numbers. Tracing may draw some; ``draws(0)`` keeps them
-                apart from the run's own random stream.
+            draws: function that maps a seed to a context with a random stream of its own. The trace runs in ``draws(0)``,
+                so that it does not change the run's random numbers.
 
         Raises:
             ValueError: the training step fails on such a batch.
@@ -126,16 +126,16 @@ class Half(Submodels):
 
         def follow() -> Outline:
             with draws(0):
-                return followed(self.whole, shapes).outline(self.cut)
+                return trace_step(self.whole, shapes).outline(self.cut)
 
         return self.whole.cached("outline", (self.cut.path, shapes), follow)
 
-    def received(self, shapes: Shapes, leaves: Sequence[Tensor], device: torch.device) -> object:
-        """Return a batch for the server's half: received tensors where it needs them, zeros elsewhere.
+    def batch_from(self, shapes: Shapes, leaves: Sequence[Tensor], device: torch.device) -> object:
+        """Build a batch for the server's half: the tensors that the client has sent, and zeros in place of all others.
 
         Args:
             shapes: shape of each tensor in the batch.
-            leaves: received tensors, in the order of `Cut.leaves`.
+            leaves: tensors that the client has sent, such as labels, in the order of `Cut.leaves`.
             device: device of the zeros.
         """
         flat, structure = tree_flatten(self.example_batch)
@@ -180,7 +180,8 @@ def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
     finally:
         handle.remove()
     raise RuntimeError(
-        f"{type(module).__name__}.training_step did not call '{path}', the layer at which the model is cut"
+        f"{type(module).__name__}.training_step did not call '{path}', the layer at which the model is cut: let it call "
+        "this layer for every batch"
     )
 
 
@@ -195,12 +196,14 @@ def activation_in(output: object) -> Tensor:
 # ---- the server's half ----
 
 
-def replaced(module: nn.Module, outline: Outline, activation: Tensor) -> AbstractContextManager[None]:
-    """Return a context in which the modules before the cut are skipped, and the module at the cut returns ``activation``.
+def with_received_activation(module: nn.Module, outline: Outline, activation: Tensor) -> AbstractContextManager[None]:
+    """Return a context in which the server's half trains on a received activation, as if its lower layers had run.
+
+    The modules before the cut are skipped, and the module at the cut returns ``activation``.
 
     Args:
         module: the server's half.
-        outline: outputs of the client's half, without values.
+        outline: shapes of what the client's half outputs.
         activation: activation that the client has sent.
     """
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from raafl.algorithms.split_fed.cut import Outline, Shapes, shapes_of
-from raafl.algorithms.split_fed.half import Half, activation_in, replaced, run_to_cut
+from raafl.algorithms.split_fed.half import Half, activation_in, run_to_cut, with_received_activation
 from raafl.core.algorithm import Hook, Task
 from raafl.core.exchange import server_seed
 from raafl.core.local import SkippedBatch
@@ -44,7 +44,7 @@ class Received:
     """A batch as the server's half of the model receives it from the client.
 
     Attributes:
-        outline: outputs of the client's half, as tensors without values.
+        outline: shapes of what the client's half outputs.
         activation: output of the client's half; its gradient is sent back.
         batch: the batch: tensors that the client has sent, and zeros in place of all others.
     """
@@ -58,7 +58,7 @@ class Received:
     def loss(self, task: Task, index: int) -> Tensor:
         """Compute the loss of the server's half; its backward pass ends at the activation."""
         # a copy: autograd forbids layers above to change a leaf tensor in place
-        with _no_skips(), replaced(task.module, self.outline, self.activation.clone()):
+        with _no_skips(), with_received_activation(task.module, self.outline, self.activation.clone()):
             return task.loss(self.batch, index)
 
     @property
@@ -77,10 +77,10 @@ def receive(
         half: the server's half.
         shapes: shape of each tensor in the batch.
         activation: activation that the client has sent.
-        leaves: received tensors of the batch, in the order of `Cut.leaves`.
-        draws: function that returns a context for random numbers; see `Half.outline`.
+        leaves: tensors of the batch that the client has sent, such as labels, in the order of `Cut.leaves`.
+        draws: function that maps a seed to a context with a random stream of its own.
     """
-    batch = half.received(shapes, leaves, activation.device)
+    batch = half.batch_from(shapes, leaves, activation.device)
     return Received(half.outline(shapes, draws), activation.detach().requires_grad_(), batch)
 
 
@@ -124,7 +124,7 @@ class LowerHook(Hook):
 
 
 class UpperHook(Hook):
-    """Hook of the server's half, whose batches are `Received` objects."""
+    """Hook of the server's half: it trains on the activations that the client has sent."""
 
     def loss(self, batch: Received, index: int) -> Tensor:
         """Return the loss that the server's half computes from the received activation."""
@@ -132,7 +132,7 @@ class UpperHook(Hook):
 
 
 class BothHook(LowerHook):
-    """Hook that runs both halves in one process; the results have the same bits as over a connection."""
+    """Hook that trains both halves in one process, in a simulation; results are equal bit for bit to two processes'."""
 
     _received: Received
 

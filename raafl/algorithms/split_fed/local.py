@@ -55,7 +55,10 @@ class Split(Local):
         return False
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Return a problem for each setting that would need the gradients of both halves at once."""
+        """Return an error message for each setting that split_fed cannot support: gradient clipping and 16-bit loss scaling.
+
+        Both need the gradients of the whole model, but each side only has those of its half.
+        """
         problems = []
         if gradient_clip_val is not None:
             problems.append(
@@ -78,7 +81,7 @@ class Split(Local):
         if submodels.bases.names:
             raise BadInput(
                 f"the model's frozen base has several precisions, {', '.join(submodels.bases.names)}, but split_fed "
-                "needs one: give one base"
+                "needs one: give a single precision"
             )
         cuts, reason = cuts_of(submodels)
         if self.cut is not None:
@@ -101,11 +104,11 @@ class Split(Local):
         return next((cut for cut in reversed(places) if cut.num_layers <= most), places[0])
 
     def exchange(self, submodels: Submodels, extra: Mapping[str, Any] | None = None) -> Halves | None:
-        """Return both halves of the model at the task's cut; None if it cannot be cut.
+        """Return the two halves of the model, which exchange activations and gradients; None if it cannot be cut.
 
         Args:
             submodels: submodels of the whole model.
-            extra: entries `Work.extra` of the task; None = choose the cut anew.
+            extra: the task's settings, which name the place of the cut; None = choose the place anew.
         """
         if extra is not None:
             return halves(submodels, extra[KEY]["cut"]) if KEY in extra else None
@@ -113,7 +116,7 @@ class Split(Local):
         return None if cut is None else halves(submodels, cut.path)
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook for one half that is connected to the other, or for both halves in one process."""
+        """Return the hook that trains the client's half, the server's half, or in a simulation both."""
         if isinstance(task.submodels, Half):
             return LowerHook(task, task.submodels) if task.submodels.side == "lower" else UpperHook(task)
         both = self.exchange(task.submodels, task.assignment.extra)
@@ -131,7 +134,7 @@ class Split(Local):
         half = both.client
         cost, terms = half.cost(FULL, batch_size), extra.get(KEY, {})
         num_samples = terms.get("samples", 0)
-        activation, leaves = half.cut.sample_bytes, leaf_bytes(half)
+        activation, leaves = half.cut.sample_bytes, _leaf_bytes(half)
         return replace(
             cost,
             peak_bytes=cost.peak_bytes + round(batch_size * (2 * activation + leaves)),
@@ -166,7 +169,7 @@ class Split(Local):
         return {KEY: {**terms, "batches": batches, "samples": epochs * in_epoch + rest * batch_size}}
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on where the model is cut, which data leave the clients, and what the server's half costs."""
+        """Return messages for the user: where the model is cut, which data leave the clients, and what the server's half costs."""
         both = self.exchange(submodels)
         if both is None:
             return [
@@ -194,7 +197,7 @@ class Split(Local):
         return f"SGD on the loss in two halves, {where} at the client"
 
 
-def leaf_bytes(half: Half) -> float:
+def _leaf_bytes(half: Half) -> float:
     """Return the bytes per sample that the server's half needs from a batch, such as labels, without the activation."""
     flat = tree_flatten(half.example_batch)[0]
     num_bytes: int = sum(flat[i].nbytes for i in half.cut.leaves)
@@ -208,10 +211,10 @@ def _num_samples(submodels: Submodels) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Halved(Select):
-    """Select part that gives every client the whole model, and records where it is cut and the sizes of its batches.
+    """Rule that gives every client the same task: train the lower half of the model, while the server trains the rest.
 
     Attributes:
-        sends: content of the updates that the merge expects from both halves, "values" or "delta"; see `Merge.sends`.
+        sends: content of an update, of either half: trained "values", or the "delta" from the received ones.
     """
 
     sends: Literal["values", "delta"] = "values"
@@ -227,7 +230,7 @@ class Halved(Select):
         return Work(num_epochs=training.num_epochs or 1, extra=extra)
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for an unknown cut, and for each client whose memory is too small for its half."""
+        """Return error messages: for a place where the model cannot be cut, and for each client with too little memory."""
         try:
             cut = _split(fleet).choose_cut(fleet.state.submodels)
         except BadInput as error:
@@ -246,5 +249,7 @@ class Halved(Select):
 
 def _split(fleet: SelectContext) -> Split:
     if not isinstance(fleet.local, Split):
-        raise BadInput(f"select is Halved, but local is {type(fleet.local).__name__}: give Split")
+        raise BadInput(
+            f"local is {type(fleet.local).__name__}, but select is Halved, which works with Split only: use raafl.split_fed()"
+        )
     return fleet.local

@@ -27,16 +27,16 @@ traces a step of that size, which may loop over it."""
 
 @dataclass(frozen=True, eq=False)
 class Halves(Exchange):
-    """Both halves of a model, with the server's side of their exchange.
+    """Both halves of a model, and the messages between them during a task.
 
-    For each batch, the client asks the server for the gradient of the activation at the cut.
+    For each batch, the client sends the activation at the cut, and the server answers with its gradient.
     """
 
     client: Half
     server: Half
 
     def questions(self, assignment: Assignment, link: ServerLink) -> Batches:
-        """Wait for the first batch of a task; return an iterable over all batches that the client sends."""
+        """Return an iterable over the batches that the client sends during a task; the first one has arrived on return."""
         return Batches(self.server, assignment, link)
 
 

@@ -65,7 +65,7 @@ def streaming_diloco(
         outer_momentum: outer momentum (beta); 0 = none.
         trigger: time of a merge: all (when the whole round has reported) or each (at each arrival, with delayed
             Nesterov momentum).
-        delay: number of updates between two steps with momentum, for trigger each; None = clients times fragments.
+        delay: number of updates after which the momentum is applied once, for trigger each; None = clients times fragments.
         steps: number of local steps of a client: equal (H/P) or speed (H/P for the fastest, fewer for slower clients).
         least_steps: smallest number of local steps of a task; for steps speed.
         inner_state: state of the clients' Adam or AdamW: new = it starts anew in each task; kept = it continues from

@@ -73,13 +73,13 @@ class Fragments:
         names = self.names(submodels)
         return FULL if len(names) == 1 else Spec.select(trained=names[index] & submodels.parameter_names)
 
-    def of(self, submodels: Submodels, extra: Mapping[str, Any], key: str) -> frozenset[str] | None:
-        """Return the names of the tensors in the fragment that a task receives or sends; None = the task names no fragment.
+    def names_for_task(self, submodels: Submodels, extra: Mapping[str, Any], key: str) -> frozenset[str] | None:
+        """Return the names of the tensors that a task receives or sends; None = those of the whole model.
 
         Args:
             submodels: submodels of the model.
-            extra: entries `Work.extra` of the task.
-            key: direction of travel: `UP` = the fragment to send, `DOWN` = the one to receive.
+            extra: the task's settings, with the numbers of its fragments.
+            key: `UP` = the fragment that the client sends, `DOWN` = the one that it receives.
 
         Raises:
             SpecError: there is no such fragment.
@@ -88,7 +88,9 @@ class Fragments:
         if index is None:
             return None
         if type(index) is not int or not 0 <= index < len(names):
-            raise SpecError(f"fragment {str(index)[:20]!r} is not one of this model's {len(names)}")
+            raise SpecError(
+                f"fragment {str(index)[:20]!r} is not one of this model's {len(names)}: give 0 to {len(names) - 1}"
+            )
         return names[index]
 
     def __str__(self) -> str:
@@ -113,7 +115,7 @@ def _layer(name: str) -> str:
 
 
 @dataclass
-class TurnMemory(OneValue[dict[int, int]]):
+class _TurnMemory(OneValue[dict[int, int]]):
     """For each client that is present, the fragment that it sends with its latest task."""
 
     key = "fragment_turns"
@@ -122,10 +124,11 @@ class TurnMemory(OneValue[dict[int, int]]):
 
 @dataclass(frozen=True)
 class InTurn(WrappedSelect):
-    """Select wrapper that chooses the two fragments of a task: the one to send, and the one to receive.
+    """Rule that chooses which fragment of the model a client sends with its next task, and which one it receives.
 
-    A task receives the fragment that the client's last task sent, with its merged values. In rounds all clients send the same
-    fragment, t mod P in round t. Otherwise each client sends its fragments in turn, beginning at its id.
+    A client receives the fragment that it sent with its last task, now merged with those of other clients. In synchronous
+    rounds all clients send the same fragment, t mod P in round t (P fragments). Otherwise each client sends one fragment
+    after the other, beginning with the number that is its id.
 
     Attributes:
         fragments: division of the model.
@@ -138,7 +141,7 @@ class InTurn(WrappedSelect):
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the wrapped select part's work with the fragments to send and to receive."""
         work, state = super().__call__(client, fleet), fleet.state
-        turns, num = state.memory.of(TurnMemory).value, self.fragments.count(state.submodels)
+        turns, num = state.memory.of(_TurnMemory).value, self.fragments.count(state.submodels)
         last = turns.get(client.id)
         turn = state.version if self.in_rounds else client.id if last is None else last + 1
         turns[client.id] = turn % num
@@ -146,18 +149,18 @@ class InTurn(WrappedSelect):
 
     @property
     def needs_last_update(self) -> bool:
-        """Return True: a client's next task continues from its own copy of the model, as the last task left it."""
+        """Whether a client's next task needs its last one to be complete: yes, it continues from the client's own copy."""
         return True
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the record of the client's fragment, since a newly joined client has no copy of the model yet."""
         super().on_join(client, fleet)
-        fleet.state.memory.of(TurnMemory).value.pop(client.id, None)
+        fleet.state.memory.of(_TurnMemory).value.pop(client.id, None)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Delete the record of the lost client's fragment."""
         super().on_loss(client, fleet)
-        fleet.state.memory.of(TurnMemory).value.pop(client.id, None)
+        fleet.state.memory.of(_TurnMemory).value.pop(client.id, None)
 
     def __str__(self) -> str:
         return f"{self.inner}, {self.fragments} in turn"
@@ -165,9 +168,9 @@ class InTurn(WrappedSelect):
 
 @dataclass(frozen=True)
 class ByFragment(Wrapped):
-    """Merge wrapper that passes one fragment of each update to the wrapped merge, which sees an update of a submodel.
+    """Merge that takes one fragment (some layers) of each client's update, and merges it by another rule, ``inner``.
 
-    The task says which fragment, not the client.
+    The server decides which fragment a client sends.
 
     Attributes:
         fragments: division of the model.
@@ -184,7 +187,7 @@ class ByFragment(Wrapped):
         return replace(update, tensors=FlatTensors.empty(layout, update.tensors.device).take_(update.tensors)), spec
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the wrapped merge's problems, and one for running statistics of layers that have nothing to train."""
+        """Return error messages, such as for running statistics (of batch norm) that belong to no fragment."""
         found = {name for names in self.fragments.names(state.submodels) for name in names}
         covered: set[str] = set()
         for index in range(self.fragments.count(state.submodels)):
@@ -198,7 +201,7 @@ class ByFragment(Wrapped):
         return problems
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return the wrapped merge's notes, and one on the bytes of the largest fragment."""
+        """Return messages for the user, one of them on the number of fragments and the bytes of the largest one."""
         submodels = state.submodels
         specs = [self.fragments.spec(submodels, index) for index in range(self.fragments.count(submodels))]
         largest = max(submodels.layout(spec, "trained").num_bytes for spec in specs)
@@ -210,15 +213,15 @@ class ByFragment(Wrapped):
         ]
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the wrapped merge's reason to refuse the fragment; None = it accepts it."""
+        """Return the reason for which the inner merge rule refuses the fragment; None = it accepts the fragment."""
         return self.inner.reject_reason(state, *self._part(state, update), staleness)
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Check whether the wrapped merge expects the fragment to overflow."""
+        """Check whether merging the fragment would give infinite or undefined numbers."""
         return self.inner.overflows(state, *self._part(state, update), staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass the fragment to the wrapped merge."""
+        """Add the update's fragment to the next merge."""
         self.inner.receive(state, *self._part(state, update), staleness)
 
     def __str__(self) -> str:
@@ -227,9 +230,9 @@ class ByFragment(Wrapped):
 
 @dataclass(frozen=True)
 class DelayedByFragment(DelayedNesterov):
-    """Delayed Nesterov in which N is the number of clients times the number of fragments, unless a number is given.
+    """Nesterov momentum that is applied once in N updates: as many as it takes each client to send each fragment once.
 
-    In N updates each client sends each fragment once.
+    N is the number of clients times the number of fragments, unless a number is given.
 
     Attributes:
         fragments: division of the model.
@@ -238,5 +241,5 @@ class DelayedByFragment(DelayedNesterov):
     fragments: Fragments = field(default_factory=Fragments)
 
     def period(self, state: GlobalState) -> int:
-        """Return the number of updates between two steps with momentum."""
+        """Return the number of updates after which the momentum is applied once."""
         return self.every or state.num_clients * self.fragments.count(state.submodels)

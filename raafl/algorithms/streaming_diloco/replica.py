@@ -24,8 +24,8 @@ REPLICA = "replica"
 class Replica(Local):
     """Local training that continues from the client's own parameters; each task receives one fragment and sends one.
 
-    Between tasks the client stores its replica, the number of steps made, and the values that it received last of each fragment.
-    It sends the difference from these values.
+    Between tasks the client stores its own copy of the model, the number of steps made, and for each fragment the values
+    that it received last. It sends the difference from these values.
 
     Attributes:
         fragments: division of the model.
@@ -48,11 +48,17 @@ class Replica(Local):
         at_least("sync_delay", self.sync_delay, 0)
 
     def travels(self, submodels: Submodels, extra: Mapping[str, Any], way: Way) -> frozenset[str] | None:
-        """Return the names of the tensors that a task receives or sends; see `Local.travels`."""
-        return self.fragments.of(submodels, extra, DOWN if way == "sent" else UP)
+        """Return the names of the tensors that a task receives or sends; None = those of the whole model.
+
+        Args:
+            submodels: submodels of the model.
+            extra: the task's settings, with the numbers of its fragments.
+            way: "sent" = what the server sends to the client; otherwise what the client sends back.
+        """
+        return self.fragments.names_for_task(submodels, extra, DOWN if way == "sent" else UP)
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
-        """Return the layout of a bundle: one number for the steps; all other bundles have the layout of the trained parameters."""
+        """Return names and shapes of the extra tensors that stay on the client: one number of steps, and copies of the model."""
         return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
 
     def hook(self, task: Task) -> Hook:
@@ -119,7 +125,7 @@ class _Streaming(Hook):
             self._mix()
 
     def finish(self) -> dict[str, Any]:
-        """Write the client's copy of the model and the optimizer's moments into bundles that stay on the client."""
+        """Store the client's copy of the model and the optimizer's moments on the client, for its next task."""
         if self._waits:  # a task of fewer steps
             self._mix()
         up = self.task.up

@@ -61,8 +61,8 @@ def timely_fl(
             paper's is 0.5.
         adaptive: whether to adapt the workload (E_c, alpha_c) to measured times in every round; False = a client keeps
             the workload of its first round (Fig. 7).
-        layers: rule for choosing layers: time = as many of the last layers, within alpha_c, as are predicted to finish
-            within T_k; share = by alpha_c alone.
+        layers: rule for choosing layers: share = the last layers with at most the share alpha_c of the parameters, as in
+            the paper; time = as many of these as are predicted to finish within the round's length T_k.
         server_optimizer: optimizer of the server, adam, yogi or adagrad (FedOpt); None = FedAvg's mean by samples.
         server_lr: learning rate of the server optimizer; leave it out if there is none.
         cohort: number of clients in a round, drawn uniformly (the training concurrency n); None = all.
@@ -70,7 +70,7 @@ def timely_fl(
             no limit.
         cut: way to reduce a slow client's work: layers = train only the last layers, as in the paper; width = train a
             narrower model.
-        slack: share of T_k by which a client may be late and still be part of the merge; 0 = as in the paper.
+        slack: share of the round's length T_k by which a client may be late and still be part of the merge; 0 = as in the paper.
         clock: duration of a task on a virtual clock: device = predicted for the client's device; share = alpha times
             the whole model's duration (Equation 1), as the paper assumes.
         by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally, as FedBuff does.

@@ -35,16 +35,16 @@ _CHANGE, _CHANGE_SHARE = 0.01, 0.25
 
 @dataclass
 class TimelyMemory(MergeMemory):
-    """State of TimelyFL on the server: the length of the round's interval, and measurements of each client.
+    """State of TimelyFL on the server: the length of a round, and measurements of each client.
 
     Attributes:
-        T_k: length of the round's interval in seconds; 0 before the first round.
+        T_k: length of the round in seconds; 0 before the first round.
         ratio: measured time of a client's latest task divided by its predicted time, by client.
         fixed: work and submodel of a client for all rounds, by client, if the workload is not adapted to measured
             times.
-        slack: share of T_k by which clients may be late, if it was adapted to measured times; None = the configured
-            share.
-        late: relative delay of recent tasks, compared with what their clients' earlier tasks let expect.
+        slack: share of the round's length by which clients may be late, if it was adapted to measured times; None = the
+            configured share.
+        late: delay of each recent task: its slowdown (see ratio) divided by that of the client's task before, minus 1.
     """
 
     key = "timely_fl"
@@ -94,10 +94,10 @@ class Workload:
 
 
 def interval(totals_s: Sequence[float], participation: float) -> float:
-    """Return the length T_k of a round in seconds: the k-th smallest time that a client needs for one unit of work.
+    """Return the length of a round in seconds, so that the share ``participation`` of the clients finishes in time.
 
     Args:
-        totals_s: seconds that each client needs for one unit of work, t_cmp + t_com.
+        totals_s: seconds that each client needs for one unit of work, with transfers (t_cmp + t_com).
         participation: share k of the clients that should finish in time; their number is rounded up.
     """
     k = max(1, math.ceil(participation * len(totals_s) - 1e-9))
@@ -105,18 +105,18 @@ def interval(totals_s: Sequence[float], participation: float) -> float:
 
 
 def workload(interval_s: float, report: TimeReport) -> Workload:
-    """Return the work that a client can do within T_k (Algorithm 3).
+    """Return the work that a client can do within one round (Algorithm 3).
 
     Args:
-        interval_s: length T_k of the round in seconds.
-        report: times t_cmp and t_com that the client needs for one unit of work.
+        interval_s: length of the round in seconds (T_k).
+        report: times that the client needs for one unit of work (t_cmp and t_com).
     """
     units = (interval_s - report.link_s) / report.compute_s if report.compute_s > 0 else 1.0
     share = min(interval_s / report.total_s, 1.0) if report.total_s > 0 else 1.0
     return Workload(max(math.floor(min(units * SLACK, MOST_UNITS)), 1), share, interval_s - report.link_s * share)
 
 
-def trained_share(submodels: Submodels, spec: Spec) -> float:
+def _trained_share(submodels: Submodels, spec: Spec) -> float:
     """Return the number of parameters that ``spec`` trains, as a share of those that the whole model trains."""
     return _num_trained(submodels, spec) / _num_trained(submodels, FULL)
 
@@ -128,16 +128,16 @@ def _num_trained(submodels: Submodels, spec: Spec) -> int:
 
 @dataclass(frozen=True)
 class ShareOfTime(Local):
-    """Local training on the paper's clock: a task costs the trained share of the parameters times the whole model's cost (Eq. 1).
+    """Local training whose time in a simulation is predicted as in the paper: proportional to the parameters trained (Eq. 1).
 
-    FLOPs, memory traffic and transferred bytes are scaled; peak memory is not. The paper assumes this cost, with which
-    all clients finish in time. Real devices are slower, since frozen layers still run forward and are received, so use
-    this with a virtual clock only.
+    FLOPs, memory traffic and transferred bytes of the whole model are multiplied by the share of its parameters that
+    trains; peak memory is not. With this prediction all clients finish in time. Real devices are
+    slower, since frozen layers still run forward and are received, so use this with a virtual clock only.
     """
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the whole model's cost times the share of its parameters that trains."""
-        whole, share = submodels.cost(FULL, batch_size), trained_share(submodels, spec)
+        whole, share = submodels.cost(FULL, batch_size), _trained_share(submodels, spec)
         return replace(
             submodels.cost(spec, batch_size),
             flops_per_sample=whole.flops_per_sample * share,
@@ -158,19 +158,19 @@ def last_layers(submodels: Submodels) -> list[tuple[float, Spec]]:
     sizes = [entry.numel for entry in submodels.layout(full).entries if entry.name in names]
     ends = [num_values / sum(sizes) for num_values in accumulate(sizes[::-1])]
     specs = dict.fromkeys(last_fraction(submodels, share) for share in reversed(ends))
-    return [(trained_share(submodels, spec), spec) for spec in specs if _num_trained(submodels, spec)]
+    return [(_trained_share(submodels, spec), spec) for spec in specs if _num_trained(submodels, spec)]
 
 
 @dataclass(frozen=True)
 class Timely(Select):
-    """Select part that gives each client as many epochs or last layers as it can train within the round's interval T_k.
+    """Rule that gives each client as many epochs, or as many of the last layers, as it can train within a round.
 
-    At the start of a round, the times t_cmp and t_com of all its clients are known (Algorithm 2), including those still
-    at work. T_k is the k-th smallest sum of the two (Algorithm 1), and E_c and alpha_c follow from it (Algorithm 3).
-    One unit of work is the run's own `train.num_epochs` or `train.num_steps`.
+    A round is so long (T_k) that the share ``participation`` of its clients can train and send the whole model in time
+    (Algorithms 1, 2). A faster client trains more epochs (E_c), a slower one a smaller share of the parameters
+    (alpha_c, Algorithm 3).
 
-    The times are predicted from the client's device profile, and scaled by the ratio of measured to predicted time of
-    its last task. So a device that has slowed down gets less work in its next round.
+    Times are predicted from the client's device profile, and scaled by the ratio of measured to predicted time of its
+    last task. So a device that has slowed down gets less work in its next round.
 
     Attributes:
         participation: share k of the round's clients that should finish in time.
@@ -181,8 +181,8 @@ class Timely(Select):
             because frozen layers still run forward and are still received.
         cut: way to reduce a slow client's work: layers = train only the last layers of the whole model, as in the
             paper; width = train all layers of a narrower model, as wide as T_k allows.
-        slack: share of T_k by which a client may be predicted to be late and still train the whole model; give
-            `Interval` the same value.
+        slack: share of T_k by which a client may be predicted to be late and still train the whole model; the trigger
+            `Interval` needs the same value.
         most_slack: largest slack, where that follows measured times; None = it never changes.
     """
 
@@ -196,9 +196,11 @@ class Timely(Select):
     def __post_init__(self) -> None:
         fraction("participation", self.participation)
         if not 0 <= self.slack < math.inf:
-            raise BadInput(f"slack is {self.slack}: give a share of T_k, 0 or more")
+            raise BadInput(f"slack is {self.slack}: give 0 or more, a share of the round's length")
         if self.most_slack is not None and not self.slack < self.most_slack < math.inf:
-            raise BadInput(f"most_slack is {self.most_slack}: give a share of T_k above slack, {self.slack:g}, or null")
+            raise BadInput(
+                f"most_slack is {self.most_slack}: give a share of the round's length above slack, {self.slack:g}, or null"
+            )
         if self.most_slack is not None and not self.adaptive:
             raise BadInput(
                 "most_slack is given, but adaptive is false, so that no times are measured: leave most_slack out"
@@ -211,7 +213,7 @@ class Timely(Select):
     # ---- reports, and the interval they give ----
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Set the interval T_k from the times of all clients of the round, including those still at work."""
+        """Set the length of the round from the times of all its clients, including those still at work."""
         fleet.state.memory.of(TimelyMemory).T_k = interval(
             [self.report(client, fleet).total_s for client in out], self.participation
         )
@@ -227,7 +229,7 @@ class Timely(Select):
         memory.ratio[client.id] = ratio
 
     def report(self, client: ClientInfo, fleet: SelectContext) -> TimeReport:
-        """Return the times t_cmp and t_com of a client, predicted from its profile and corrected by its last task."""
+        """Return the seconds that a client needs to train and to send the model, by its device profile and its last task."""
         time, ratio = fleet.task_time(client, Work()), self._ratio(client, fleet)
         return TimeReport(time.compute_s * ratio, (time.down_s + time.up_s) * ratio)
 
@@ -298,7 +300,7 @@ class Timely(Select):
         """Do nothing: a lost client does not influence the work of others."""
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return a problem for each client whose memory is too small even to train the last layer only."""
+        """Return an error message for each client whose memory is too small even to train the last layer only."""
         least = self._submodels(fleet)[-1][1]
         return [self._problem(c, fleet) for c in fleet.clients.values() if not fleet.fits(c, least)]
 
@@ -329,7 +331,7 @@ class Timely(Select):
 
 @dataclass(frozen=True, slots=True)
 class Interval(Trigger):
-    """Trigger that merges at the end of the interval T_k, or earlier if all have reported (TimelyFL's flexible buffer).
+    """Rule for the time of a merge: at the end of the round's length T_k, or earlier if all clients have reported.
 
     `Timely` sets T_k. If no update has arrived by then, the first one is merged when it arrives. A client that reports
     late is part of the next merge, and gets new work after it.
@@ -345,11 +347,11 @@ class Interval(Trigger):
     restart: ClassVar[Restart] = "merge"
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether the interval has passed or all clients have reported."""
+        """Check whether to merge now: the round's time is over, or all clients have reported."""
         return waiting.num_active == 0 or waiting.now_s >= self.wake_at(waiting)
 
     def wake_at(self, waiting: TriggerContext) -> float:
-        """Return the time at which the interval and its slack end, in seconds of the run's clock."""
+        """Return the time at which the round ends, slack included, in seconds of the run's clock."""
         memory = waiting.memory.of(TimelyMemory)
         return waiting.opened_s + memory.T_k * (SLACK + (self.slack if memory.slack is None else memory.slack))
 

@@ -133,7 +133,7 @@ class Grid:
         at_least("replays", self.replays, 1)
         if self.search.fleet not in self.fleets:
             raise BadInput(
-                f"search.fleet is '{self.search.fleet}', no fleet: {nearest(self.search.fleet, self.fleets)}"
+                f"search.fleet is '{self.search.fleet}', which is no fleet: {nearest(self.search.fleet, self.fleets)}"
             )
         if self.baseline is not None and self.baseline not in self.methods:
             raise BadInput(f"baseline is '{self.baseline}', which is no method: {nearest(self.baseline, self.methods)}")

@@ -135,12 +135,12 @@ class BFloat16(Compressor):
 
 @dataclass(frozen=True)
 class Int8(Compressor):
-    """Compressor to 8-bit integers with random rounding, which is right on average.
+    """Compressor to 8-bit integers with random rounding, whose expected error is 0.
 
-    ``x ~ s q`` with ``s = max|x| / 127`` and ``q = floor(x / s + u)``, u uniform in [0, 1), so that E[s q] = x. This is
-    QSGD's stochastic rounding (Alistarh et al. 2017, section 3.1) with 127 levels and the maximum as the norm. Each row
-    of a matrix or kernel (an output neuron or channel) has a float32 scale s if rows have at least `ROW` elements;
-    other tensors have one scale.
+    An element x is sent as the integer ``q = floor(x / s + u)`` and restored as ``s * q``. Here ``s = max|x| / 127`` is a
+    scale, and u is drawn uniformly from [0, 1), so that E[s q] = x. This is QSGD's stochastic rounding (Alistarh et al.
+    2017, section 3.1) with 127 levels and the maximum as the norm. Each row of a matrix or kernel (an output neuron or
+    channel) has a float32 scale of its own if rows have at least `ROW` elements; other tensors have one scale.
     """
 
     draws: ClassVar[bool] = True
@@ -305,5 +305,7 @@ def up_name(compress: Compress, fixed: str | None) -> str:
         BadInput: both are given, and they differ.
     """
     if fixed is not None and compress.up not in ("none", fixed):
-        raise BadInput(f"compress.up is '{compress.up}', but this algorithm's updates travel as {fixed}: leave it out")
+        raise BadInput(
+            f"compress.up is '{compress.up}', but this algorithm's updates travel as {fixed}: leave compress.up out"
+        )
     return compress.up if fixed is None else fixed

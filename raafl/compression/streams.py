@@ -236,7 +236,7 @@ class UplinkCodec(_End):
     def unpack(self, assignment: Assignment, wire: FlatTensors, received: FlatTensors | None) -> FlatTensors:
         """Decompress an update to the tensors that the merge needs; they are valid until the next call.
 
-        Values that a client keeps and does not send are 0.
+        Values that the client keeps and does not send are 0 in the result.
 
         Args:
             assignment: assignment of the task.

@@ -370,7 +370,7 @@ def _check_config(file: str) -> None:
     except UnicodeDecodeError as error:
         raise BadInput(f"config {file} {no_utf8(error)}") from None
     except OSError as error:
-        raise BadInput(f"config {file} cannot be read as text: {error}") from None
+        raise BadInput(f"config {file} cannot be read ({error.strerror}): name a YAML file") from None
     if not isinstance(content, dict):
         held = "nothing" if content is None else f"{content!r:.40}"
         raise BadInput(f"config {file} holds {held}: write fields, with lines such as `clients: 4`")

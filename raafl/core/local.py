@@ -255,11 +255,11 @@ class Local(Part):
         return {}
 
     def evaluates_on_client(self, extra: Mapping[str, Any]) -> bool:
-        """Check whether a client evaluates its trained submodel on its own test samples in a task with these ``extra`` entries."""
+        """Check whether a client evaluates its trained submodel on its own test samples, in a task with settings ``extra``."""
         return True
 
     def problems(self, precision: str, gradient_clip_val: float | None) -> list[str]:
-        """Return reasons why this part cannot train with the given precision and gradient clipping, one line each."""
+        """Return reasons why this method cannot train with the given precision and gradient clipping, one line each."""
         if self.uses_gradients and precision == "16-mixed":
             return [
                 "fabric.precision is 16-mixed, and this algorithm works with gradients, which are scaled: use bf16-mixed"

@@ -36,10 +36,13 @@ def logits_of(output: object) -> Tensor | None:
 
 
 def why_unmasked(submodels: Submodels) -> str | None:
-    """Explain why masking the loss of absent classes would have no effect; None = it has one, or this cannot be determined.
+    """Explain why a model's loss would not change if the logits of absent classes were set to 0.
 
-    One training step runs on the meta device, without values. The result is None if the step needs values or there is
-    no example batch.
+    One training step runs on the meta device, without values.
+
+    Returns:
+        The reason; None if the loss would change, or if this is unknown because the step needs values or there is no
+        example batch.
     """
     batch = submodels.example_batch
     if batch is None:

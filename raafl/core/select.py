@@ -86,7 +86,7 @@ class SelectContext:
     overlap: bool = False
 
     def of(self, clients: Iterable[ClientInfo]) -> SelectContext:
-        """Return a copy of this context with only these ``clients`` and an empty cache."""
+        """Return a copy of this `SelectContext` with only these ``clients`` and an empty cache."""
         return replace(self, clients={client.id: client for client in clients}, cache={})
 
     def cost(self, spec: Spec, extra: Mapping[str, Any] | None = None) -> Cost:
@@ -200,7 +200,7 @@ class Select(Part, ABC):
 
     @property
     def needs_last_update(self) -> bool:
-        """Whether a client's work depends on its last update, so that it may not be chosen before that has arrived."""
+        """Whether a client's next work can be chosen only after its last update has arrived, since it depends on that."""
         return False
 
     @abstractmethod

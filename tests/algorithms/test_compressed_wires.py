@@ -54,9 +54,7 @@ def test_fewer_bytes_travel_and_all_that_arrives_is_merged(tmp_path, name, plan)
     algorithm, compress = ALGORITHMS[name](), WIRES[plan]
     settings = experiment(tmp_path / "run", algorithm, clients=2, max_updates=4, compress=compress)
     if name in FIXED_UP and compress.up != "none":
-        reason = (
-            f"compress.up is '{compress.up}', but this algorithm's updates travel as {FIXED_UP[name]}: leave it out"
-        )
+        reason = f"compress.up is '{compress.up}', but this algorithm's updates travel as {FIXED_UP[name]}: leave compress.up out"
         with pytest.raises(BadInput, match=reason):
             finish(settings)
         return

@@ -203,7 +203,8 @@ def test_buffers_and_modes_are_left_alone():
 
 def test_there_is_nothing_to_compress_on_the_way_up(tmp_path):
     with pytest.raises(
-        BadInput, match=r"compress\.up is 'top_k', but this algorithm's updates travel as scalars: leave it out"
+        BadInput,
+        match=r"compress\.up is 'top_k', but this algorithm's updates travel as scalars: leave compress\.up out",
     ):
         experiment(tmp_path / "run", fed_mezo(), compress=Compress("bf16", "top_k")).check()
     submodels = Submodels(small_mlp())

@@ -31,7 +31,7 @@ class EachArrival(Trigger):
         return num_more - num_waiting
 
     def staleness(self, num_at_work: int) -> float:
-        """Return ``num_at_work - 1``: each merge makes every other task one version older."""
+        """Return the mean staleness, ``num_at_work - 1``: each merge makes every other task one version older."""
         return max(num_at_work - 1, 0)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Buffered(Trigger):
 
     With L clients at work, an update is on average (L - 1) / K merges old when it is merged, whatever the clients'
     speeds (Alahyane et al. 2025, arXiv 2502.08206). With `at_work` set, K is kept in proportion to L - 1, so that this
-    stays the same. L is measured as a mean over time.
+    mean staleness stays the same. L is measured as a mean over time.
 
     Attributes:
         size: number of updates in a merge (K); with `at_work` only the initial number.

@@ -105,10 +105,10 @@ class Fit:
             drift_s=None,
         )  # fmt: skip
 
-    def really(self, declared: Profile) -> Profile:
-        """Return a profile that methods see as ``declared``, while its tasks take the time of the fitted speeds.
+    def slowed(self, declared: Profile) -> Profile:
+        """Return ``declared`` slowed down, so that tasks take as long as fitted while methods see the declared speeds.
 
-        This repeats a run in which methods chose tasks by the declared profile.
+        A simulation with this profile repeats a run in which methods chose tasks by the declared one.
         """
         return replace(
             declared, latency_s=declared.latency_s + self.overhead_s / 2, speed_jitter=self.jitter,
@@ -297,7 +297,7 @@ def check(run: RealRun, fits: Mapping[int, Fit]) -> Check:
         max(task.arrived_s for task in run.tasks) - min(task.assigned_s for task in run.tasks),
     )
     declared = [run.clients.get(info.id, info).profile for info in run.world.clients]
-    known = [fits[i].really(own) if i in fits else own for i, own in enumerate(declared, start=1)]
+    known = [fits[i].slowed(own) if i in fits else own for i, own in enumerate(declared, start=1)]
     experiment = replace(run.experiment, devices=devices_of(known))
     timed = [(fits[task.client].expected_s(task), task.seconds) for task in run.tasks if task.client in fits]
     errors = [abs(expected / real - 1) for expected, real in timed]

@@ -109,7 +109,7 @@ class World:
         return fleet.of(self.clients)
 
     def coordinator(self, algorithm: Algorithm, max_updates: int | None, *, real: bool = False) -> Coordinator:
-        """Build the coordinator of a run with these clients and this model.
+        """Build the coordinator of a run with the experiment's clients and model.
 
         Args:
             algorithm: algorithm of the run.

@@ -62,7 +62,7 @@ def test_a_profile_has_the_fitted_speeds_and_hides_them_from_a_check():
     assert fit.profile(base) == Profile(
         "client-3", 2.0e9, bytes_per_s=1.0e9, launch_s=4e-6, latency_s=0.2, speed_jitter=0.1
     )
-    hidden = fit.really(base)
+    hidden = fit.slowed(base)
     assert (hidden.flops_per_s, hidden.latency_s, hidden.speed_changes) == (8.0e9, 0.2, ((0.0, 0.25),))
 
 

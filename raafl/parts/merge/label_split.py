@@ -107,9 +107,9 @@ class LabelSplit(Wrapped):
 
 
 def joint_notes(merge: Merge) -> list[str]:
-    """Return a note that ``merge`` cannot average by class when it gets already combined updates; none for other merges.
+    """Return a note if ``merge`` averages by class (`LabelSplit`), which has no effect on already combined updates.
 
-    A combined update does not say which of its clients lack a class, as `LabelSplit` needs to know.
+    A combined update does not say which of its clients lack a class.
     """
     if not isinstance(merge, LabelSplit):
         return []

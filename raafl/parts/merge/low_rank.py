@@ -160,7 +160,7 @@ class LowRank(Wrapped):
                 self.fold(state, pair, old[pair.a], *self._terms(with_pair, len(old[pair.a][1])))
 
     def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:
-        """Return the weight in the mean that an update's adapters share, before `weight_of` adapts it to each layer.
+        """Return an update's weight in the mean of adapters, one for all layers; `weight_of` then adapts it to each layer.
 
         Args:
             weight: weight that the wrapped mean gives to the update.

@@ -28,15 +28,13 @@ def pooled(algorithm: Algorithm, submodels: Submodels) -> Algorithm:
 class Pooled(Wrapped):
     """Wrapper of a merge that pools batch norm's running means and variances over all clients' samples.
 
-    Variances cannot be averaged directly. So clients send second moments in their place (`raafl.local.train`), and the
-    wrapped merge averages these. Afterwards the variances are computed: ``var = sum_n w_n (var_n + (mean_n - mean)^2) /
-    sum_n w_n``. In a chain of wrappers only `WideMerge` and `Bounded` are outside this one.
+    The mean of the clients' variances is not the variance of all their samples. So clients send second moments instead,
+    the wrapped merge averages these, and variances are computed from the result: ``var = sum_n w_n (var_n + (mean_n -
+    mean)^2) / sum_n w_n``. In a chain of wrappers only `WideMerge` and `Bounded` are outside this one.
 
-    If the wrapped merge takes changes (deltas), the statistics are still sent as values and become differences from the
-    *server's* current ones. Changes relative to old versions would overshoot when several are applied one after
-    another, down to negative variances. For FedBuff this means ``theta <- theta + (1/K) sum_i s(staleness_i) (theta_i -
-    theta)``; in synchronous rounds both are the same. Learning rates and moments of the server do not affect
-    statistics.
+    If the wrapped merge takes changes (deltas), clients still send statistics as values, and the server subtracts its
+    current ones. Changes relative to old versions would overshoot when several are applied one after another, down to
+    negative variances. Learning rates and moments of the server do not affect statistics.
 
     Attributes:
         pooling: the model's running statistics, with the conversion between variances and second moments.

@@ -162,7 +162,7 @@ class Remembered(Merge):
             self._sum_anew(state, memory)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the number of clients with a remembered update and the bytes of these updates, under the name "memory"."""
+        """Return entries for the run's summary: under "memory" the number of remembered updates and their bytes."""
         latest = self._latest(state)
         return {"memory": {"clients": len(latest), "bytes": sum(flat.num_bytes for flat in latest.values())}}
 
@@ -246,7 +246,7 @@ class _Owned:
         self._inner = None if owned == present else CopyPlan(spec, owned, present, others)
 
     def widened(self, tensors: FlatTensors) -> FlatTensors:
-        """Extend a client's update by the weights into its neurons from neurons that it lacks, which have not changed: 0."""
+        """Return a client's update with zeros for the weights from neurons that the client lacks to neurons that it has."""
         if self._inner is None:
             return tensors
         wide = FlatTensors.zeros(self.plan.layout, tensors.device)

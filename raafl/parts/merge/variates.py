@@ -37,9 +37,9 @@ class VariatesMemory(MergeMemory):
 class Variates:
     """Control variates of all clients: estimates of how a client's gradients deviate, one number for each trained parameter.
 
-    All start at 0. Their mean is over all N clients of the run, as in the papers. For submodels, a client that has sent
-    other elements but never this one does not count. Otherwise the mean of a rarely trained element would be too small
-    to cancel the clients' variates, and would pull them away from their optimum.
+    All start at 0. Their mean is over all N clients of the run, as in the papers. With submodels, the mean of an element
+    leaves out clients that have sent updates but never trained this element. Otherwise the mean of a rarely trained
+    element would be too small to cancel the clients' variates, and would pull them away from their optimum.
 
     Attributes:
         name: name of the variates in `GlobalState.clients` and of the bundle that carries them.

@@ -58,11 +58,11 @@ class Wrapped(Merge):
         return self.inner.reject_reason(state, update, spec, staleness)
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
-        """Return the layout in which the wrapped merge takes updates."""
+        """Return the layout of the tensors that the wrapped merge expects in an update."""
         return self.inner.received_layout(state, spec, layout)
 
     def numbers(self, update: Update) -> Sequence[float]:
-        """Return numbers of an update that are no tensors but change the model in the wrapped merge, to bound their size."""
+        """Return the plain numbers in an update, beside its tensors, with which the wrapped merge changes the model."""
         return self.inner.numbers(update)
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:

@@ -155,7 +155,7 @@ class Bounded(Wrapped):
         return HUGE_NORM if any(norm > most.get(name, math.inf) for name, norm in norms.items()) else None
 
     def overflows(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> bool:
-        """Check by a trial merge whether this update, if it or one that waits is large, makes the merge overflow.
+        """Check by a trial merge whether this update and the waiting ones overflow; done only if one of them is large.
 
         There are two trials, since `detach` may change the order of sums: one calls it before the merge, one does not.
         """

@@ -113,7 +113,7 @@ class Centred(Wrapped):
         return moved
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the wrapped merge's entries for the run's summary, and the clipping radius, under the name "guard"."""
+        """Return entries for the run's summary: under "guard" the clipping radius."""
         inner = super().report(state)
         return {**inner, "guard": {**inner.get("guard", {}), "combine": "centred_clip", "radius": self.radius}}
 

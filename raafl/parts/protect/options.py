@@ -95,7 +95,7 @@ class Privacy:
         positive("privacy.clip_norm", self.clip_norm, optional=True)
         positive("privacy.divisor", self.divisor, optional=True)
         if not 0 <= self.noise_multiplier < math.inf:
-            raise BadInput(f"privacy.noise_multiplier is {self.noise_multiplier}: give a finite number from 0")
+            raise BadInput(f"privacy.noise_multiplier is {self.noise_multiplier}: give a finite number, 0 or more")
         if not 0 < self.delta < 1:
             raise BadInput(f"privacy.delta is {self.delta}: give a number between 0 and 1, such as 1e-5")
         if self.clip_norm == math.inf and self.noise_multiplier > 0:

@@ -208,7 +208,7 @@ class Private(Wrapped):
     max_epsilon: float | None = None
 
     def check(self, state: GlobalState) -> list[str]:
-        """Return the wrapped merge's problems, and own ones: running statistics in the model, or too small a max_epsilon."""
+        """Return the problems of the wrapped merge, and of privacy, such as running statistics in the model."""
         trained = state.submodels.layout(part="trained").entries
         problems = super().check(state)
         statistics = [entry.name for entry in trained if entry.name not in state.submodels.parameter_names]
@@ -340,7 +340,7 @@ class Private(Wrapped):
         return {**super().figures(state), "epsilon": self._epsilon(max(squares.values(), default=0))}
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return each client's epsilon, and that of the client that has contributed most often, under the name "privacy"."""
+        """Return entries for the run's summary: under "privacy" each client's epsilon, and the largest of them."""
         memory = state.memory.of(PrivacyMemory)
         compositions = max(memory.squares.values(), default=0)
         spent = {

@@ -161,7 +161,7 @@ class NormFilter(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the number of clipped updates and the limits, under the name "guard"."""
+        """Return entries for the run's summary: under "guard" the number of clipped updates, and the limits."""
         memory = state.memory.of(GuardMemory)
         counts = {"clip_norm": self.clip_norm, "clipped": memory.clipped, "outlier": self.outlier}
         return _reported(super().report(state), counts)
@@ -356,7 +356,7 @@ class CoordinateWise(Wrapped):
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the rule by which updates are combined, and its trim, under the name "guard"."""
+        """Return entries for the run's summary: under "guard" the rule by which updates are combined, and its trim."""
         combined = {"combine": self.combine, **({"trim": self.trim} if self.combine == "trimmed_mean" else {})}
         return _reported(super().report(state), combined)
 

@@ -53,11 +53,11 @@ SELECTORS: dict[str, Callable[..., Spec]] = {
 
 
 def width_of(rate: float) -> float:
-    """Return the width (share of each axis) at which the model keeps about the share ``rate`` of its parameters: sqrt(rate).
+    """Return the width (share of each layer's units) at which a model keeps about ``rate`` of its parameters: sqrt(rate).
 
-    A weight between two axes then keeps ``rate`` of its elements, as in HeteroFL, where width 1/2 means 1/4 of the
-    parameters. With blocks as one more axis, width and depth get a square root each (Co-S2P: ``r_w = r_d = sqrt(r)``).
-    A tensor on one axis only, such as the first and the last layer, keeps more.
+    A weight matrix that shrinks in both dimensions then keeps ``rate`` of its elements, as in HeteroFL, where width 1/2
+    means 1/4 of the parameters. One that shrinks in one dimension, such as the first and last layer's, keeps more. If
+    width and depth share the rate, each gets its square root (Co-S2P: ``r_w = r_d = sqrt(r)``).
 
     Raises:
         BadInput: the rate is not in (0, 1].

@@ -154,7 +154,7 @@ class RegionCoverage:
 
     @property
     def period(self) -> int:
-        """Number of rounds that suffice for every client, also the one with the fewest regions a round, to train all regions."""
+        """Number of rounds after which every client can have trained all regions."""
         return -(-self.regions // self.num_trained) * self._visits
 
     @property

@@ -41,7 +41,7 @@ def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int =
 
 @torch.no_grad()
 def unit_scores(axis: Axis | Stack, state: State, *, squared: bool = True) -> Tensor:
-    """Return a score for each unit, the sum of its elements' squares: shape (size,), float64, on the CPU.
+    """Return a score for each unit, such as a neuron: the sum of its weights' squares, shape (size,), float64, on the CPU.
 
     Args:
         axis: axis whose units are scored, or a stack, whose blocks are scored.

@@ -34,7 +34,7 @@ class RateMemory(MergeMemory):
     Attributes:
         ratio: measured duration of a client's latest task divided by the predicted one, by client; absent = as
             predicted.
-        fleet: median of these ratios over the present clients, when it was computed last.
+        fleet: median of ``ratio`` over the present clients, as it was computed last.
         num_changes: number of ratios that have changed since the median was computed.
     """
 

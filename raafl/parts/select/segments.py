@@ -75,7 +75,7 @@ def stack_of(submodels: Submodels) -> Stack | None:
 
 
 def readers(submodels: Submodels, axis: Axis) -> tuple[Member, ...]:
-    """Return the weights that read an axis's units by their columns; zeroing these columns has the effect of removing the units.
+    """Return the weights that multiply an axis's units, so that zeroing their columns has the effect of removing units.
 
     The result is empty if no columns have this effect, as for the state of a recurrent layer, or a width over which a
     layer norm computes statistics.

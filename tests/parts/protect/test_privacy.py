@@ -255,7 +255,7 @@ def broken_file(tmp_path):
     [
         (lambda _: Privacy(clip_norm=0.0), "privacy.clip_norm is 0.0: give a number above 0"),
         (lambda _: Privacy(clip_norm=INF), "privacy.clip_norm is inf: give a finite norm"),
-        (lambda _: Privacy(noise_multiplier=-1.0), "privacy.noise_multiplier is -1.0: give a finite number from 0"),
+        (lambda _: Privacy(noise_multiplier=-1.0), "privacy.noise_multiplier is -1.0: give a finite number, 0 or more"),
         (lambda _: Privacy(delta=0.0), "privacy.delta is 0.0: give a number between 0 and 1"),
         (lambda _: Privacy(divisor=0.0), "privacy.divisor is 0.0"),
         (

@@ -45,7 +45,7 @@ class FixedPoint:
 
     @property
     def bits(self) -> int:
-        """Number of binary digits after the point: as many as K values up to the bound B can have in a sum of 32 bits."""
+        """Number of binary digits after the point: the most that leave room for a sum of `num_members` values up to `bound`."""
         return math.floor(math.log2(LARGEST / (self.num_members * self.bound)))
 
     @property

@@ -87,7 +87,7 @@ class Group:
 
 
 def threshold_of(num_members: int, share: float) -> int:
-    """Return the smallest number of members that is more than ``share`` of a group; so many must help to unmask its sum.
+    """Return the number of members that must help to unmask a group's sum: the smallest number above ``share`` of all.
 
     Args:
         num_members: number of members in the group.
@@ -207,10 +207,10 @@ def add_mask_(words: np.ndarray, where: np.ndarray | slice, seed: bytes, sign: i
 
 
 def pair_sign(member_id: int, other: int) -> int:
-    """Return 1 if a member adds the mask that it shares with another one, -1 if it subtracts it, as the other one adds it.
+    """Return the sign of a mask that two members share: 1 = the first adds it, -1 = it subtracts it; the other does the opposite.
 
     Args:
-        member_id: id of the member.
+        member_id: id of the first member.
         other: id of the other member.
     """
     return 1 if member_id < other else -1

@@ -92,7 +92,7 @@ class Member:
             raise CannotOpen("the group's members are out of order, too many, or share a key", "bad-group")
         own = group.by_id.get(member_id)
         if own is None or (own.mask_key, own.share_key) != self.public:
-            raise CannotOpen("this client is not in the group with its own public keys", "bad-group")
+            raise CannotOpen("the group does not list this client with its own public keys", "bad-group")
         least = threshold_of(num, self._threshold)
         if group.threshold < least or num < self._min_cover:
             raise CannotOpen(

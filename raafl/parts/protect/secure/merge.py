@@ -55,7 +55,7 @@ class SecureMemory(MergeMemory):
 
 
 def inner_mean(merge: Merge) -> Mean | Deltas | None:
-    """Return the mean of updates that ``merge`` wraps or is; None if it needs more than the weighted sum of updates."""
+    """Return the mean that ``merge`` is or wraps; None if the merge needs more than a weighted sum of updates."""
     inner = merge.inner if isinstance(merge, Private | LabelSplit) else merge
     inner = inner.inner if isinstance(inner, LabelSplit) else inner
     return inner if isinstance(inner, Mean | Deltas) and type(inner) in (Mean, Deltas) else None  # a subclass does more
@@ -232,7 +232,7 @@ class SecureSum(Wrapped):
         """Do nothing: sums have storage of their own already."""
 
     def apply(self, state: GlobalState) -> None:
-        """Move the model by the mean of the sums since the last merge; elements in no readable sum stay unchanged."""
+        """Move the model by the mean of the sums since the last merge; elements that no unmasked sum covers stay unchanged."""
         memory = state.memory.of(SecureMemory)
         total, weights, received = memory.total, memory.weights, memory.received
         memory.total, memory.weights, memory.received = None, None, []
@@ -251,7 +251,7 @@ class SecureSum(Wrapped):
         theta.copy_(torch.where(shares > 0, theta + sums / shares, theta))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return the number of sums and their precision, under the name "secure_aggregation"."""
+        """Return entries for the run's summary: under "secure_aggregation" the number of sums and their precision."""
         memory = state.memory.of(SecureMemory)
         told = {
             "sums": memory.num_sums, "unsound": memory.num_unsound, "min_cover": self.min_cover,

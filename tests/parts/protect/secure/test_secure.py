@@ -274,7 +274,7 @@ def group_of(keys: dict[int, Member], **changes) -> Group:
     [
         ({"threshold": 2}, "2 of 3 members could unmask the sum, but this client's secure_aggregation asks for 3"),
         ({"min_cover": 1}, "min_cover is 1 on the server, but 2 on this client"),
-        ({"members": ()}, "not in the group with its own public keys"),
+        ({"members": ()}, "does not list this client with its own public keys"),
     ],
     ids=str,
 )

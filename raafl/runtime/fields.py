@@ -106,7 +106,7 @@ class SignedHead:
 
     @classmethod
     def sign(cls, head: str, assignment: int, signer: Signer | None) -> Self:
-        """Sign the hash of the journal that is sent with a task.
+        """Sign the journal's hash, which is sent with a task.
 
         Args:
             head: hash of the journal's last row.

@@ -100,7 +100,7 @@ class Hello:
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
-        """Build a client's first message; it contains only a digest of a device's speeds over time.
+        """Build a client's first message; for a device whose speed varies over time, it has a digest of the speeds.
 
         Args:
             identity: identity of this process: config, model and version.

@@ -68,7 +68,7 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
             row = {**row, "profile": restored(row["profile"], series)}
         return event_from_json(row)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise BadInput(f"events.jsonl: the row {json.dumps(row)[:120]} is not one of raafl's: {error}") from None
+        raise BadInput(f"events.jsonl: the row {json.dumps(row)[:120]} is no event of raafl: {error}") from None
 
 
 @dataclass

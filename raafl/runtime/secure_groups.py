@@ -59,9 +59,9 @@ class SecureGroups:
         return num_out == len(ready)
 
     def scale(self, assignments: Iterable[Assignment]) -> float:
-        """Return the largest weight in a group, by which all weights are divided.
+        """Return the largest weight of an update in a group; all weights are divided by it, so that none is above 1.
 
-        Weights use the number of samples that each client reported when it joined.
+        Weights are based on the number of samples that each client reported when it joined.
         """
         clients = self.coordinator.roster.clients
         return max((self._product(one, clients[one.client].num_samples) for one in assignments), default=1.0) or 1.0
@@ -147,7 +147,7 @@ def sends_of(experiment: Experiment) -> Literal["values", "delta"]:
 
 
 def masking(experiment: Experiment) -> SecureSum | None:
-    """Return the encoding of masked updates that this config asks for; None = without secure aggregation."""
+    """Return the merge that encodes updates for masking and merges their sums; None = no secure aggregation."""
     if not experiment.secure_aggregation.is_on:
         return None
     merge = secure(experiment, experiment.algorithm).merge

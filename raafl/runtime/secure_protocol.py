@@ -119,7 +119,7 @@ class Formed:
 def _key(text: object) -> bytes:
     key = bytes.fromhex(text) if isinstance(text, str) else b""
     if len(key) != KEY_BYTES:
-        raise ValueError("a public key is not of 32 bytes")
+        raise ValueError(f"a public key has {len(key)} bytes, but must have {KEY_BYTES}")
     return key
 
 

@@ -222,7 +222,7 @@ def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
 
 
 def max_norm_ratio(experiment: Experiment) -> float | None:
-    """Return the guard's limit on the norm of an update; None with privacy or secure aggregation, which have their own."""
+    """Return the guard's limit on the norm of an update; None with privacy or secure aggregation, which limit it already."""
     is_off = experiment.privacy.is_on or experiment.secure_aggregation.is_on
     return None if is_off else experiment.guard.max_norm_ratio
 

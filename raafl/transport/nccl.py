@@ -166,14 +166,16 @@ def new_group(store: Store, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def checked_group(store: Store, rank: int, size: int, timeout_s: float, check: Callable[[Any], None]) -> Any:
-    """Create an NCCL group and let ``check`` use it once, which connects the ranks; if ``check`` raises, the group is aborted.
+    """Create an NCCL group and check it; abort the group if the check fails.
+
+    NCCL connects the ranks only at the first operation, which the check performs.
 
     Args:
         store: store by which the ranks find each other.
         rank: rank of this process in the group.
         size: number of ranks in the group.
         timeout_s: seconds that each operation may take.
-        check: function called with the group.
+        check: function that performs an operation with the group, and raises an error if its result is wrong.
     """
     group = new_group(store, rank, size, timeout_s)
     try:

@@ -81,7 +81,7 @@ def settle_heap(
     """Set whether the allocator keeps freed memory for the next step, or returns it to the system because memory is scarce.
 
     Memory suffices if the whole model could train in it, fragmentation included, and always if the model is on another
-    device. Memory always counts as scarce if the model is sharded over processes: there fragmentation of the memory
+    device. Memory always counts as scarce if the model is sharded over processes, since fragmentation of the memory
     that the allocator keeps would cost as much as sharding saves.
 
     Args:

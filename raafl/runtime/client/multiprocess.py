@@ -165,7 +165,9 @@ class ClientGroup:
         try:
             return Hello.from_meta(pair.recv(no_tensors, _MEET_S).meta)
         except (PeerLost, PeerTimeout, Refused) as error:
-            raise RunFailed(f"client {self._client}: its process {number} did not start: {error}") from None
+            raise RunFailed(
+                f"client {self._client}: its process {number} did not start ({error}): see the output of that process"
+            ) from None
 
     def _compared(self, site: ClientSetup, number: int, theirs: Hello) -> ClientSetup:
         """Return the site with no more memory than process ``number`` has; raises `RunFailed` where it is unlike."""

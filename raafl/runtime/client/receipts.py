@@ -51,7 +51,8 @@ class Receipt:
 
     Attributes:
         assignment: description of the task, as received, as plain data.
-        head: signed hash of the server's journal that came with the task, as `SignedHead.to_meta`; None = none came.
+        head: signed hash of the server's journal that came with the task, as returned by `SignedHead.to_meta`; None =
+            none came.
         trained: fingerprint of the trained values.
         sent: fingerprint of the update as sent, with which the server's journal must agree; None if the two differ by
             design, since values are compressed or the server trained a part.

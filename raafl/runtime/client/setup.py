@@ -150,7 +150,7 @@ class ClientSetup:
         self, pair: Connection, *, unsent: int | None = None, on_welcome: Callable[[], None] = lambda: None,
         files: TlsFiles | None = None,
     ) -> Client:  # fmt: skip
-        """Return the object that works on a connection for this client; see `Client`.
+        """Return the object that receives and trains this client's tasks on a connection; see `Client`.
 
         Args:
             pair: connection to the server.

@@ -28,7 +28,7 @@ _Received = tuple[Assignment | Measure, FlatTensors | None, bool]
 
 
 def work(pair: Connection, trainer: LocalTrainer, inner: Executor, evaluator: Callable[[], Evaluator]) -> None:
-    """Train and evaluate what rank 0 sends over ``pair``, until rank 0 ends the run.
+    """Train the tasks, and evaluate the models, that rank 0 sends over ``pair``, until rank 0 ends the run.
 
     A second thread receives at all times, so that the end of the run interrupts the present task.
 

@@ -28,8 +28,8 @@ from raafl.trainer_stand_in import stage
 class StaticStatistics:
     """Computes the running statistics of batch norm layers from the server's training data.
 
-    The global model does not contain these statistics, so they do not affect replay and resuming. The samples are drawn
-    with the run's seed, so the statistics of a model depend only on its parameters.
+    The global model does not contain these statistics, so a run can be replayed and resumed without them. The samples
+    are drawn with the run's seed, so the statistics of a model depend only on its parameters.
     """
 
     def __init__(
@@ -149,7 +149,8 @@ class StatisticsHookList(HookList):
     def on_checkpoint(self, coordinator: Coordinator, version: int, clock: dict[str, Any]) -> None:
         """Call each observer for a checkpoint, which contains batch norm statistics; see `RunHooks.on_checkpoint`.
 
-        At the end of a run they are computed from the final model; before, those of the last evaluated model are used.
+        At the end of a run the statistics are computed for the final model; earlier checkpoints contain the statistics of
+        the last evaluated model.
         """
         with self._filler.filled(coordinator.state.values, anew=coordinator.finished is not None):
             super().on_checkpoint(coordinator, version, clock)

@@ -56,7 +56,7 @@ class ServiceManager(RunHooks):
         self._send("STOPPING=1")
 
     def stop_asked(self) -> str | None:
-        """Send a sign of life to systemd if it is time for one; see `RunHooks.stop_asked`."""
+        """Send a sign of life to systemd if it is time for one; the run calls this often. See `RunHooks.stop_asked`."""
         if self._every_s is not None and self._clock() >= self._next_s:
             self._next_s = self._clock() + self._every_s
             self._send("WATCHDOG=1")

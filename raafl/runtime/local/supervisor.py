@@ -35,7 +35,7 @@ class RestartPolicy:
     Attributes:
         max_restarts: number of restarts of all processes together; afterwards nothing is restarted.
         first_s: seconds before the first restart of a process; doubled at each further restart.
-        longest_s: upper limit in seconds of this doubling.
+        longest_s: largest number of seconds before a restart, at which the doubling stops.
         sound_s: seconds after which a running process counts as healthy, so that its next restart waits ``first_s``
             again.
         leave_s: seconds for clients to end by themselves once the server has ended.
@@ -96,7 +96,7 @@ class Child:
         return self.process.poll()
 
     def start_again(self, policy: RestartPolicy) -> float:
-        """Plan a restart; return the seconds until then."""
+        """Plan a restart of the process; return the seconds until then."""
         now = time.monotonic()
         sound = now - self._started_s >= policy.sound_s
         self._wait_s = policy.first_s if sound or not self._wait_s else min(2 * self._wait_s, policy.longest_s)

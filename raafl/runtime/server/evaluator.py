@@ -15,7 +15,7 @@ class SnapshotEvaluator(threading.Thread):
     """Evaluator on its own thread. If a newer snapshot is offered before one is evaluated, the older one is skipped.
 
     Attributes:
-        failure: error of the user's code in an evaluation, after which there are no more; None = none.
+        failure: error of the user's code in an evaluation, after which nothing more is evaluated; None = no error.
     """
 
     def __init__(self, evaluator: Evaluator, on_values: Callable[[int, dict[str, float], FlatTensors], None]) -> None:

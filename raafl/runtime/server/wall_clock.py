@@ -115,7 +115,7 @@ class Server(Driver):
         heapq.heapify(self._timers)
 
     def enter(self, client: int, make: Callable[[int], Session]) -> None:
-        """Admit a client, from any thread; replace its earlier session, whose connection may be dead without a sign of it.
+        """Admit a client, from any thread; end its earlier session, whose connection may be dead unnoticed.
 
         ``make`` returns the new session; its argument is the number of times that the client has joined.
 

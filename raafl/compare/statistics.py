@@ -27,7 +27,7 @@ class Interval:
 
     @property
     def excludes_0(self) -> bool:
-        """Whether the interval does not contain 0, so that a difference is shown; False for a single value."""
+        """Whether the whole interval lies above 0 or below 0, so that the difference is significant; False for one value."""
         return self.half is not None and abs(self.mean) > self.half
 
 

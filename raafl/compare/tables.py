@@ -51,7 +51,7 @@ def with_interval(figure: Mapping[str, Any] | None) -> str:
 
 
 def difference(figure: Mapping[str, Any] | None) -> str:
-    """Format a difference with its interval, and a remark if the interval contains 0, so that no difference is shown."""
+    """Format a difference with its interval; if the interval contains 0, add the remark that no difference is shown."""
     if figure is None:
         return ""
     sign = "+" if figure["mean"] >= 0 else "-"

@@ -165,7 +165,7 @@ class CompressionPlan:
         return more[0], more[1], held
 
     def notes(self, num_clients: int) -> list[str]:
-        """Return notes for the start of a run: what is compressed, and the memory that this takes on the server."""
+        """Return remarks for the user at the start of a run: the compression, and the memory that the server needs for it."""
         if self.down is None and self.up is None:
             return []
         texts, held = [], 0

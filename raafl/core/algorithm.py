@@ -163,7 +163,10 @@ class Merge(Part, ABC):
         return []
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
-        """Return notes on this merge for the start of a run, one line each; a `Warn` where a setting is probably a mistake."""
+        """Return remarks on this merge, for the user at the start of a run, one line each.
+
+        A remark is a `Warn` if a setting is probably a mistake.
+        """
         return []
 
     @property
@@ -279,7 +282,7 @@ class Merge(Part, ABC):
         return {}
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return this merge's entries for the run's summary, as plain data by name."""
+        """Return the entries that this merge adds to the run's summary, as plain data by name."""
         return {}
 
 
@@ -320,7 +323,7 @@ class Algorithm:
         return None
 
     def notes(self, fleet: SelectContext, num_clients: int) -> list[str]:
-        """Collect the notes of all five parts for the start of a run."""
+        """Collect the remarks of all five parts for the user at the start of a run."""
         stale = self.merge.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))
         return (
             list((self.chosen or {}).get("reasons", ()))

@@ -45,7 +45,7 @@ class RunHooks:
         return metrics
 
     def on_values(self, version: int, metrics: Mapping[str, float], values: FlatTensors) -> None:
-        """Use the values of a version of the global model that was just measured.
+        """Receive the values of a version of the global model that was just measured.
 
         Calls never overlap. They come on the thread that measured, which in a wall-clock run is not the coordinator's
         thread.

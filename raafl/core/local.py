@@ -267,7 +267,10 @@ class Local(Part):
         return []
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on this part for the start of a run, one line each; a `Warn` where a setting is probably a mistake."""
+        """Return remarks on local training, for the user at the start of a run, one line each.
+
+        A remark is a `Warn` if a setting is probably a mistake.
+        """
         if not self.masked:
             return []
         from raafl.core.masked_loss import why_unmasked

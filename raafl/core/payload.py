@@ -183,7 +183,7 @@ class TransferCost(Protocol):
         ...
 
     def notes(self, num_clients: int) -> list[str]:
-        """Return notes on compression for the start of a run, one line each."""
+        """Return remarks on compression, for the user at the start of a run, one line each."""
         ...
 
 

@@ -65,7 +65,7 @@ class Roster:
 
     @property
     def middle(self) -> int:
-        """Lower median of all clients' numbers of training samples."""
+        """Number of training samples of the median client; of two clients in the middle, the smaller number."""
         if self._middle is None:
             self._middle = statistics.median_low(client.num_samples for client in self.clients.values())
         return self._middle
@@ -76,7 +76,7 @@ class Roster:
 
     @property
     def out(self) -> list[ClientInfo]:
-        """Ids of the clients at work, then of those drawn to start."""
+        """Ids of the clients whose updates may still arrive: those at work, followed by those drawn to start."""
         at_work = [client for client, number in self.busy.items() if number not in self.late]
         return [self.clients[client] for client in (*at_work, *self.drawn)]
 

@@ -208,15 +208,15 @@ class Select(Part, ABC):
         """Return the work for an idle ``client``; raises `BadInput` where none is possible."""
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Update the cache when ``client`` joins, rejoins, or reports another device profile."""
+        """Update ``fleet.cache`` when ``client`` joins, rejoins, or reports another device profile."""
         self.forget(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Update the cache when ``client`` is lost."""
+        """Update ``fleet.cache`` when ``client`` is lost."""
         self.forget(client, fleet)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Remove cached results that depend on the set of clients; by default, remove everything."""
+        """Remove results from ``fleet.cache`` that depend on the set of clients; by default, remove everything."""
         fleet.cache.clear()
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
@@ -244,5 +244,8 @@ class Select(Part, ABC):
         return []
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return notes on this part for the start of a run, one line each; a `Warn` where a setting is probably a mistake."""
+        """Return remarks on the choice of submodels, for the user at the start of a run, one line each.
+
+        A remark is a `Warn` if a setting is probably a mistake.
+        """
         return []

@@ -65,7 +65,7 @@ def difference(run: Mapping[str, Any] | Summary | None, log: Path) -> str | None
     """Explain why the replay of a run does not give the recorded model; None if it does.
 
     Args:
-        run: entry of the run, with its `model_digest`.
+        run: entry of the run in the result, with its `model_digest`.
         log: file with the output of the replay.
     """
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []

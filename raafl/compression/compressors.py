@@ -46,7 +46,7 @@ class Compressor(ABC):
         return _split(self, layout)[0]
 
     def layout(self, layout: Layout) -> Layout:
-        """Return the layout on the wire: compressed tensors first, then all others unchanged."""
+        """Return the layout of what is sent for ``layout``: compressed tensors first, then all others unchanged."""
         return _wire(self, layout)
 
     def encode(self, values: FlatTensors, out: FlatTensors, seed: int = 0) -> None:

@@ -102,7 +102,7 @@ class CompressionPlan:
         return self.down if way == "sent" else self.up
 
     def layout(self, spec: Spec, way: Way, extra: Mapping[str, Any] | None = None) -> Layout:
-        """Return the layout on the wire for a task, in one direction.
+        """Return the layout of the tensors that are sent in one direction for a task, after compression.
 
         Args:
             spec: submodel of the task.

@@ -73,7 +73,7 @@ class ResidentPayload:
     def keep(self, assignment: Assignment, trained: FlatTensors) -> None:
         """Keep a task's trained bundles (extra tensors of the method) for the client's next task.
 
-        The kept values of the model do not change; they stay as received.
+        The parameters that the client keeps stay as it received them from the server.
         """
         copy = self._kept.find(RESIDENT, self._client)
         assert copy is not None  # `complete` was called for this task

@@ -32,7 +32,11 @@ COPY, RESIDUAL = "compressed copy", "compressed residual"
 
 @dataclass
 class LastSent(OneValue[dict[int, list[int]]]):
-    """Record for checkpoints: by simulated client, [how often it joined before, bytes sent to it for its last task]."""
+    """Record, kept in checkpoints, of the data last sent to each simulated client.
+
+    Attributes:
+        value: pair [number of times that the client joined before, bytes sent to it for its last task], by client id.
+    """
 
     key = "compressed lives"
     value: dict[int, list[int]] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class OneValue(MergeMemory, Generic[Value]):
 
 
 class Memory:
-    """Collection of the records that the parts of an algorithm keep on the server.
+    """Collection of the records in which the parts of an algorithm keep their state on the server.
 
     A record from a checkpoint is restored when its part first asks for it.
     """
@@ -65,7 +65,7 @@ class Memory:
         self._plain: dict[str, object] = {}
 
     def find(self, kind: type[Record], key: str | None = None) -> Record | None:
-        """Return the record of a part; None if there is none.
+        """Return the record in which a part of the algorithm keeps its state; None if there is none.
 
         Args:
             kind: class of the record to find.
@@ -79,7 +79,7 @@ class Memory:
         return record
 
     def of(self, kind: type[Record], make: Callable[[], Record] | None = None, key: str | None = None) -> Record:
-        """Return the record of a part, and create it if it is missing.
+        """Return the record in which a part of the algorithm keeps its state, and create it if it is missing.
 
         Args:
             kind: class of the record to return.
@@ -92,13 +92,13 @@ class Memory:
         return record
 
     def pop(self, kind: type[Record]) -> Record | None:
-        """Remove and return the record of a part; None if there is none."""
+        """Remove the record in which a part of the algorithm keeps its state, and return it; None if there is none."""
         record = self.find(kind)
         self._records.pop(kind.key, None)
         return record
 
     def put(self, record: MergeMemory) -> None:
-        """Store a part's record under its key, replacing any earlier one."""
+        """Store the record in which a part of the algorithm keeps its state, replacing any earlier one of the same key."""
         self._plain.pop(record.key, None)
         self._records[record.key] = record
 

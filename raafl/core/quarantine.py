@@ -51,14 +51,14 @@ class RefusalBackoff:
         return self.until[client]
 
     def condemn(self, client: int, now: float) -> float:
-        """Suspend ``client`` at once, whatever its record; return the end of the suspension."""
+        """Suspend ``client`` at once, however few refusals it has; return the end of the suspension."""
         self.refused[client] = max(self.refused[client], self.most)
         until = self.refuse(client, now)
         assert until is not None
         return until
 
     def accept(self, client: int) -> None:
-        """Reset the record of ``client`` after an accepted update."""
+        """Forget the refusals and suspensions of ``client``, since an update of it was accepted."""
         for book in (self.refused, self.times, self.until):
             book.pop(client, None)
 
@@ -75,6 +75,6 @@ class RefusalBackoff:
         return self.times[client] >= HOPELESS
 
     def forgive(self) -> None:
-        """Reset the records of all clients."""
+        """Forget the refusals and suspensions of all clients."""
         for book in (self.refused, self.times, self.until):
             book.clear()

@@ -98,7 +98,7 @@ class Training:
         """Return the number of samples that ``work`` processes on a client with ``num_samples`` training samples.
 
         Args:
-            work: length of the task in epochs or steps; if it has neither, the length is this setting's.
+            work: length of the task in epochs or steps; if it has neither, ``num_epochs`` or ``num_steps`` of this object.
             num_samples: number of training samples of the client.
             batch_size: local batch size.
         """

@@ -217,7 +217,7 @@ class Lost:
 
     Attributes:
         failure: error of the user's code on the client, if it caused the loss; else None.
-        counts: whether this counts like a refused update, because the client missed a task's deadline.
+        counts: whether this loss counts like a refused update, because the client missed a task's deadline.
     """
 
     client: int

@@ -19,7 +19,7 @@ class Buffers:
         ]
 
     def gather(self) -> None:
-        """Copy the tensors that a step has assigned to buffers into the storage, then make the buffers views of it again."""
+        """Copy the values of new tensors, by which a step has replaced buffers, to the storage; then restore the views."""
         for part, name, view in self._views:
             buffer = part._buffers[name]
             if buffer is not view and buffer is not None:
@@ -27,6 +27,6 @@ class Buffers:
         self.restore()
 
     def restore(self) -> None:
-        """Make all buffers views into the storage again; discard tensors that a step has assigned to them."""
+        """Make all buffers views into the storage again; tensors by which a step has replaced them are discarded."""
         for part, name, view in self._views:
             part._buffers[name] = view

@@ -183,7 +183,7 @@ class ClientProcesses:
 
 
 class Buckets:
-    """Gradients of one training step in groups (buckets), each of which one all-reduce sums over the processes.
+    """Gradients of one training step in groups (buckets); each group is summed over the processes at once.
 
     A backward pass computes gradients in about the reverse order of the parameters. The sum of a bucket starts once all
     of its gradients are computed and the sums of earlier buckets have started, so that all processes sum the same
@@ -253,7 +253,8 @@ class Share(ClientData):
     If a batch has no row for this process, it gets one row with weight 0.
 
     Attributes:
-        weight: weight of this process's mean loss in the mean over all processes, for the latest batch.
+        weight: factor on this process's loss of the latest batch, so that the mean over processes is the mean over the
+            whole batch.
     """
 
     def __init__(self, whole: ClientData, rank: int, size: int) -> None:

@@ -33,6 +33,6 @@ class FabricOptions:
     shard: bool = False
 
     def at(self, place: Place) -> FabricOptions:
-        """Return these options with the GPU that ``place`` gives to a process, if GPUs are used and ``device`` is not set."""
+        """Return these options for the process at ``place`` in the run: with a GPU of its own, unless ``device`` is set."""
         on_gpu = self.accelerator in ("cuda", "gpu", "auto")
         return replace(self, device=place.gpu) if on_gpu and self.device is None else self

@@ -9,7 +9,10 @@ from raafl.submodel import FlatTensors
 
 
 class ProximalTerm:
-    """Proximal term ``prox/2 * ||theta - theta_received||^2``, which keeps local values close to the received ones."""
+    """Proximal term ``prox/2 * ||theta - theta_received||^2``, which keeps local values close to the received ones.
+
+    Here theta are the trained parameters.
+    """
 
     def __init__(self, parameters: list[nn.Parameter], anchors: list[Tensor]) -> None:
         """Pull ``parameters`` towards ``anchors``."""
@@ -28,7 +31,7 @@ class ProximalTerm:
 
     @torch.no_grad()
     def add_to_gradients(self, prox: float) -> None:
-        """Add the term's gradient, ``prox * (theta - theta_received)``, to every gradient."""
+        """Add the term's gradient to each parameter's: ``prox`` times the parameter's difference from the received value."""
         used = [(p, a) for p, a in zip(self.parameters, self.anchors, strict=True) if p.grad is not None]
         grads: list[Tensor] = [p.grad for p, _ in used if p.grad is not None]
         if any(grad.dtype.itemsize == 2 for grad in grads):  # prox * theta would round the gradient away

@@ -51,7 +51,7 @@ def problem(local: Local, options: FabricOptions, submodels: Submodels) -> str |
 
 
 def room_bytes(least_bytes: float, num_processes: int, whole_bytes: int) -> float:
-    """Return the memory in bytes that a task may use in all processes together that share one client.
+    """Return the memory in bytes that a task may use in all processes of one client together.
 
     The first of the W processes also has to store two whole models, the received one and the one to send. The smallest
     process must have room for these, so the result is W times the rest of its memory.

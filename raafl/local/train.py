@@ -32,7 +32,7 @@ __all__ = ["FabricOptions", "LocalTrainer", "Stopped", "TrainableSubmodel"]
 
 
 class LocalTrainer(TaskSteps):
-    """Trainer that runs the tasks of any clients. It keeps submodels' modules for reuse, but no values between tasks.
+    """Trainer that runs the tasks of any clients. It reuses submodels' modules, but no task influences the next one.
 
     Attributes:
         shards: processes over which each module is sharded; None = this process holds whole modules.
@@ -201,13 +201,13 @@ class LocalTrainer(TaskSteps):
         give_back(0)
 
     def build(self, spec: Spec) -> TrainableSubmodel:
-        """Build a new module for a submodel, which the trainer itself does not use or keep."""
+        """Build a new module for submodel ``spec``, for the caller alone; `built` returns the module that `run` uses."""
         if self.shards is not None:
             return ShardedSubmodel(self.shards, self.submodels, spec, self.local, self.payload, self.fabric)
         return TrainableSubmodel(self.submodels, spec, self.local, self.payload, self.fabric)
 
     def built(self, spec: Spec) -> TrainableSubmodel:
-        """Return the module that trains submodel ``spec``: one from an earlier task, with its old values, or else a new one."""
+        """Return the module in which `run` trains submodel ``spec``: one kept from earlier tasks, or else a new one."""
         built = self._built.get(spec)
         if built is None:
             while len(self._built) >= self._max_built:

@@ -16,7 +16,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One tensor dimension that belongs to an axis, so that it shrinks when units of the axis are dropped.
+    """One tensor dimension of an axis (a group of dimensions that shrink together when units, such as neurons, are dropped).
 
     Unit i of the axis covers the elements ``offset + [i * unit, (i + 1) * unit)`` of the dimension.
 
@@ -133,19 +133,28 @@ def _elements(places: Sequence[tuple[int, int, Axis]], kept: Mapping[str, Runs],
 
 
 def _check(axis: Axis, member: Member, shapes: Shapes) -> None:
-    where = f"axis '{axis.name}' has the member ('{member.name}', {member.dim}, {member.unit}, {member.offset})"
-    shape = shapes.get(member.name)
+    name, dim, unit, offset = member.name, member.dim, member.unit, member.offset
+    shape = shapes.get(name)
     if shape is None:
-        raise SpecError(f"{where}, but the model has no such parameter or buffer; {nearest(member.name, shapes)}")
-    if not 0 <= member.dim < len(shape):
-        raise SpecError(f"{where}, but its shape is {shape}: give a dimension from 0 to {len(shape) - 1}")
-    if member.unit < 1 or member.offset < 0 or axis.size < 1:
-        raise SpecError(f"{where} and size {axis.size}: unit and size must be 1 or more, offset 0 or more")
-    end = member.offset + member.unit * axis.size
-    if end > shape[member.dim]:
         raise SpecError(
-            f"{where}, which ends at element {end} of {shape[member.dim]}: lower unit or offset, or give the axis "
-            f"fewer than {axis.size} indices"
+            f"axis '{axis.name}' names the tensor '{name}', but the model has no such parameter or buffer; "
+            f"{nearest(name, shapes)}"
+        )
+    if not 0 <= dim < len(shape):
+        raise SpecError(
+            f"axis '{axis.name}' names dimension {dim} of '{name}', but its shape is {shape}: give a dimension from 0 to "
+            f"{len(shape) - 1}"
+        )
+    if unit < 1 or offset < 0 or axis.size < 1:
+        raise SpecError(
+            f"axis '{axis.name}' has size {axis.size}, and unit {unit} and offset {offset} in '{name}': unit and size must "
+            "be 1 or more, offset 0 or more"
+        )
+    end = offset + unit * axis.size
+    if end > shape[dim]:
+        raise SpecError(
+            f"axis '{axis.name}' with unit {unit} and offset {offset} ends at element {end} of {shape[dim]} in dimension "
+            f"{dim} of '{name}': lower unit or offset, or give the axis fewer than {axis.size} indices"
         )
 
 

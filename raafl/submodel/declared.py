@@ -81,7 +81,7 @@ def declarations(module: nn.Module, attribute: str) -> Iterator[tuple[str, Mappi
 
 
 def find_stacks(module: nn.Module) -> dict[str, Stack]:
-    """Find the stacks, lists of blocks that may be left out: declared ones (`submodel_blocks`), then lists of equal blocks.
+    """Find the stacks (lists of blocks, any of which may be left out): declared in `submodel_blocks`, then lists of equal blocks.
 
     The blocks of a list must have submodules, one type and equal shapes. If their shapes differ, as within a stage of a
     ResNet, blocks of that type form no stack. Lists inside of blocks, such as lists of experts, form none either.
@@ -160,7 +160,7 @@ def check_names(
     """Raise `SpecError` if ``spec`` names something that the model lacks, or leaves out a tensor that kept modules share.
 
     Args:
-        spec: submodel to check: names of stacks, blocks, parameters and exits.
+        spec: submodel to check.
         names: names of all parameters.
         aliases: further names of shared tensors, each mapped to the first one.
         stacks: stacks of blocks, by name.

@@ -80,7 +80,7 @@ class FrozenBase:
         return part
 
     def changed(self, device: torch.device) -> str | None:
-        """Return the name of a frozen tensor whose values on ``device`` were changed; None if there is none."""
+        """Return the name of a frozen tensor whose values on ``device`` training has changed; None if there is none."""
         return next((name for name, t in self._on.get(device, {}).items() if _digest(t) != self._digests[name]), None)
 
 

@@ -84,7 +84,7 @@ class Spec:
 
     @property
     def leading(self) -> Spec:
-        """The submodel with equally many units of each axis, but the first ones; it costs the same."""
+        """The submodel that keeps the first units of each axis, as many as this one keeps; it costs the same."""
         kept = tuple((name, range(len(indices))) for name, indices in self.kept)
         return Spec(kept, self.blocks, self.trained, self.exits, self.base)
 

@@ -283,8 +283,8 @@ class Submodels:
         """Attach the values of the frozen parameters. From then on they are not sent, since server and client each have them.
 
         Args:
-            values: a real instance of this model, or the global state. Its frozen values are shared, not copied, so
-                they must not change.
+            values: an instance of this model with values, or the global state. Its frozen values are shared, not
+                copied, so they must not change.
             rebuild: function that builds that instance anew, so that memory holds one precision only; None = hold all.
         """
         if not self.frozen:
@@ -313,7 +313,7 @@ class Submodels:
         return self.bases.values(spec.base)
 
     def idle_bytes(self, spec: Spec = FULL) -> int:
-        """Return the bytes of frozen parameters that a client of this submodel has in memory but does not use directly."""
+        """Return the bytes of frozen parameters in a client's memory that the submodel lacks, or of which it uses cut copies."""
         if self.base is None:
             return 0
         return self.base.idle_bytes(self.layout(spec), self.selections(self.normal(spec)))
@@ -364,11 +364,11 @@ class Submodels:
         return Shrunk(module, present, present.prefix(self.layout(spec, "trained")))
 
     def state(self, module: nn.Module) -> FlatTensors:
-        """Copy all values of ``module``, a real instance of this model, to flat storage in ``layout()``."""
+        """Copy all values of ``module``, an instance of this model with values, to flat storage in ``layout()``."""
         return FlatTensors.from_named(dict(module.named_parameters()) | persistent_buffers(module), self.layout())
 
     def load_(self, module: nn.Module, state: FlatTensors) -> None:
-        """Copy values from flat storage, in ``layout()``, into ``module``, a real instance of this model."""
+        """Copy values from flat storage, in ``layout()``, into ``module``, an instance of this model with values."""
         tensors: Mapping[str, Tensor] = dict(module.named_parameters()) | persistent_buffers(module)
         with torch.no_grad():
             for name, value in state.items():

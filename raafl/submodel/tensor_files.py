@@ -26,7 +26,7 @@ _IN_RAM: Final = ("tmpfs", "ramfs")
 
 
 class NoRoom(OSError):
-    """Raised if a disk has no room for a payload."""
+    """Raised if a disk has no room for a payload (the tensors of one task)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ def prepare(module: Any) -> Any:
         raise BadInput(f"{kind} has no training_step: define one that returns the loss")
     if not getattr(module, "automatic_optimization", True):
         raise BadInput(
-            f"{kind}.automatic_optimization is False, but a federated task runs training_step, backward and step itself: leave "
-            "it out, return the loss, and give one optimizer"
+            f"{kind}.automatic_optimization is False, but raafl calls backward and the optimizer's step itself: leave it True, "
+            "return the loss from training_step, and give one optimizer"
         )
     without = {name: _without_index(module, name) for name in STEPS if not _takes_index(module, name)}
     if without:

@@ -16,7 +16,8 @@ def clip_(known: Known, gradients: Sequence[Tensor], most: float) -> None:
     """Scale gradients in place so that no client's total norm exceeds a bound.
 
     Args:
-        known: results of earlier checks, whether an operation on stacked tensors gives the bits of separate ones.
+        known: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
+            and shapes.
         gradients: stacked gradients of shape (clients, ...).
         most: largest norm of each client's gradients.
     """

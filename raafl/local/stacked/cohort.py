@@ -130,7 +130,7 @@ class CohortTrainer:
 
     @property
     def num_known(self) -> int:
-        """Number of operations for which it was checked whether stacked tensors give the same bits as separate ones."""
+        """Number of operations compared so far: one call on stacked tensors with one call per client, for equal bits."""
         return len(self._known)
 
     def num_bytes(self, spec: Spec) -> int:

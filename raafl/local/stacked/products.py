@@ -27,7 +27,8 @@ def linear(known: Known, num: int, x: object, weight: object, bias: object = Non
     """Compute `F.linear` for all clients' stacked tensors, inside vmap.
 
     Args:
-        known: results of earlier checks, whether an operation on stacked tensors gives the bits of separate ones.
+        known: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
+            and shapes.
         num: number of clients in the stack.
         x: stacked input, (clients, ..., in).
         weight: stacked weights, (clients, out, in).
@@ -83,8 +84,8 @@ def product(
     The first use with given shapes compares both on random numbers.
 
     Args:
-        known: results of earlier checks, whether an operation on stacked tensors gives the bits of separate ones;
-            changed in place.
+        known: record of whether one call on stacked tensors gives the same bits as one call per client, by operation
+            and shapes; changed in place.
         name: name of the operation.
         together: function that computes it for stacked tensors.
         alone: function that computes it for one client.

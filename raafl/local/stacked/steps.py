@@ -65,7 +65,7 @@ class Rows:
         """Return one tensor of some clients, shape (clients, ...).
 
         Args:
-            entry: tensor of the layout.
+            entry: shape and position of the tensor in a row.
             chosen: rows of the clients; a slice gives a view, indices give a copy with the same memory alignment.
         """
         rows = self.buffers[entry.dtype]

@@ -64,8 +64,9 @@ def convolution_flops(x: Tensor, weight: Tensor, y: Tensor, transposed: bool) ->
     """Return the FLOPs of a convolution; its gradients multiply the same pairs of numbers and have as many.
 
     Args:
-        x: input of shape (n, c, positions...).
-        weight: weight of shape (o, c / g, kernel...); for a transposed convolution (c, o / g, kernel...).
+        x: input of shape (n, c, positions...): n samples, c channels.
+        weight: weight of shape (o, c / g, kernel...), for o output channels in g groups; for a transposed convolution
+            (c, o / g, kernel...).
         y: output of shape (n, o, positions...).
         transposed: whether it is a transposed convolution.
     """

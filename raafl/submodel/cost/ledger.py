@@ -62,7 +62,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def task_flops(self) -> float:
-        """FLOPs from which a step's time is predicted: those of matrix products and the like, or of all operations without any."""
+        """FLOPs from which a step's time is predicted: those of matrix products, convolutions and the like; if none, all FLOPs."""
         return self.flops or self.arithmetic
 
     def __torch_dispatch__(

@@ -88,7 +88,7 @@ class Step:
         peak_bytes: largest memory that is alive at once, from the second step on.
         padding_flops: FLOPs of forward and backward pass on padded channels.
         num_kernels: number of operations in forward and backward pass, plus the kinds of operations in the update.
-        guessed: parts that are estimates, as in `Cost`.
+        guessed: description of what is only estimated, and why; empty = nothing.
     """
 
     flops: float | None

@@ -81,7 +81,7 @@ def _looked_at(layer: nn.Module) -> Iterator[None]:
 
 
 def produces(layer: nn.Module) -> tuple[str, int] | None:
-    """Return the parameter and dimension that index a layer's output features, such as ``("weight", 0)``; None if none does."""
+    """Return the parameter and dimension along which a layer's output features lie, such as ``("weight", 0)``; else None."""
     if isinstance(layer, nn.modules.conv._ConvNd) and layer.groups > 1:
         return None  # each output channel has its own inputs
     found = next((base for base in type(layer).__mro__ if base in OUTPUTS), None)

@@ -55,7 +55,7 @@ class Extent:
 
     @classmethod
     def of(cls, terms: Mapping[tuple[str, ...], int]) -> Extent:
-        """Return a sum in its canonical form: sorted terms, none of them zero."""
+        """Build a formula from the factor of each product of axes, in canonical form: sorted, without terms that are zero."""
         return cls(tuple((factor, axes) for axes, factor in sorted(terms.items()) if factor))
 
 
@@ -224,7 +224,7 @@ def _takes_sizes(*names: str) -> Callable[[Sized], Sized]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Length of a tensor that a number in the code stands for: of a whole dimension, of its first indices, or of a factor.
+    """Meaning of a number in the code: size of a tensor dimension, number of its first indices, or number of groups in it.
 
     Attributes:
         tensor: tensor to which the dimension belongs.

@@ -23,7 +23,7 @@ def depth_window(
     exit: str | Sequence[str] = (),
     kept: Mapping[str, Iterable[int]] | None = None,
 ) -> Spec:
-    """Return the submodel that trains only blocks ``start`` to ``stop - 1``, a window of the model (Co-S2P).
+    """Return the submodel that trains only blocks ``start`` to ``stop - 1``, a window of the model (method Co-S2P).
 
     Blocks below the window, and all layers before the blocks, run frozen and without gradients; if ``start`` is 0, the
     layers before the blocks train, too. Blocks above are absent. Layers after the blocks train: the exit if one is

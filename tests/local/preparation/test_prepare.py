@@ -61,7 +61,7 @@ def test_what_cannot_be_trained_is_said():
             self.automatic_optimization = False
 
     with pytest.raises(
-        BadInput, match=r"ByHand.automatic_optimization is False, but a federated task runs .* leave it out"
+        BadInput, match=r"ByHand.automatic_optimization is False, but raafl calls backward .* leave it True"
     ):
         prepare(ByHand())
     with pytest.raises(BadInput, match="LightningModule has no training_step: define one that returns the loss"):

@@ -78,7 +78,7 @@ class LabelSplit(Wrapped):
         return super().reject_reason(state, update, spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Add the output rows to sums of their own, and pass the update to the wrapped merge."""
+        """Add the update's output rows to separate sums, and pass the update to the wrapped merge."""
         output = _output(state.submodels)
         if output is not None:
             weight, _ = self.inner.weigh(update, staleness)
@@ -91,7 +91,7 @@ class LabelSplit(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the wrapped merge; if any update lacked a class, overwrite the output rows with their own means."""
+        """Apply the wrapped merge; if any update lacked a class, set each output row to the mean of those that trained it."""
         memory = state.memory.pop(RowsMemory)
         if memory is None or not memory.masked:
             super().apply(state)

@@ -243,7 +243,7 @@ class HetLoRA(LowRank):
         super().receive(state, update, spec, staleness)
 
     def update_weight(self, weight: float, adapters: Mapping[str, Any]) -> float:
-        """Return the norm over all layers if updates are weighted by it alone, else ``weight``."""
+        """Return the norm of the products B A over all layers if `norm_alone` is true, else ``weight``."""
         if not self.norm_alone:
             return weight
         return math.sqrt(math.fsum(_squared_norm(b, a) for _, b, a, _ in adapters.values())) + _TINY
@@ -264,7 +264,7 @@ class HetLoRA(LowRank):
 
 
 class FedEx(LowRank):
-    """FedEx-LoRA (Singhal et al. 2025, arXiv:2410.09432): averages A and B, and corrects the base weight by the error of that.
+    """FedEx-LoRA (Singhal et al. 2025, arXiv:2410.09432): averages A and B, and adds the error of this to the base weight.
 
     With M' the exact mean of the clients' products B A, and B' and A' the averaged matrices, the base weight becomes
     ``W' = W + s (M' - B' A')``. So ``W' + s B' A'`` is exact; s is the adapters' scaling. The paper sends clients this

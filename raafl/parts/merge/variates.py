@@ -42,7 +42,7 @@ class Variates:
     element would be too small to cancel the clients' variates, and would pull them away from their optimum.
 
     Attributes:
-        name: name of the variates in `GlobalState.clients` and of the bundle that carries them.
+        name: name of the variates in `GlobalState.clients`, and of the bundle (tensors beside the model) that carries them.
         mean: name of the bundle that carries the mean; None = it is not sent.
     """
 
@@ -149,14 +149,14 @@ class WithVariates(Wrapped):
     by_client: ClassVar[bool] = True
 
     def personalize(self, state: GlobalState, client: int, spec: Spec, values: FlatTensors, bundles: Bundles) -> None:
-        """Write the client's control variate and the mean of all into the bundles that the client receives."""
+        """Write the client's control variate, and the mean of all, to the tensors that the client receives beside the model."""
         self.variates.own_(state, client, spec, bundles[self.variates.name])
         if self.variates.mean is not None:
             self.variates.mean_(state, spec, bundles[self.variates.mean])
         super().personalize(state, client, spec, values, bundles)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Update the client's control variate, and pass its values to the wrapped merge."""
+        """Update the client's control variate, and pass the client's values to the wrapped merge."""
         self.variates.add_(state, update.client, spec, update.bundles[self.variates.name])
         super().receive(state, update, spec, staleness)
 

@@ -78,7 +78,7 @@ class WideSubmodels(Submodels):
         return self.own.cost(spec, batch_size)
 
     def shrink(self, *args: Any, **options: Any) -> Any:
-        """Build the small module in the model's own precision."""
+        """Build the module of a submodel, in the model's own precision."""
         return self.own.shrink(*args, **options)
 
     def widen(self, values: FlatTensors, out: FlatTensors | None = None) -> FlatTensors:

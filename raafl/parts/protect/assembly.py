@@ -41,7 +41,7 @@ def with_options(
 
 
 def guarded(algorithm: Algorithm, guard: Guard) -> Algorithm:
-    """Return ``algorithm`` with its merge protected as the options in ``guard`` say.
+    """Return ``algorithm`` with the protection of its merge that ``guard`` asks for, such as clipping or a robust mean.
 
     Raises:
         BadInput: a robust mean is requested, but the algorithm merges updates one by one, or treats each client

@@ -81,13 +81,13 @@ class Norms:
 
 @dataclass(slots=True)
 class Accepted:
-    """Record of the accepted updates with one layout: their number, and the norms of their parts."""
+    """Record of the accepted updates with one layout: their number, and the norms of their parameters and other content."""
 
     num: int = 0
     of: dict[str, Norms] = field(default_factory=dict)
 
     def add(self, norms: Mapping[str, float]) -> None:
-        """Record the norms of an accepted update, by part: parameters, statistics, bundles."""
+        """Record the norms of an accepted update, by content, such as parameters and running statistics."""
         self.num += 1
         for name, norm in norms.items():
             self.of.setdefault(name, Norms()).add(norm)
@@ -145,7 +145,7 @@ class Bounded(Wrapped):
     max_norm_ratio: float | None
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:
-        """Return the wrapped merge's reason to refuse the update, or `HUGE_NORM` if it is far too large."""
+        """Return the wrapped merge's reason to refuse the update, or "huge-norm" if its norm is far too large."""
         reason = super().reject_reason(state, update, spec, staleness)
         if reason is not None:
             return reason

@@ -111,7 +111,7 @@ def noise_key(privacy: Privacy, seed: int) -> bytes:
             write_private(path, f"{secrets.token_hex(32)}\n".encode())
         key = bytes.fromhex(path.read_text(encoding="ascii").strip())
         if len(key) < 32:
-            raise ValueError("it holds fewer than 64 hexadecimal digits")
+            raise ValueError("the file has fewer than 64 hexadecimal digits")
         return key
     except (OSError, ValueError) as error:
         raise BadInput(f"privacy.seed_file is '{path}': {error}: name a new file, or one that raafl has made") from None
@@ -335,7 +335,7 @@ class Private(Wrapped):
         return super().ends_run(state)
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
-        """Return the new version's columns of metrics.csv: those of the wrapped merge, and the largest epsilon of a client."""
+        """Return values for metrics.csv, by column: those of the wrapped merge, and the largest epsilon of a client."""
         squares = state.memory.of(PrivacyMemory).squares
         return {**super().figures(state), "epsilon": self._epsilon(max(squares.values(), default=0))}
 

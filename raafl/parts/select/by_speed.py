@@ -83,7 +83,7 @@ class BySpeed(WrappedSelect):
             memory.latest = memory.ratio[client.id] = ratio
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return the wrapped select part's problems, and one if local training is not set in steps."""
+        """Return the wrapped select part's problems, and one if `train.num_steps`, the number of local steps, is not set."""
         if fleet.training.num_steps is not None:
             return super().check(fleet)
         return [

@@ -101,8 +101,8 @@ class RateSelect(Select):
 
         if self.measured and self.seconds is None:
             raise BadInput(
-                "measured is true, which corrects the limit seconds, but seconds is null: give seconds, or leave "
-                "measured out"
+                "measured is true, but seconds, the limit that it adjusts to measured speed, is null: give seconds, or "
+                "leave measured out"
             )
 
         if self.relative and not self.measured:
@@ -116,7 +116,7 @@ class RateSelect(Select):
         return list(self.rates) if isinstance(self.rates, Sequence) else [self.rates]
 
     def rate(self, client: ClientInfo) -> float:
-        """Return the largest rate that ``client`` may get by the config.
+        """Return the largest share of the model that the config gives ``client``.
 
         Raises:
             BadInput: the client's device has no rate.

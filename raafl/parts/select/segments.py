@@ -70,7 +70,7 @@ def _cut(submodels: Submodels, axis: Axis, number: int) -> Segments:
 
 
 def stack_of(submodels: Submodels) -> Stack | None:
-    """Return the only stack of blocks in the model; None if there is none, or several."""
+    """Return the only stack of blocks (such as a transformer's layers) in the model; None if there is none, or several."""
     return next(iter(submodels.stacks.values())) if len(submodels.stacks) == 1 else None
 
 

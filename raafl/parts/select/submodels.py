@@ -255,7 +255,7 @@ class Fragments(OneOf):
     bound_s: float | None = None
 
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
-        """Cut the model into its fragments."""
+        """Return the fragments (disjoint slices) of the model."""
         return fragment_specs(submodels, self.ratios)
 
     def notes(self, fleet: SelectContext) -> list[str]:

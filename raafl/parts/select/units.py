@@ -27,7 +27,7 @@ Rate = float | Mapping[str, float]
 
 
 def axes_of(submodels: Submodels) -> dict[str, Axis | Stack]:
-    """Return all axes of the model and its stacks of blocks, by name.
+    """Return all axes (dimensions that can be cut) and stacks of blocks of the model, by name.
 
     Raises:
         BadInput: a stack has the name of an axis.

@@ -232,7 +232,7 @@ def test_where_there_is_nothing_to_cut_all_is_trained_and_this_is_said(rate_of):
         ({"seconds": 0}, "seconds is 0"),
         ({"steps_within_s": 0}, "steps_within_s is 0"),
         ({"seconds": 1.0, "relative": True}, "relative is true, but measured is false"),
-        ({"measured": True}, "measured is true, which corrects the limit seconds, but seconds is null"),
+        ({"measured": True}, "measured is true, but seconds, the limit that it adjusts to measured speed, is null"),
         ({"steps_within_s": 9, "seconds": 9}, "seconds is 9, but steps_within_s says how many steps"),
     ],
 )

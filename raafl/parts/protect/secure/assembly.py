@@ -83,7 +83,7 @@ def secured(
 
 
 def group_size(algorithm: Algorithm, num_clients: int) -> int:
-    """Return the largest number of clients in a group: the size of a round or of a buffer."""
+    """Return the largest number of clients whose updates are summed together: the size of a round or of a buffer."""
     if isinstance(algorithm.trigger, Buffered):
         return algorithm.trigger.size
     return min(algorithm.sample.cohort or num_clients, num_clients)

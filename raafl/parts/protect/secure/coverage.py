@@ -80,7 +80,7 @@ class IntegerLayouts:
 
 
 def buffer_of(flat: FlatTensors) -> torch.Tensor:
-    """Return the buffer of flat tensors with a single dtype; an empty one if there are no tensors."""
+    """Return the one buffer with all elements of flat tensors that share a dtype; an empty one if there are no tensors."""
     return next(iter(flat.buffers.values()), torch.zeros(0, dtype=torch.int32))
 
 

@@ -68,12 +68,13 @@ class FixedPoint:
             factor = clip_norm / norm
         if wide.numel() and not float(wide.abs().max()) * factor <= self.bound:  # NaN is not
             raise OutOfRange(
-                f"an element of the update is larger than {self.bound:g} (secure_aggregation.bound), or not finite"
+                f"an element of the update is larger than {self.bound:g} (secure_aggregation.bound), or not finite: "
+                "raise that bound, or set secure_aggregation.clip_norm"
             )
         return factor
 
     def encode(self, values: Tensor, share: float = 1.0, scale: float = 1.0) -> Tensor:
-        """Encode ``share * scale * values`` as integers (int32, on the same device), each a multiple of the format's step.
+        """Encode ``share * scale * values`` as int32 integers that count steps of the fixed-point format; on the same device.
 
         Args:
             values: change of the client, as one flat buffer, checked by `scale`.

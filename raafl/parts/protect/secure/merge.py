@@ -63,7 +63,7 @@ def inner_mean(merge: Merge) -> Mean | Deltas | None:
 
 @dataclass(frozen=True)
 class SecureSum(Wrapped):
-    """Wrapper of a merge for secure aggregation: the model moves by the mean change of whole groups, known only as sums.
+    """Wrapper of a merge for secure aggregation: moves the model by a mean of updates of which only the sum is known.
 
     ``theta <- theta + sum_n w_n a_n d_n / sum_n w_n`` over the clients n that trained an element. Client n multiplies
     its change d_n by ``w_n a_n / scale``, encodes it as fixed-point numbers and masks it. w_n and a_n, the weight and
@@ -159,7 +159,7 @@ class SecureSum(Wrapped):
         ]  # fmt: skip
 
     def received_layout(self, state: GlobalState, spec: Spec, layout: Layout) -> Layout:
-        """Return the layout of the integers that replace the trained values of ``spec``."""
+        """Return the layout of the integers that encode an update of ``spec``."""
         return IntegerLayouts(state.submodels).layout(spec)
 
     def reject_reason(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> str | None:

@@ -43,7 +43,7 @@ class Opening:
         self._dropped: dict[int, X25519PrivateKey] = {}
 
     def restore(self, survivors: frozenset[int], revealed: Mapping[int, Mapping[int, bytes]]) -> None:
-        """Restore the seeds of the remaining members, and the private keys of those that dropped out, from the revealed shares.
+        """Restore, from revealed shares, the mask seeds of members that remain, and the private keys of those that dropped out.
 
         Args:
             survivors: ids of the members whose masked updates have arrived.

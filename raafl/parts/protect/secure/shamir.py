@@ -34,9 +34,9 @@ def _times(values: np.ndarray, factor: int) -> np.ndarray:
 
 
 def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
-    """Split a secret into shares, of which ``threshold`` restore it; each is as long as the secret.
+    """Split a secret into shares, any ``threshold`` of which restore it; each is as long as the secret.
 
-    The shares belong to the points 1, 2, and so on.
+    The shares are numbered 1, 2, and so on.
 
     Args:
         secret: bytes to share.
@@ -55,7 +55,7 @@ def share(secret: bytes, threshold: int, num: int) -> list[bytes]:
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
-    """Restore a secret from at least ``threshold`` shares, by their points; too few or wrong shares give a wrong secret."""
+    """Restore a secret from at least ``threshold`` shares, by their numbers; too few or wrong ones give a wrong secret."""
     total = np.zeros(len(next(iter(shares.values()))), np.uint8)
     for point, text in shares.items():
         exponent = sum(int(_LOGS[other]) - int(_LOGS[other ^ point]) for other in shares if other != point)

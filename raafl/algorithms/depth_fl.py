@@ -84,7 +84,7 @@ class RegularisedMutual(Regularised, MutualTraining):
 
 
 class Mutual(ByExits):
-    """Hook that adds to each exit's loss its mean divergence from the other exits, times the weight w_t."""
+    """Hook that adds to each exit's loss its mean divergence from the other exits, with a weight that grows over rounds."""
 
     def __init__(self, task: Task, weight: float) -> None:
         super().__init__(task)
@@ -136,8 +136,8 @@ def depth_fl(
     """Return DepthFL, whose clients train the lowest blocks, with an exit after each; the exits learn from each other.
 
     Args:
-        depths: share of the model's blocks that a client trains: one number for all; a list that clients 1, 2, ... take in
-            turn, repeating; or a mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
+        depths: share of the model's blocks that a client trains: one number for all; a list, one number for each of
+            clients 1, 2, ..., repeating; or a mapping from device name to number. None = the list 1/4, 1/2, 3/4, 1.
         ramp: number of rounds until the exits learn from each other with full weight (T).
         dyn_alpha: weight of FedDyn's regulariser (alpha); 0 = no regulariser, and models are averaged as in FedAvg, with
             equal weights.

@@ -86,7 +86,7 @@ class Counted(Local):
     """Ordinary local training that also reports its amount of work: for plain SGD, the number of local steps."""
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that measures the amount of work."""
+        """Return the hook that measures the amount of local work: the number of plain SGD steps that it equals."""
         return _Steps(task, self.prox)
 
 

@@ -39,8 +39,9 @@ def fed_rolex(
     """Return FedRolex: a client trains a window of each layer's units, and the window moves on in each round.
 
     Args:
-        rates: share of each layer's units that a client trains (beta_n): one number for all; a list that clients 1, 2,
-            ... take in turn, repeating; or a mapping from device name. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
+        rates: share of each layer's units that a client trains (beta_n): one number for all; a list, one number for
+            each of clients 1, 2, ..., repeating; or a mapping from device name to number. None = the list 1, 1/2, 1/4,
+            1/8, 1/16.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training.
         masked: whether to set the logits of classes that a client does not have to 0, and to average a class's output
             row over the clients that have it (see `raafl.algorithms.hetero_fl`).

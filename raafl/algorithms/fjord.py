@@ -176,8 +176,9 @@ def fjord(
     """Return FjORD: a client trains the leading units of each layer, at a width that it draws anew for each step.
 
     Args:
-        rates: largest share of each layer's units for a client (p_max): one number for all; a list that clients 1, 2,
-            ... take in turn, repeating; or a mapping from device name. None = 1/5, 2/5, 3/5, 4/5, 1 in turn.
+        rates: largest share of each layer's units for a client (p_max): one number for all; a list, one number for each
+            of clients 1, 2, ..., repeating; or a mapping from device name to number. None = the list 1/5, 2/5, 3/5,
+            4/5, 1.
         ladder: possible widths, as shares of the model's units (p). None = 0.2, 0.4, 0.6, 0.8, 1.
         distil: whether the client's whole submodel also trains and teaches the narrower one (self-distillation).
         by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally.

@@ -45,8 +45,9 @@ def hetero_fl(
     """Return HeteroFL: a client trains the first units of every layer, as many as its rate says.
 
     Args:
-        rates: share of each layer's units that a client trains (r^(p-1)): one number for all; a list that clients 1, 2,
-            ... take in turn, repeating; or a mapping from device name. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
+        rates: share of each layer's units that a client trains (r^(p-1)): one number for all; a list, one number for
+            each of clients 1, 2, ..., repeating; or a mapping from device name to number. None = the list 1, 1/2, 1/4,
+            1/8, 1/16.
         rescale: multiply the activations of a narrowed layer by 1 / (kept share of its units) while training; the
             paper's scaler.
         masked: whether to set the logits of classes that a client does not have to 0 (masked cross entropy), and to
@@ -69,7 +70,7 @@ def hetero_fl(
 
 
 def by_class(mean: Mean, masked: bool) -> Merge:
-    """Wrap ``mean`` so that each output row is averaged only over the clients that have its class.
+    """Wrap ``mean`` so that each row of the output layer is averaged only over the clients that have its class.
 
     Args:
         mean: merge to wrap.

@@ -129,7 +129,7 @@ class _Steps(Hook):
         return self._capture.seen
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the loss of a batch plus mu times the contrastive term: l_sup + mu l_con."""
+        """Return the loss of a batch plus the weighted contrastive term."""
         others = [self._representation(flat, batch, index) for flat in (self.task.received, self.task.down[LAST])]
         loss, z = super().loss(batch, index), self._capture.seen
         z, *others = (reals(inputs).flatten(1) for inputs in (z, *others))

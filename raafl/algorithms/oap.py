@@ -37,8 +37,8 @@ def oap(
     """Return OAP, whose clients train the units with the largest weights of each layer.
 
     Args:
-        rates: share of each layer's units that a client trains: one number for all; a list that clients 1, 2, ... take
-            in turn, repeating; or a mapping from device name. None = 1, 3/4, 1/2, 1/4 in turn.
+        rates: share of each layer's units that a client trains: one number for all; a list, one number for each of
+            clients 1, 2, ..., repeating; or a mapping from device name to number. None = the list 1, 3/4, 1/2, 1/4.
         by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally, as in the paper.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.

@@ -67,7 +67,7 @@ def ram_fed(
 
     Args:
         mask: number of regions for each client: L-Arb = 2, S-Arb = 1, MIX-Arb = 2 for half of the clients and 1 for the
-            others; or a list of numbers that clients 1, 2, ... take in turn, repeating.
+            others; or a list, one number for each of clients 1, 2, ..., repeating.
         regions: number K of regions into which the units of the model are divided.
         trained: number of regions that are trained in a round, if some are to be left out (S*); None = all of them.
         every: number of rounds of which only the last one leaves regions out; 1 = each round does. Needs trained.

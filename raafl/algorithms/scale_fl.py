@@ -76,7 +76,7 @@ class WeighedExits(Local):
 
 
 class WeighedByDepth(ByExits):
-    """Hook with the weighted mean of all exits' losses, the j-th exit with weight j, plus distillation from the deepest exit."""
+    """Hook that trains all exits: the j-th exit's loss has weight j, and the deepest exit teaches the others."""
 
     def __init__(self, task: Task, gamma: float, temperature: float) -> None:
         super().__init__(task)
@@ -116,9 +116,9 @@ def scale_fl(
     """Return ScaleFL: clients train the lowest blocks, narrowed, with an exit after each that learns from the deepest one.
 
     Args:
-        depths: share of the model's blocks that a client trains: one number for all; a list that clients 1, 2, ... take in
-            turn, repeating; or a mapping from device name. None = 1/4, 1/2, 3/4, 1 in turn.
-        widths: share of each axis's units for each client, in the same form. None = 0.65, 0.7, 0.8, 1 in turn.
+        depths: share of the model's blocks that a client trains: one number for all; a list, one number for each of
+            clients 1, 2, ..., repeating; or a mapping from device name to number. None = the list 1/4, 1/2, 3/4, 1.
+        widths: share of each layer's units that a client trains, in the same form as depths. None = the list 0.65, 0.7, 0.8, 1.
         gamma: weight of the distillation loss (gamma).
         temperature: temperature of the distillation (T).
         kd_from: version from which on the exits learn from the deepest one; the authors take a quarter of the rounds.

@@ -82,7 +82,10 @@ def _script(num_clients: int) -> list[str]:
             "repeat that call: use fit(local=) once in a script, or torchrun, or simulate"
         )
     if "RANK" in os.environ:
-        raise BadInput("local starts its own ranks, but torchrun has started this one: use one of them")
+        raise BadInput(
+            "local starts processes of its own, but torchrun has started this one: leave out "
+            "local, or start the script without torchrun"
+        )
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
     if path is None or not Path(path).is_file():

@@ -180,7 +180,9 @@ class ModuleSpec:
         if not _is_lightning(made):
             check_tensors(made)
             if self.loss is None:
-                raise BadInput(f"module makes a plain {type(made).__name__}, and loss is missing: give loss=")
+                raise BadInput(
+                    f"module makes a plain {type(made).__name__}, and loss is missing: give loss=, a function of (output, target)"
+                )
             return self._plain(made, data)
         if self.optimizer is not None:
             with_methods(made, configure_optimizers=_with(self.optimizer))

@@ -47,7 +47,9 @@ def read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(data, None)
     except (ValueError, TypeError):
-        raise BadInput(f"'{path}' has no PEM private key without a passphrase: name a file with one") from None
+        raise BadInput(
+            f"'{path}' has no PEM private key that can be read without a passphrase: name a file with such a key"
+        ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise BadInput(f"'{path}' has a key that is not ECDSA: make one with `raafl certs`")
     return key
@@ -58,7 +60,7 @@ def read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(read(path))
     except ValueError:
-        raise BadInput(f"'{path}' has no PEM certificate: name a file with one") from None
+        raise BadInput(f"'{path}' has no PEM certificate: name a file with a certificate") from None
 
 
 def read(path: Path) -> bytes:

@@ -336,7 +336,9 @@ def _policies(module: nn.Module) -> Iterator[UsagePolicy]:
 
 
 def usage_loss(policies: list[UsagePolicy], heads: float, blocks: float) -> Tensor | None:
-    """Return ``sum_k (usage_k - target_k)^2`` over the gates recorded since `UsagePolicy.clear`; None if none was recorded.
+    """Return the penalty for using more or fewer heads and sublayers than intended; None if no gate was recorded.
+
+    It is the sum of the squared differences between used and target share, over the gates of one training step.
 
     Args:
         policies: all policies of the model.

@@ -84,8 +84,8 @@ def co_s2p(
     """Return Co-S2P, whose clients train some consecutive blocks of the model, narrowed by masks that they learn.
 
     Args:
-        rates: share r of the model that each client trains: one number for all; a list that clients 1, 2, ... take in
-            turn, repeating; or a mapping from device name. None = 1, 0.5625, 0.25, 0.0625 in turn.
+        rates: share r of the model that each client trains: one number for all; a list, one number for each of clients
+            1, 2, ..., repeating; or a mapping from device name to number. None = the list 1, 0.5625, 0.25, 0.0625.
         width_depth: division of the share r between width and depth (Table VIII): 1 = equally, 0 = depth only, inf =
             width only.
         linear_masks: origin of the masks on linear layers: trained, or drawn at random (Table VII).

@@ -58,7 +58,7 @@ class LeadingDraws(RollingWindows):
 
 
 def sample_segments(scores: Sequence[float], source: random.Random) -> list[int]:
-    """Draw the segments to keep, each with probability sigmoid(score); at least one is kept.
+    """Draw the segments (groups of units) to keep, each with probability sigmoid(score); at least one is kept.
 
     Args:
         scores: mask score of each segment.

@@ -28,7 +28,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
-    """Compute how important a client's update is for each segment (Eq. 4).
+    """Compute how important a client's update is for each segment, a group of units such as neurons (Eq. 4).
 
     The score is ``||Delta|| / (1 + ||theta_now - theta_start|| / ||theta_now||)``: a large change counts more, and less
     if the global model has moved since.

@@ -26,8 +26,8 @@ class HeLoCo(Nesterov):
     For each parameter tensor theta, Delta is the clients' mean change and m the momentum. c is the cosine of the angle
     between the two, and ``conf = |Delta| / (|Delta| + kappa |m|)``. Three cases:
 
-    - ``c >= c_ok``: Delta stays as it is;
-    - ``c < 0``: the share ``min(k_s (-c) conf, beta_max)`` of Delta's component against m is removed;
+    - ``c >= c_ok``, about the same direction: Delta stays as it is;
+    - ``c < 0``, opposed directions: the share ``min(k_s (-c) conf, beta_max)`` of Delta's component against m is removed;
     - otherwise Delta keeps its length and takes the direction of ``(1 - l) Delta / |Delta| + l m / |m|``, with
       ``l = min(k_d (1 - c) conf, 1)``.
 

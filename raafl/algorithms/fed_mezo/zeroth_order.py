@@ -54,7 +54,7 @@ class ReceivedTask(MergeMemory):
 
 @dataclass
 class Expected(OneValue[dict[int, int]]):
-    """Number of scalars that a client must send for its current task, by client."""
+    """Number of scalars (one for each step) that a client must send for its current task, by client."""
 
     key = "zeroth_order expected"
     value: dict[int, int] = field(default_factory=dict)
@@ -143,8 +143,8 @@ class Steps(Hook):
     def loss(self, batch: object, index: int) -> Tensor:
         """Make one step of MeZO; return the mean of the losses at the two perturbed points.
 
-        The step is theta -= lr g z with ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2 epsilon)``, rounded to
-        float32, as the client sends it.
+        The step is ``theta -= lr g z``. z is random noise, and ``g = (L(theta + epsilon z) - L(theta - epsilon z)) / (2
+        epsilon)`` for the loss L, rounded to float32, as the client sends it.
         """
         seed = _step_seed(self.task.assignment.seed, len(self.scalars))
         self._move(seed, self.epsilon)
@@ -178,7 +178,7 @@ class Steps(Hook):
         """Do nothing, since `loss` has already made the step of this batch."""
 
     def finish(self) -> dict[str, Any]:
-        """Return the scalars g_t of all steps, packed into one text."""
+        """Return the gradient numbers of all steps, one for each step, encoded as one text."""
         return {SCALARS: pack(self.scalars)}
 
     def close(self) -> None:
@@ -292,10 +292,11 @@ def _num_batches(client: ClientInfo, work: Work, fleet: SelectContext) -> int:
 class Rebuilt(Merge):
     """Merge that rebuilds each client's changes from its seed and scalars, and moves the model by their weighted mean.
 
-    The step is ``theta <- theta + server_lr sum_n w_n s(staleness_n) Delta_n / sum_n w_n``, over the clients n that
-    train an element. The change ``Delta_n = -lr sum_t g_t z_t`` does not depend on the client's start values, except
-    for rounding, so it is rebuilt from the server's current values. Without a merge in between, the result equals the
-    client's to the bit.
+    A client sends one scalar g_t for each step t, the gradient along the random noise z_t that follows from its seed.
+    Its change ``Delta_n = -lr sum_t g_t z_t`` does not depend on the values from which it started, except for rounding,
+    so it is rebuilt from the server's current values. Without a merge in between, the result equals the client's to the
+    bit. Each element theta moves by ``server_lr sum_n w_n s(staleness_n) Delta_n / sum_n w_n``, over the clients n that
+    train it, with weights w_n.
 
     Memory: two copies of the model for sums, and one of the submodel while an update is received. Time: each step of
     each client costs one draw of noise and three passes over the submodel.

@@ -59,7 +59,7 @@ def _weights_of(layer: nn.Module) -> list[str]:
 
 
 def scale(shape: tuple[int, ...]) -> float:
-    """Return the absolute value sigma of weights with this shape: Kaiming's standard deviation sqrt(2 / fan_in)."""
+    """Return the absolute value that FedPM gives all weights of a tensor: Kaiming's standard deviation sqrt(2 / fan_in)."""
     return math.sqrt(2.0 / max(math.prod(shape[1:]), 1))
 
 

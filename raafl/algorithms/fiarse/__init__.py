@@ -55,8 +55,8 @@ def fiarse(
     Args:
         mask: parts that a mask selects: elements, single weights as in the paper, which does not make the model physically
             smaller; or units, which does.
-        rates: share of the parameters that a client trains: one number for all; a list that clients 1, 2, ... take in
-            turn, repeating; or a mapping from device name. None = 1, 1/4, 1/16, 1/64 in turn.
+        rates: share of the parameters that a client trains: one number for all; a list, one number for each of clients
+            1, 2, ..., repeating; or a mapping from device name to number. None = the list 1, 1/4, 1/16, 1/64.
         server_lr: server learning rate (eta).
         buffer_size: number of updates in a merge of an asynchronous run; None = synchronous rounds.
         cohort: number of clients in a round, or at work in an asynchronous run, drawn uniformly; None = all.

@@ -56,7 +56,7 @@ def maskable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def threshold(parameters: list[Tensor], rate: float) -> float:
-    """Return the smallest magnitude among the elements to use, which are the share ``rate`` with the largest; 0 = use all.
+    """Return the magnitude that an element must have to be used, so that the share ``rate`` of all are used; 0 = use all.
 
     Args:
         parameters: tensors whose elements are compared.

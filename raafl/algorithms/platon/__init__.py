@@ -57,11 +57,12 @@ def platon(
     cohort: int | None = None,
     concurrency: int | None = None,
 ) -> Algorithm:
-    """Return PLATON: clients prune the units of low importance, measured with its uncertainty. FedAvg or FedAsync merges.
+    """Return PLATON: clients prune the units with low scores, importance times uncertainty; merges are those of FedAvg or FedAsync.
 
     Args:
-        rates: final share of each layer's units for a client (r(T)): one number for all; a list that clients 1, 2, ...
-            take in turn, repeating; or a mapping from device name. None = 1, 1/2, 1/4, 1/8, 1/16 in turn.
+        rates: final share of each layer's units for a client (r(T)): one number for all; a list, one number for each of
+            clients 1, 2, ..., repeating; or a mapping from device name to number. None = the list 1, 1/2, 1/4, 1/8,
+            1/16.
         warm_up: number of a client's first tasks in which nothing is pruned (t_i).
         rounds: number of a client's tasks over which its share falls to the final one.
         beta1: smoothing factor of the importance, in [0, 1).

@@ -49,8 +49,8 @@ def prune_fl(
         every: number of rounds between two choices of units; before each choice, clients train the whole model for one
             round.
         prunable: share of the units in use that one choice may drop, in (0, 1).
-        rates: largest share of the model's parameters for each client: one number for all; a list that clients 1,
-            2, ... take in turn, repeating; or a mapping from device name.
+        rates: largest share of the model's parameters for each client: one number for all; a list, one number for each
+            of clients 1, 2, ..., repeating; or a mapping from device name to number.
         by_samples: whether to weight clients by their numbers of samples |D_n|; False = equally.
         cohort: number of clients in a round, drawn uniformly; None = all.
         concurrency: largest number of clients that work at the same time; None = no limit.

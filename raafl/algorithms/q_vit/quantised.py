@@ -220,11 +220,11 @@ class Quantised(Local):
             layer.set_steps("weight", layer.weight.detach())
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that initialises the step sizes of inputs and adds the loss on the numbers of bits."""
+        """Return the hook that initialises step sizes from the first batch, and adds the loss on the mean number of bits."""
         return _Quantising(task, self)
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return notes on the quantised layers and their cost."""
+        """Return messages for the user: how many layers are quantised, and what that costs."""
         layers = list(quantised(submodels.module))
         if not layers:
             return ["q_vit quantises nothing here: it is plain averaging"]
@@ -265,7 +265,7 @@ def mean_bits(layers: list[Any]) -> Tensor | None:
 
 
 class _Quantising(Hook):
-    """Hook that initialises unknown step sizes from the first batch, and adds the loss on the numbers of bits."""
+    """Hook that initialises unknown step sizes from the first batch, and adds the loss on the mean number of bits."""
 
     def __init__(self, task: Task, local: Quantised) -> None:
         super().__init__(task)

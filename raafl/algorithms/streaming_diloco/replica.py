@@ -71,7 +71,7 @@ class Replica(Local):
 
 @dataclass(frozen=True)
 class ReplicaWithMoments(Replica):
-    """Like `Replica`, but the moments of Adam or AdamW stay on the client, too."""
+    """Local training from the client's own copy of the model, which also keeps the moments of Adam or AdamW."""
 
     down: ClassVar[tuple[str, ...]] = (REPLICA, STEPS, *MOMENTS)
     up: ClassVar[tuple[str, ...]] = (REPLICA, STEPS, *MOMENTS)
@@ -118,7 +118,7 @@ class _Streaming(Hook):
                 tensor.lerp_(self.task.received[name].to(tensor.device), 1.0 - self._local.alpha)
 
     def update(self) -> None:
-        """Make one step; after the right number of steps, mix in the received fragment."""
+        """Make one step; after ``sync_delay`` steps, mix in the fragment that the server has sent."""
         self.task.update()
         self._made += 1
         if self._waits and self._made >= self._local.sync_delay:

@@ -80,7 +80,7 @@ class TimeReport:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Work that a client can do in one interval (Algorithm 3).
+    """Work that a client can do in one round (Algorithm 3).
 
     Attributes:
         num_units: number of units of local work, such as epochs (E_c).
@@ -131,8 +131,8 @@ class ShareOfTime(Local):
     """Local training whose time in a simulation is predicted as in the paper: proportional to the parameters trained (Eq. 1).
 
     FLOPs, memory traffic and transferred bytes of the whole model are multiplied by the share of its parameters that
-    trains; peak memory is not. With this prediction all clients finish in time. Real devices are
-    slower, since frozen layers still run forward and are received, so use this with a virtual clock only.
+    trains; peak memory is not. With this prediction all clients finish in time. Real devices are slower, since frozen
+    layers still run forward and are received, so use this with a virtual clock only.
     """
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
@@ -356,7 +356,7 @@ class Interval(Trigger):
         return waiting.opened_s + memory.T_k * (SLACK + (self.slack if memory.slack is None else memory.slack))
 
     def on_update(self, assignment: Assignment, num_active: int, state: GlobalState) -> Adjusted | None:
-        """Adjust the slack to recent delays, so that four fifths of the tasks are in time, once enough tasks were measured."""
+        """Adapt the slack, by which a merge may be delayed, to recent delays, so that four fifths of the tasks are in time."""
         memory = state.memory.of(TimelyMemory)
         if self.most_slack is None or len(memory.late) < self._num_tasks(state.num_clients):
             return None

@@ -22,7 +22,7 @@ import yaml
 
 from raafl.compare.grid_result import cell_table
 from raafl.compare.provenance import machine_name
-from raafl.compare.tables import Cells, cells, quoted, sentences, short, time_cell
+from raafl.compare.tables import Cells, cells, quoted, short, time_cell
 
 ROOT = Path(__file__).parent.parent
 _TABLE = re.compile(r"(<!-- table: (\S+?)(?:; ([^\n]*))? -->\n).*?(<!-- end of table -->)", re.S)
@@ -36,20 +36,19 @@ def markdown(table: Cells) -> str:
 
 
 def written(result: dict[str, Any]) -> str:
-    """Return a result as text for a page: the table, a sentence on its intervals, and its source."""
+    """Return a result as text for a page: its source, the table, and the rows that were not run."""
     seeds = max(len(row["seeds"]) for row in result["rows"])
-    shown = "\n".join(f"- {line}" for line in sentences(result["rows"], result["reference"], result["metric"]))
-    source = (
-        f"{_measured(_file_of(result['name']), result)}\n"
-        f"A value a ± b is the mean over {seeds} seeds, and half the width of its 95 % interval."
-        if seeds > 1
-        else f"{_measured(_file_of(result['name']), result)}\nEach value is of one seed."
-    )
+    source = _measured(_file_of(result["name"]), result) + "\n"
+    if seeds > 1:
+        source += f"Values are means over {seeds} seeds; behind ± is half the width of the 95 % confidence interval.\n"
+        source += 'A difference is "not shown" if its interval contains 0.'
+    else:
+        source += "Each value is of one seed."
     missing = ""
     if result.get("not_run"):
         missing = "These rows of the comparison have not been run; the command without `--rows` runs them:\n"
         missing += "; ".join(result["not_run"]) + "."
-    return "\n\n".join(filter(None, [source, markdown(cells(result)), shown, missing]))
+    return "\n\n".join(filter(None, [source, markdown(cells(result)), missing]))
 
 
 def _measured(file: str, result: dict[str, Any]) -> str:

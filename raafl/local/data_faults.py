@@ -39,7 +39,7 @@ def _fault_in(data: FederatedData, client: int | None) -> str | None:
 
 
 def first_not_finite(batches: Iterable[Sized]) -> int | None:
-    """Describe the first sample with NaN or infinity by its number, or by that of its batch if samples cannot be separated."""
+    """Name the first sample with NaN or infinity by its position; if a batch's samples cannot be separated, name the batch."""
     before = 0
     for batch, num_samples in batches:
         places = [_row(x, num_samples) for x in batch_tensors(batch) if x.is_floating_point() or x.is_complex()]

@@ -80,7 +80,7 @@ class AxisTable:
                 )
             if kept[-1] >= axis.size:
                 raise SpecError(
-                    f"spec keeps index {kept[-1]} of axis '{name}', which has {axis.size}: give indices below that"
+                    f"spec keeps index {kept[-1]} of axis '{name}', which has {axis.size} units: give indices below {axis.size}"
                 )
 
     def is_whole(self, name: str, kept: Kept) -> bool:

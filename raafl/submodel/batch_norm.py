@@ -132,7 +132,7 @@ class Pooling:
 
     @classmethod
     def of(cls, module: nn.Module, batch_norm: BatchNorm) -> Pooling | None:
-        """Return the object that pools a model's running variances; None if the model has no running statistics to merge.
+        """Return a `Pooling` for a model; None if the model has no running statistics to merge.
 
         Args:
             module: model with batch norms.

@@ -117,7 +117,9 @@ def _stack(module: nn.Module, path: str, name: str) -> Stack:
     except AttributeError:
         blocks = None
     if not isinstance(blocks, nn.ModuleList | nn.Sequential):
-        raise SpecError(f"submodel_blocks names '{path}' for '{name}': give the path of a ModuleList or Sequential")
+        raise SpecError(
+            f"submodel_blocks names '{path}' for '{name}', which is no list of blocks: give the path of a ModuleList or Sequential"
+        )
     return Stack(path, tuple(blocks._modules))
 
 
@@ -172,7 +174,7 @@ def check_names(
             raise SpecError(f"spec keeps blocks of '{name}', which this model does not have; {known}")
         if indices[-1] >= len(stacks[name]):
             raise SpecError(
-                f"spec keeps block {indices[-1]} of '{name}', which has {len(stacks[name])}: give lower indices"
+                f"spec keeps block {indices[-1]} of '{name}', which has {len(stacks[name])} blocks: give lower indices"
             )
     names = [*names, *aliases]
     for prefix in spec.trained or ():

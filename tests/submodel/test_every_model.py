@@ -269,7 +269,7 @@ def test_a_spec_that_the_model_does_not_have_is_one_clear_error(name):
     _, submodels, _ = built(name)
     for axis in submodels.axes.values():
         message = errors_of(submodels, lambda axis=axis: Spec.select({axis.name: [0, axis.size]}))
-        assert f"index {axis.size} of axis '{axis.name}', which has {axis.size}: give indices below" in message
+        assert f"index {axis.size} of axis '{axis.name}', which has {axis.size} units: give indices below" in message
         with pytest.raises(SpecError, match=r"keeps nothing of axis '.*': keep at least one index") as caught:
             Spec.select({axis.name: []})
         assert f"'{axis.name}'" in str(caught.value)
@@ -287,4 +287,4 @@ def test_a_spec_that_the_model_does_not_have_is_one_clear_error(name):
     assert "the exit 'exit9', which this model does not have" in message
     for stack, found in submodels.stacks.items():
         message = errors_of(submodels, lambda stack=stack, found=found: Spec.select(blocks={stack: [len(found)]}))
-        assert f"block {len(found)} of '{stack}', which has {len(found)}: give lower indices" in message
+        assert f"block {len(found)} of '{stack}', which has {len(found)} blocks: give lower indices" in message

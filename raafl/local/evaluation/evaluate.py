@@ -98,7 +98,7 @@ class Evaluator:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes may evaluate some of the batches; not if the module has hooks around the whole evaluation."""
+        """Whether other processes may evaluate some of the batches: only if no hook of the module surrounds the evaluation."""
         ends = ("start", "epoch_start", "epoch_end", "end")
         return not any(overrides(self.module, f"on_validation_{end}") for end in ends)
 
@@ -133,7 +133,7 @@ class Evaluator:
         return metrics
 
     def partials(self, start: int, stop: int) -> dict[str, Any]:
-        """Evaluate some batches for another process; return partial sums, as plain data, that it passes to `add`.
+        """Evaluate some batches for another process; return partial sums, as plain data, for that process's `add`.
 
         Raises:
             NotMergeable: the result of a batch may depend on the batches before it.
@@ -145,11 +145,12 @@ class Evaluator:
             step(self.module, recorder, self._numbered(start, stop), self.device)
             if not same_generators(drawn, generators()):
                 raise NotMergeable(
-                    "validation_step draws random numbers: do without, so that several processes can share the evaluation"
+                    "validation_step draws random numbers: compute metrics without them, so that several processes can "
+                    "share the evaluation"
                 )
             if changed := self._state.changed(metrics=False):
                 raise NotMergeable(
-                    f"validation_step changes the attribute {changed[0]}: do without, so that several processes can share "
+                    f"validation_step changes the attribute {changed[0]}: leave it unchanged, so that several processes can share "
                     "the evaluation"
                 )
             return recorder.partials()

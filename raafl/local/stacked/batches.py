@@ -80,7 +80,7 @@ def batches(
 
     Args:
         clients: data of each client.
-        rows: numbers of each client's samples, in the order of training.
+        rows: indices of each client's samples, batch by batch in the order of training.
         counts: number of batches of each client, descending.
         batch_size: local batch size; None = that of the data.
     """

@@ -38,8 +38,8 @@ class Ledger(TorchDispatchMode):
         flops: number of FLOPs in matrix products, convolutions, attention and recurrent layers.
         arithmetic: number of FLOPs in all other operations.
         padding_flops: number of additional FLOPs that convolutions spend on padded channels.
-        moved_bytes: effective bytes of operands and results (see `traffic`), for operations that are not views; of an
-            embedding, only the rows read.
+        moved_bytes: bytes of operands and results, weighted by time (see `traffic`), for operations that are not views;
+            of an embedding, only the rows read.
         kernels: number of operations of each kind, without views.
         live_bytes: bytes of all tensor storage that was created in this context and is still alive.
         peak_bytes: largest number of bytes alive at once, including workspaces (`workspace_bytes`).
@@ -138,7 +138,7 @@ class OperationCost(NamedTuple):
         flops: FLOPs of products; see `product_flops`.
         padding_flops: FLOPs of a convolution on padded channels.
         num_bytes: number of bytes of operands and results.
-        moved_bytes: effective bytes that are moved; see `traffic`.
+        moved_bytes: bytes of operands and results, weighted by time; see `traffic`.
         arithmetic: FLOPs of an operation that is not a product; see `arithmetic_flops`.
     """
 

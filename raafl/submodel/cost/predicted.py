@@ -55,9 +55,7 @@ class Cost:
         num_exchanges: number of round trips to the server during a task, such as one per batch in split learning.
         kernels_per_sample: number of operations of a step, without views, per sample. The optimiser counts one
             operation of each kind, since on a GPU it updates all parameters at once.
-        guessed: parts of this cost that are estimates, with the reason, because the step could not be traced; "" =
-            none.
-            traced to its end.
+        guessed: description of what is only estimated, and why the step could not be traced; "" = nothing.
     """
 
     params: int
@@ -84,11 +82,11 @@ class Step:
 
     Attributes:
         flops: FLOPs of forward and backward pass; None = they could not be run.
-        moved_bytes: effective bytes that all operations move.
+        moved_bytes: bytes that all operations move, weighted by time (see `raafl.submodel.cost.kernels.traffic`).
         peak_bytes: largest memory that is alive at once, from the second step on.
         padding_flops: FLOPs of forward and backward pass on padded channels.
         num_kernels: number of operations in forward and backward pass, plus the kinds of operations in the update.
-        guessed: description of what is only estimated, and why; empty = nothing.
+        guessed: description of what is only estimated, and why; "" = nothing.
     """
 
     flops: float | None

@@ -203,7 +203,7 @@ class StandIn(nn.Module):
         self.__dict__["stands_for"] = [module]  # in a list, or it would be a submodule here as well
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Call this module with the replaced module's arguments."""
+        """Call the other module with the arguments that the replaced one would get."""
         return self.stands_for[0](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

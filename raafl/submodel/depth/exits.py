@@ -40,7 +40,7 @@ def add_exits(model: nn.Module, depths: Sequence[int]) -> nn.Module:
             "or give " + ", ".join(sorted(name.rpartition(".")[2] for name in TAILS))
         )
     if hasattr(model, "submodel_exits") or hasattr(model, "exits"):
-        raise BadInput(f"exits: {type(model).__name__} has exits already: add all of them at once")
+        raise BadInput(f"exits: {type(model).__name__} has exits already: call add_exits once, with all depths")
     sizes = {s: sum(p.numel() for p in model.get_submodule(s.path).parameters()) for s in find_stacks(model).values()}
     stack = max(sizes, key=sizes.__getitem__, default=Stack("", ()))  # beside it there may be lists of adapters
     exits, declared, after = nn.ModuleDict(), {}, {}
@@ -81,7 +81,7 @@ def give_exits(module: nn.Module, depths: Sequence[int]) -> None:
     if len(found) > 1:
         several = " and ".join(f"'{path}'" for path, _ in found[:3])
         raise BadInput(
-            f"submodels.exits is {list(depths)}, but {name} contains {several}: call `add_exits` on one of them"
+            f"submodels.exits is {list(depths)}, but {name} contains several models, {several}: call `add_exits` on one of them"
         )
     if not found:
         raise BadInput(

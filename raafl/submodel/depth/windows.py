@@ -44,7 +44,8 @@ def depth_window(
     name = next(iter(submodels.stacks)) if stack is None else stack
     if not 0 <= start < stop <= len(blocks):
         raise SpecError(
-            f"window is blocks {start} to {stop} of '{name}', which has {len(blocks)}: give 0 <= start < stop"
+            f"window is blocks {start} to {stop} of '{name}', which has {len(blocks)} blocks: give 0 <= start < stop "
+            f"<= {len(blocks)}"
         )
     chosen = (exit,) if isinstance(exit, str) else tuple(exit)
     for one in chosen:

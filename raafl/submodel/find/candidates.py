@@ -228,7 +228,7 @@ class Candidates:
         return axes
 
     def whole(self) -> dict[tuple[str, int], Reason]:
-        """Return, for each dimension of a parameter without an axis, the reason for which it cannot shrink."""
+        """Return the reason for which a dimension cannot shrink, for each parameter dimension that belongs to no axis."""
         found: dict[tuple[str, int], Reason] = {}
         for name, dims in self.seen.dims.items():
             for place, dim in enumerate(dims if name in self.seen.parameters else ()):

@@ -199,7 +199,7 @@ class Labels:
 
         Args:
             dims: labels before the reshape.
-            sizes: sizes of the dimensions after it.
+            sizes: sizes of the dimensions after the reshape.
 
         Raises:
             ShapeConflict: a group would have to be split where it cannot be split.

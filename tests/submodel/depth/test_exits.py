@@ -99,7 +99,7 @@ class Holding(torch.nn.ModuleList):
         (
             lambda: Holding(ViT("micro"), ViT("micro")),
             [1],
-            r"contains '0.model' and '1.model': call `add_exits`",
+            r"contains several models, '0.model' and '1.model': call `add_exits`",
         ),
         (
             lambda: Holding(add_exits(ViT("micro").model, [1])),

@@ -42,7 +42,7 @@ def atomic_file(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
 
 
 def drop_unfinished() -> None:
-    """Delete the temporary files that `atomic_file` is writing, just before the process exits; callable from any thread."""
+    """Delete the temporary files that `atomic_file` is writing; to be called, from any thread, when the process must exit."""
     for temporary in list(_unfinished):
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

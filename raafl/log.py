@@ -42,7 +42,7 @@ class Console(logging.Handler):
             sys.stderr.flush()
 
 
-class JsonConsole(logging.Handler):
+class _JsonConsole(logging.Handler):
     """Logging handler that prints each record on standard error as one line of JSON in ASCII.
 
     Fields: time (ISO 8601, UTC), level, logger, message; also rank under torchrun, client if a client logged the
@@ -67,16 +67,19 @@ class JsonConsole(logging.Handler):
 
 @contextmanager
 def console(kind: LogFormat = "text") -> Iterator[None]:
-    """Install a `Console` or `JsonConsole` handler on the logger "raafl" for the block, unless that logger already has a handler.
+    """Within the block, print the records of the logger "raafl" on standard error, unless that logger has a handler.
 
     Records of level INFO and above are printed, unless the logger has its own level. Handlers of the root logger get
     the records, too.
+
+    Args:
+        kind: form of the output: text, or one line of JSON for each record.
     """
     logger = logging.getLogger("raafl")
     if logger.handlers:
         yield
         return
-    handler, level = Console() if kind == "text" else JsonConsole(), logger.level
+    handler, level = Console() if kind == "text" else _JsonConsole(), logger.level
     logger.addHandler(handler)
     logger.setLevel(level or logging.INFO)
     try:

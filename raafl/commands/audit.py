@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 def parser() -> ArgumentParser:
-    """Return a parser for the command's options."""
+    """Return a parser for the options of `raafl audit`."""
     found = ArgumentParser(
         prog="raafl audit",
         exit_on_error=False,
-        description="Check the books of a run, and re-execute what they record.",
+        description="Check that the records of a run were not changed, and repeat the run from them.",
     )
     found.add_argument("run", metavar="RUN", help="the run's folder, or its URL in an object store")
     found.add_argument(
         "--key", action="append", default=[], metavar="KEY",
         help="the public key that must have signed: base64, or a PEM file; may be given again",
     )  # fmt: skip
-    found.add_argument("--books_only", action="store_true", help="re-execute nothing")
+    found.add_argument("--books_only", action="store_true", help="check the records only; repeat nothing")
     found.add_argument(
         "--site", type=Path, action="append", default=[], metavar="DIR",
         help="a folder of receipts of raafl join: compare them, and train a share of its tasks again; may be given again",
@@ -52,7 +52,9 @@ def parser() -> ArgumentParser:
 
 
 def audit(argv: Sequence[str]) -> tuple[str, bool]:
-    """Audit a run; return the text to print, and whether no error was found.
+    """Check that a run's records were not changed, and replay it; return the text to print, and whether all was correct.
+
+    With `--site`, instead of the replay, a share of the site's training tasks is repeated.
 
     Raises:
         BadInput: an option is wrong, or the folder does not contain a run.

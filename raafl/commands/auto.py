@@ -34,10 +34,10 @@ def parse_run(command: str, argv: Sequence[str], *, config_yaml: str | None = No
     if not is_open(parsed.experiment.algorithm):
         return parsed
     parsed.experiment.check(needs_end=False)
-    return with_choice(command, argv, choose(parsed.experiment), config_yaml)
+    return _with_choice(command, argv, choose(parsed.experiment), config_yaml)
 
 
-def with_choice(command: str, argv: Sequence[str], choice: Choice, config_yaml: str | None = None) -> Parsed:
+def _with_choice(command: str, argv: Sequence[str], choice: Choice, config_yaml: str | None = None) -> Parsed:
     """Parse a command line, with the chosen method in place of `auto`.
 
     Args:

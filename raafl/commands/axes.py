@@ -29,14 +29,14 @@ _ALONE = ("--algorithm", "fed_raa", "--clients", "1")
 
 
 def parser() -> ArgumentParser:
-    """Return a parser for the command's own options, without the fields of the config."""
+    """Return a parser for the options of `raafl axes` that are not fields of the config."""
     found = ArgumentParser(prog="raafl axes", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--rate", type=float, nargs="+")
     return found
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
-    """Find the axes (dimensions that shrink together) of the model in a config; return the text to print.
+    """List the axes of a config's model (dimensions that submodels may cut, such as hidden neurons), as text to print.
 
     Args:
         argv: arguments of the command.

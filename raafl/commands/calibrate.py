@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> ArgumentParser:
-    """Return a parser for the command's options."""
+    """Return a parser for the options of `raafl calibrate`."""
     found = ArgumentParser(
         prog="raafl calibrate", exit_on_error=False,
         description="Fit a device profile to the first tasks of each client of a real run, say its error on the others, and "
@@ -80,7 +80,9 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     try:
         write_rows(output, device_rows(profiles), comment)
     except OSError as error:
-        raise BadInput(f"output is '{output}', which cannot be written: {error.strerror}") from error
+        raise BadInput(
+            f"output is '{output}', which cannot be written ({error.strerror}): name another file"
+        ) from error
     checks = [check(run if folder == own.run else real(folder), fits) for folder in own.check]
     warnings = list(_warnings(run, fits))
     if own.json:

@@ -80,7 +80,7 @@ def _tell(line: str) -> None:
 
 
 def parser() -> ArgumentParser:
-    """Return a parser for the command's options."""
+    """Return a parser for the options of `raafl compare`."""
     found = ArgumentParser(
         prog="raafl compare", exit_on_error=False,
         description="Run rows of settings over several seeds on the virtual clock, and say what they show. Runs that have "

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class LocalOptions:
+class _LocalOptions:
     """Parsed options of `raafl fit --local`."""
 
     clients: int
@@ -55,7 +55,7 @@ class LocalOptions:
 
 
 def fit_local(argv: Sequence[str]) -> int:
-    """Run `raafl fit --local N`; return its exit code.
+    """Train with a server and N clients, which are processes of this machine (`raafl fit --local N`); return the exit code.
 
     Raises:
         BadInput: `--local`, `--max_restarts` or `--clients` is wrong, or torchrun started this process.
@@ -167,7 +167,7 @@ def child_environment(environment: Mapping[str, str], token: str) -> dict[str, s
     return {"OMP_NUM_THREADS": "1", **kept, TOKEN: token}
 
 
-def read(argv: Sequence[str]) -> LocalOptions:
+def read(argv: Sequence[str]) -> _LocalOptions:
     """Parse the options of `raafl fit --local`.
 
     Raises:
@@ -193,7 +193,7 @@ def read(argv: Sequence[str]) -> LocalOptions:
     if (most := _count(argv, "--max_restarts", least=0)) is not None:
         policy = replace(policy, max_restarts=most)
     options = without(argv, "--local", "--max_restarts", "--clients")
-    return LocalOptions(num_clients, policy, (*options, "--clients", str(num_clients)))
+    return _LocalOptions(num_clients, policy, (*options, "--clients", str(num_clients)))
 
 
 def _count(argv: Sequence[str], option: str, *, least: int) -> int | None:

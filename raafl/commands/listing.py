@@ -22,7 +22,7 @@ _TABLE_FROM = 120
 
 
 def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
-    """Return the text that `raafl algorithms` prints.
+    """Return a list of all algorithms, or a description of those that are named, as text to print.
 
     Args:
         argv: arguments of the command.
@@ -53,7 +53,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
         return json.dumps(rows, indent=2)
     if names:
         return "\n\n".join(whole(ALGORITHMS[row["name"]], row, width) for row in rows)
-    listed = table(rows, width) if width >= _TABLE_FROM else paragraphs(rows, width)
+    listed = table(rows, width) if width >= _TABLE_FROM else _paragraphs(rows, width)
     about = f"{NAME}  raafl chooses one of them before the run: see `raafl algorithms {NAME}`"
     return "\n".join([listed, "", *textwrap.wrap(about, width)])
 
@@ -75,16 +75,16 @@ def table(rows: list[dict[str, str]], width: int) -> str:
 
 
 def whole(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
-    """Describe one algorithm in words: its five parts, and the arguments of its factory.
+    """Describe one algorithm in words: the parts of which it is made, such as its merge rule, and its arguments.
 
     Args:
-        factory: factory of the algorithm.
+        factory: function that returns the algorithm.
         row: entry of the algorithm in the list of algorithms.
         width: number of columns at which lines wrap.
     """
     texts = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |^\S|\Z)", inspect.getdoc(factory) or "", re.M | re.S)
     parameters = inspect.signature(factory).parameters
-    lines = [paragraphs([row], width), "", "  arguments (--algorithm.ARGUMENT VALUE, or init_args in a config):"]
+    lines = [_paragraphs([row], width), "", "  arguments (--algorithm.ARGUMENT VALUE, or init_args in a config):"]
     indent = max([12, *(len(name) for name, _ in texts)]) + 1
     for name, text in texts:
         default = parameters[name].default
@@ -100,7 +100,7 @@ def whole(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
     return "\n".join(lines)
 
 
-def paragraphs(rows: list[dict[str, str]], width: int) -> str:
+def _paragraphs(rows: list[dict[str, str]], width: int) -> str:
     """Format the list of algorithms as paragraphs, for narrow terminals."""
     lines = []
     for row in rows:

@@ -89,7 +89,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
 
 
 def parser() -> ArgumentParser:
-    """Return a parser for the command's own options, without the fields of the config."""
+    """Return a parser for the options of `raafl plan` that are not fields of the config."""
     found = ArgumentParser(prog="raafl plan", exit_on_error=False, add_help=False, allow_abbrev=False)
     found.add_argument("--algorithms")
     found.add_argument("--updates", type=int)
@@ -146,7 +146,7 @@ def _measure(own: Namespace, rest: Sequence[str]) -> Profile:
     try:
         write_rows(file, [given], f"Measured by `raafl plan --measure` on {where}; {link}.")
     except OSError as error:
-        raise BadInput(f"measure is '{file}', which cannot be written: {error.strerror}") from error
+        raise BadInput(f"measure is '{file}', which cannot be written ({error.strerror}): name another file") from error
     return profile
 
 

@@ -25,7 +25,7 @@ from raafl.submodel import FlatTensors
 
 
 def parser() -> ArgumentParser:
-    """Return a parser for the command's options."""
+    """Return a parser for the options of `raafl replay`."""
     found = ArgumentParser(prog="raafl replay", exit_on_error=False, description="Re-execute a recorded run.")
     found.add_argument("run", metavar="RUN", help="the run's folder, or its URL in an object store")
     found.add_argument("--until", type=int, metavar="EVENT", help="stop after so many events and write a checkpoint")

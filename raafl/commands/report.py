@@ -35,7 +35,7 @@ _MAX_CONFIG = 100_000
 
 
 def parser() -> ArgumentParser:
-    """Return a parser for the command's options."""
+    """Return a parser for the options of `raafl report`."""
     found = ArgumentParser(
         prog="raafl report", exit_on_error=False, description="Write one HTML page about one run or several."
     )
@@ -89,7 +89,8 @@ def _written(name: str, path: Path, data: bytes, num_runs: int) -> str:
         with atomic_file(path) as file:
             file.write(data)
     except OSError as error:
-        raise BadInput(f"{name} is '{path}', which cannot be written: {error.strerror or error}") from None
+        why = error.strerror or error
+        raise BadInput(f"{name} is '{path}', which cannot be written ({why}): name another file") from None
     return f"{path}: {num_runs} run{'s' * (num_runs != 1)}, {size(len(data))}"
 
 

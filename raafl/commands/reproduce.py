@@ -30,7 +30,7 @@ def reproduce(argv: Sequence[str]) -> str:
 
 
 def parser() -> ArgumentParser:
-    """Return a parser for the command's options."""
+    """Return a parser for the options of `raafl reproduce`."""
     found = ArgumentParser(
         prog="raafl reproduce", exit_on_error=False,
         description="Run a table or figure of a paper as a comparison: rows, seeds and searches are those of its file in "

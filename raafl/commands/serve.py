@@ -93,7 +93,8 @@ def serve(
         experiment: settings of the run.
         config_yaml: config of the run as text, which is sent to clients without a config.
         address: address to listen on; see `listener`.
-        credentials: certificate of the server and authority for those of its clients; or a token.
+        credentials: files of the server's TLS certificate and of the authority that signed the clients' certificates; or
+            a token that all share.
         sites: list of sites and the client ids that each may use; None = any client id.
         min_clients: number of clients that must have joined before the run starts or restarts; None = as many as a
             resumed run had needed, or all.

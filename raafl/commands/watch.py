@@ -56,7 +56,7 @@ def watch(argv: Sequence[str], file: TextIO | None = None, sleep: Callable[[floa
 
 
 def parser() -> ArgumentParser:
-    """Return a parser for the command's options."""
+    """Return a parser for the options of `raafl watch`."""
     found = ArgumentParser(
         prog="raafl watch", exit_on_error=False,
         description="Show a run that goes on, or has ended, from its folder. Nothing is written there.",

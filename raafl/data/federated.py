@@ -151,7 +151,7 @@ class ClientData:
         return rows if num_steps is None else islice(rows, num_steps)
 
     def fetch(self, rows: torch.Tensor) -> Any:
-        """Return one batch with the samples whose indices, from `rows`, are given."""
+        """Return the samples with the given indices, which the method `rows` yields, as one batch."""
         return self._fetch(rows)
 
     def in_order(self, batch_size: int | None = None) -> Iterator[Sized]:

@@ -33,7 +33,7 @@ _PARTS = ("ids", "starts", "labels", "label_starts", "group")
 
 
 @dataclass(frozen=True)
-class Encoded:
+class _Encoded:
     """Tokens of all examples, one after the other in one array, which may be a memory-mapped file.
 
     Attributes:
@@ -60,7 +60,7 @@ class Encoded:
         return self.ids[a:b].to(torch.int64), self.labels[c:d].to(torch.int64)
 
 
-class TokenRows(Dataset[dict[str, Tensor]]):
+class _TokenRows(Dataset[dict[str, Tensor]]):
     """Data set whose samples are rows of tokens with labels; a row has one example, or several that are packed.
 
     Args:
@@ -73,7 +73,7 @@ class TokenRows(Dataset[dict[str, Tensor]]):
         labels: `(n,)`, class of each row; only for classification.
     """
 
-    def __init__(self, encoded: Encoded, rows: Sequence[Ints], *, packed: bool, classified: bool) -> None:
+    def __init__(self, encoded: _Encoded, rows: Sequence[Ints], *, packed: bool, classified: bool) -> None:
         """Store the row layout; tokens are copied when a row is read."""
         self._encoded, self._rows, self._packed, self._classified = encoded, rows, packed, classified
         firsts = torch.tensor([int(row[0]) for row in rows])
@@ -95,7 +95,7 @@ class TokenRows(Dataset[dict[str, Tensor]]):
 
 
 @dataclass(frozen=True)
-class Padding:
+class _Padding:
     """Collate function that pads rows of tokens at their end to a common length.
 
     Attributes:
@@ -223,8 +223,8 @@ class FineTuning(TrainTestData):
         classified = self.task == "classification"
         self._num_labels = int(max(one.label_starts.diff().max() for one in (whole, test)))
         self._set(
-            TokenRows(whole, self._rows(whole, train_rows), packed=self.packing, classified=classified),
-            TokenRows(test, list(test_rows[:, None]), packed=False, classified=classified),
+            _TokenRows(whole, self._rows(whole, train_rows), packed=self.packing, classified=classified),
+            _TokenRows(test, list(test_rows[:, None]), packed=False, classified=classified),
         )
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -235,13 +235,13 @@ class FineTuning(TrainTestData):
         """Return batches of the test set, in order."""
         return DataLoader(self.test, self.batch_size, collate_fn=self._collate())
 
-    def _collate(self) -> Padding:
+    def _collate(self) -> _Padding:
         tokenizer = self.tokenizer
         token = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
         length = self.max_length if self.padding == "max_length" else None
-        return Padding(token, length, self._num_labels if self.task == "seq2seq" else None, self.task != "causal")
+        return _Padding(token, length, self._num_labels if self.task == "seq2seq" else None, self.task != "causal")
 
-    def _rows(self, encoded: Encoded, examples: Ints) -> list[Ints]:
+    def _rows(self, encoded: _Encoded, examples: Ints) -> list[Ints]:
         """Assign examples to rows, packed or one each."""
         lengths = np.diff(encoded.starts.numpy())[examples].astype(np.int64)
         if self.packing:
@@ -259,7 +259,7 @@ class FineTuning(TrainTestData):
 
         return {"train": Rows.from_list(synthetic.examples(path))}
 
-    def _encoded(self, splits: object, path: str, split: str) -> Encoded:
+    def _encoded(self, splits: object, path: str, split: str) -> _Encoded:
         rows = rows_of(splits, path, split)
         form = self._form(path, rows.column_names)
         cells = [self.columns.get(name, name) for name in form]
@@ -274,7 +274,7 @@ class FineTuning(TrainTestData):
         found = readers.cached(
             facts, readers.data_root(None), f"fine-tuning-{split}", lambda: self._read(rows, form, cells, group), _PARTS
         )
-        return Encoded(*found)
+        return _Encoded(*found)
 
     def _form(self, path: str, names: Sequence[str]) -> tuple[str, ...]:
         """Return which of the forms in `FORMS` the data's columns match."""

@@ -190,8 +190,8 @@ class InOrder:
         fetch: function that makes a batch from the indices of its samples.
         num_samples: number of samples in the data set.
         batch_size: number of samples in a batch, from the data set's loader; None = the loader has none.
-        tensors: all samples, stacked in one tensor for each element of a sample, of which batches are slices; None =
-            batches are made by ``fetch``.
+        tensors: tensors with all samples, such as one of inputs and one of labels, which are sliced into batches;
+            None = batches are made by ``fetch``.
     """
 
     fetch: Fetch

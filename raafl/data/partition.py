@@ -35,9 +35,8 @@ class Partition(ABC):
     Args:
         test_share: share of a client's samples on which it only evaluates its own submodel, at least 0 and below 1; 0 =
             none (0.2 in the Co-S2P paper, section VI-A).
-        validation_share: share of the training set that no client gets, at least 0 and below 1. The global model is
-            then evaluated on it instead of the test set, so that hyperparameters are not tuned on the test set; 0 =
-            none.
+        validation_share: share of the training set that no client gets, at least 0 and below 1; 0 = none. The global
+            model is evaluated on it instead of the test set, so that nobody tunes hyperparameters on the test set.
     """
 
     # Subclasses have no slots: dataclass would make each class twice, and a config could not name it without its path.
@@ -231,7 +230,7 @@ class ClassesPerClient(Partition):
         """The clients of each class."""
         if self.num_classes > num_values:
             raise BadInput(
-                f"ClassesPerClient: num_classes is {self.num_classes}, but the data has {num_values} classes: give at most that"
+                f"ClassesPerClient: num_classes is {self.num_classes}: give {num_values}, all classes, or fewer"
             )
         if num_clients * self.num_classes < num_values:
             raise BadInput(
@@ -285,7 +284,7 @@ class ByColumn(Partition):
     """Partition by real-world owners: samples with the same value in a column (a writer, a speaker, a hospital) stay together.
 
     With as many values as clients, client i gets the i-th value in sorted order. With more values, each client gets
-    several, drawn at random; their numbers differ by at most one.
+    several, drawn at random, so that no client has more than one value more than another.
 
     Args:
         column: name of the column with the owners.
@@ -300,11 +299,13 @@ class ByColumn(Partition):
     ) -> list[Ints]:
         """Give all samples that share a value of the column to one client; see `Partition.assign`."""
         if self.column not in columns:
-            known = ", ".join(sorted(columns)) or "none"
-            raise BadInput(f"ByColumn: the training data has no column {self.column!r} (columns: {known})")
+            known = f"columns {', '.join(sorted(columns))}: name one" if columns else "no columns: use Iid"
+            raise BadInput(f"ByColumn: column is {self.column!r}, but the training data has {known}")
         values, group = np.unique(np.asarray(columns[self.column]), return_inverse=True)
         if len(group) != len(labels):
-            raise BadInput(f"ByColumn: column {self.column!r} has {len(group)} entries for {len(labels)} samples")
+            raise BadInput(
+                f"ByColumn: {self.column!r} has {len(group)} entries for {len(labels)} samples: give as many"
+            )
         if len(values) < num_clients:
             raise BadInput(
                 f"ByColumn: column {self.column!r} has {len(values)} different values for {num_clients} clients: "

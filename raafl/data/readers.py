@@ -111,7 +111,10 @@ class Cifar:
     files: Mapping[str, str]
 
     def places(self, root: Path) -> list[Path]:
-        """Return the folders below ``root`` in which `find` looks for the data set: the hub's first, then torchvision's."""
+        """Return the folders below ``root`` in which `find` looks for the data set.
+
+        The first is for files from the Hugging Face hub, the others are those of torchvision.
+        """
         return [root / self.folder, root / "torchvision" / self.batches, root / self.batches]
 
     def find(self, root: Path) -> Path | None:

@@ -120,7 +120,7 @@ def fetcher(dataset: object, collate: Collate) -> tuple[Fetch, bool]:
 
 
 def select_from(tensors: Sequence[torch.Tensor]) -> Fetch:
-    """Return a function that gets row indices, and returns a list with these rows of each tensor."""
+    """Return a function from row indices to a list with these rows of each tensor."""
     return lambda rows: [tensor.index_select(0, rows) for tensor in tensors]
 
 

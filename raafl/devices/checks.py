@@ -29,7 +29,7 @@ def number(field: str, value: Any) -> float:
         raise ValueError(f"{field} is {value!r}; it must be a number") from None
 
 
-def is_number(value: object) -> bool:
+def _is_number(value: object) -> bool:
     """Check whether a value is a number that a float can hold; booleans and NaN are not."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
@@ -39,11 +39,11 @@ def is_number(value: object) -> bool:
         return False
 
 
-def are_pairs(pairs: object) -> bool:
+def _are_pairs(pairs: object) -> bool:
     """Check whether a value is a sequence of pairs of numbers."""
     if not isinstance(pairs, Sequence) or isinstance(pairs, str):
         return False
-    return all(isinstance(w, Sequence) and len(w) == 2 and all(map(is_number, w)) for w in pairs)
+    return all(isinstance(w, Sequence) and len(w) == 2 and all(map(_is_number, w)) for w in pairs)
 
 
 def rate_problems(profile: Any) -> Iterator[str]:
@@ -61,7 +61,7 @@ def rate_problems(profile: Any) -> Iterator[str]:
         )
     for field in ("latency_s", "launch_s"):
         value = getattr(profile, field)
-        if not is_number(value) or not 0 <= value <= MOST_S:
+        if not _is_number(value) or not 0 <= value <= MOST_S:
             yield f"{field} is {_shown(value)}; it must be a finite number of seconds, 0 or more, at most {MOST_S:g}"
 
 
@@ -70,7 +70,7 @@ _BETWEEN = f", {LEAST_RATE:g} to {MOST_RATE:g}"
 
 def _is_rate(value: object) -> bool:
     """Check whether ``value`` is a rate or a size that can be divided by; infinite = no limit."""
-    return is_number(value) and (value == _INF or LEAST_RATE <= value <= MOST_RATE)  # type: ignore[operator]
+    return _is_number(value) and (value == _INF or LEAST_RATE <= value <= MOST_RATE)  # type: ignore[operator]
 
 
 def _shown(value: object) -> str:
@@ -81,14 +81,14 @@ def _shown(value: object) -> str:
 def window_problems(profile: Any) -> Iterator[str]:
     """Yield a message for each error in the hours in which a device is available."""
     windows, period = profile.availability, profile.period_s
-    if period is not None and (not is_number(period) or not LEAST_PERIOD_S <= period <= MOST_S):
+    if period is not None and (not _is_number(period) or not LEAST_PERIOD_S <= period <= MOST_S):
         yield f"period_s is {_shown(period)}; it must be a finite number of seconds, {LEAST_PERIOD_S:g} to {MOST_S:g}"
         return
     if windows is None:
         if period is not None:
             yield f"period_s is {period!r} but availability is not given; give the windows that repeat"
         return
-    if not are_pairs(windows) or not windows:
+    if not _are_pairs(windows) or not windows:
         yield f"availability is {_shown(windows)}; write [start, stop] pairs of seconds, or leave it out for always"
         return
     last = 0.0
@@ -112,18 +112,18 @@ def change_problems(profile: Any) -> Iterator[str]:
     repeat_s = profile.repeat_s
     if repeat_s is None or problems:
         return
-    if not is_number(repeat_s) or not LEAST_PERIOD_S <= repeat_s <= MOST_S:
+    if not _is_number(repeat_s) or not LEAST_PERIOD_S <= repeat_s <= MOST_S:
         yield f"repeat_s is {_shown(repeat_s)}; it must be a finite number of seconds, {LEAST_PERIOD_S:g} to {MOST_S:g}"
     elif not given and getattr(profile, "recorded", None) is None:
         yield f"repeat_s is {repeat_s!r} but nothing repeats; give speed_changes, link_changes or recorded"
     for name in given:
         last = getattr(profile, name)[-1][0]
-        if is_number(repeat_s) and last >= repeat_s:
+        if _is_number(repeat_s) and last >= repeat_s:
             yield f"{name} has a change at {last:g} s but repeat_s is {repeat_s:g}; changes must lie before it"
 
 
 def _pairs_problem(name: str, changes: Any) -> str | None:
-    if not are_pairs(changes) or not changes:
+    if not _are_pairs(changes) or not changes:
         return f"{name} is {_shown(changes)}; write [seconds, factor] pairs, or leave it out for a steady rate"
     last = -1.0
     for at_s, factor in changes:
@@ -140,7 +140,7 @@ def spread_problems(profile: Any) -> Iterator[str]:
     """Yield a message for each error in a profile's random variation (jitter and drift)."""
     for field in ("speed_jitter", "link_jitter", "speed_drift", "link_drift"):
         value = getattr(profile, field)
-        if not is_number(value) or not 0 <= value <= MOST_SPREAD:
+        if not _is_number(value) or not 0 <= value <= MOST_SPREAD:
             yield (
                 f"{field} is {_shown(value)}; it must be the standard deviation of a factor's logarithm, 0 to {MOST_SPREAD:g} "
                 "(0.1 is about 10 %)"
@@ -148,7 +148,7 @@ def spread_problems(profile: Any) -> Iterator[str]:
     drift_s, drifts = profile.drift_s, bool(profile.speed_drift or profile.link_drift)
     if drift_s is None and drifts:
         yield "drift_s is not given; speed_drift and link_drift need it: the seconds in which they wander, such as 600"
-    elif drift_s is not None and (not is_number(drift_s) or not LEAST_PERIOD_S <= drift_s <= MOST_S):
+    elif drift_s is not None and (not _is_number(drift_s) or not LEAST_PERIOD_S <= drift_s <= MOST_S):
         yield f"drift_s is {_shown(drift_s)}; it must be a finite number of seconds, {LEAST_PERIOD_S:g} to {MOST_S:g}"
     elif drift_s is not None and not drifts:
         yield f"drift_s is {drift_s!r} but nothing drifts; give speed_drift or link_drift, or leave it out"

@@ -169,8 +169,8 @@ class Device(Profile):
     """One entry of `devices:` in a config or a device file: a device profile, and the number of clients that have it.
 
     A field that is left out has the value of raafl's own profile of that name (`raafl plan --profiles` lists them), or
-    else the default of `Profile`. If the name is that of a generator, such as flash-phones, each client gets a
-    different random device.
+    else the default of `Profile`. If the name means random devices, such as flash-phones, each client gets a different
+    one.
 
     Args:
         count: number of clients with this device.
@@ -227,7 +227,7 @@ class Device(Profile):
 
     @property
     def profile(self) -> Profile:
-        """Profile of this device; for a generator, the profile of the first client."""
+        """Profile of this device; the profile of the first client if each client gets a different random device."""
         return self._drawn(0)
 
     def profiles(self) -> list[Profile]:

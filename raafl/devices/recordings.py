@@ -30,8 +30,8 @@ class Recording:
 
     Attributes:
         last_s: time of the last row, in seconds.
-        series: pairs of `[seconds, factor]`, by field of `Profile`.
-        states: pairs of `[seconds, whether the device is available]`.
+        series: changes of computing and link speed, as pairs `[seconds, factor]`, by name of the field of `Profile`.
+        states: changes of availability, as pairs `[seconds, whether the device is available]`.
     """
 
     last_s: float = -1.0

@@ -65,7 +65,7 @@ class Loggers(RunHooks):
         for worker in self._workers:
             worker.start()
             worker.put(prepare)
-            worker.put(lambda logger: logger.log_hyperparams(hyper_parameters(config_yaml)))
+            worker.put(lambda logger: logger.log_hyperparams(_hyper_parameters(config_yaml)))
 
     def on_settled(self, settled: Settled, now: float) -> None:
         """Record the end of a task, for the histograms that are logged at the next evaluation."""
@@ -73,7 +73,7 @@ class Loggers(RunHooks):
             self._since.settled(settled)
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Log an evaluation together with the run's counts at that time; see `RunHooks.on_evaluate`."""
+        """Log an evaluation, with the run's totals at that time, such as bytes; see `RunHooks.on_evaluate`."""
         if not self._workers:
             return
         record = self._record
@@ -207,7 +207,7 @@ class _Worker(threading.Thread):
             self._warn(f"logger {self.name}: {error}; the run goes on, and the summary counts what is not logged")
 
 
-def hyper_parameters(config_yaml: str) -> dict[str, Any]:
+def _hyper_parameters(config_yaml: str) -> dict[str, Any]:
     """Return a run's config as a logger's hyper-parameters; empty if there is none."""
     found = yaml.safe_load(config_yaml)
     return found if isinstance(found, dict) else {}

@@ -94,14 +94,14 @@ class RecentUpdates:
 # ---- each logger in its manner ----
 
 
-def is_a(logger: object, name: str) -> bool:
+def _is_a(logger: object, name: str) -> bool:
     """Check whether a logger is an instance of the Lightning class ``name``."""
     return any(cls.__name__ == name for cls in type(logger).__mro__)
 
 
 def prepare(logger: Any) -> None:
     """Tell W&B which quantity is the x axis of each metric."""
-    if not is_a(logger, "WandbLogger"):
+    if not _is_a(logger, "WandbLogger"):
         return
     begin = _prefix(logger)
     for glob, step in ((OVER_TIME, "time_s"), (OVER_BYTES, "bytes")):
@@ -113,7 +113,7 @@ def log(logger: Any, measured: Measurements) -> None:
     """Log an evaluation to a Lightning logger; the step is the model's version."""
     row: dict[str, Any] = measured.scalars()
     histograms = {"staleness": measured.staleness, "coverage": measured.coverage}
-    if is_a(logger, "WandbLogger"):
+    if _is_a(logger, "WandbLogger"):
         import wandb
 
         row |= {"version": measured.version, "bytes": row["bytes_up"] + row["bytes_down"]}
@@ -122,10 +122,10 @@ def log(logger: Any, measured: Measurements) -> None:
         for name, values in histograms.items():
             if values:
                 row[f"histograms/{name}"] = wandb.Histogram(np_histogram=binned(values, whole=name == "staleness"))
-    elif is_a(logger, "MLFlowLogger"):  # which drops the sign from a target's name, and warns each time
+    elif _is_a(logger, "MLFlowLogger"):  # which drops the sign from a target's name, and warns each time
         row = {name.replace("=", "_"): value for name, value in row.items()}
     logger.log_metrics(row, step=measured.version)
-    if is_a(logger, "TensorBoardLogger"):
+    if _is_a(logger, "TensorBoardLogger"):
         import numpy as np
 
         for name, values in histograms.items():
@@ -159,12 +159,12 @@ def finish(logger: Any, folder: Path, summary: Summary, tables: Tables, *, with_
         with_model: whether to log the model's files, too.
     """
     model = folder / summary["model"] if summary.get("model") and with_model else None
-    if is_a(logger, "WandbLogger"):
+    if _is_a(logger, "WandbLogger"):
         _finish_wandb(logger, summary, tables, model)
-    elif is_a(logger, "TensorBoardLogger"):
+    elif _is_a(logger, "TensorBoardLogger"):
         for name, (columns, rows) in tables.all().items():
             logger.experiment.add_text(name, markdown(columns, rows), summary.get("versions", 0))
-    elif is_a(logger, "MLFlowLogger"):
+    elif _is_a(logger, "MLFlowLogger"):
         client, run = logger.experiment, logger.run_id
         for name, (columns, rows) in tables.all().items():
             client.log_text(run, _csv(columns, rows), f"{name}.csv")
@@ -361,11 +361,11 @@ class RunIds:
     def keep(self, name: str, logger: Any) -> None:
         """Store the id that a logger gave the run; do nothing if the file cannot be written."""
         ids: dict[str, Any] = {}
-        if is_a(logger, "WandbLogger"):
+        if _is_a(logger, "WandbLogger"):
             ids = {"id": logger.experiment.id}
-        elif is_a(logger, "MLFlowLogger"):
+        elif _is_a(logger, "MLFlowLogger"):
             ids = {"run_id": logger.run_id}
-        elif is_a(logger, "TensorBoardLogger"):
+        elif _is_a(logger, "TensorBoardLogger"):
             ids = {"version": logger.version}
         with self._lock, suppress(OSError):
             if ids and self._found.get(name) != ids:

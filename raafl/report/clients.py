@@ -30,7 +30,7 @@ Classes = Mapping[int, Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class _Point:
     """A client of a run in a chart.
 
     Attributes:
@@ -88,7 +88,7 @@ def participation(groups: Sequence[Group]) -> Chart:
     return Chart("participation", "Participation and speed", note, views, tables, choices)
 
 
-def _points(run: RecordedRun) -> list[Point]:
+def _points(run: RecordedRun) -> list[_Point]:
     tasks, merged = run.tasks, run.tasks.are(MERGED)
     lasted_s = tasks["arrived_s"] - tasks["assigned_s"]
     versions = float(np.nanmax(tasks["merged_version"], initial=0.0)) or 1.0
@@ -101,11 +101,11 @@ def _points(run: RecordedRun) -> list[Point]:
         speed = run.clients[client].flops_per_s if client in run.clients else math.nan
         median_s = float(np.median(seconds)) if len(seconds) else math.nan
         num_merged = int(merged[mine].sum())
-        points.append(Point(lane(run, client), len(mine), speed, median_s, num_merged, len(took_part) / versions))
+        points.append(_Point(lane(run, client), len(mine), speed, median_s, num_merged, len(took_part) / versions))
     return points
 
 
-def _dots(group: Group, points: Sequence[Point], x: str, y: str) -> list[dict[str, object]]:
+def _dots(group: Group, points: Sequence[_Point], x: str, y: str) -> list[dict[str, object]]:
     speed, measure = attrgetter(x), attrgetter(y)
     known = [point for point in points if speed(point) > 0]
     if not known:
@@ -137,7 +137,7 @@ def _dots(group: Group, points: Sequence[Point], x: str, y: str) -> list[dict[st
     }]  # fmt: skip
 
 
-def _table(group: Group, points: Mapping[int, Sequence[Point]]) -> Table:
+def _table(group: Group, points: Mapping[int, Sequence[_Point]]) -> Table:
     rows: list[list[Cell]] = []
     for run in group.runs:
         for client, point in zip(run.client_ids(), points[id(run)], strict=True):
@@ -187,7 +187,7 @@ def partition(
 
     Args:
         runs: runs with their names.
-        classes: samples of each class by client, or the reason why they are unknown, for each run by its id().
+        classes: samples of each class by client, or the reason why they are unknown, by `id(run)`.
         left_out: number of further runs that are not shown.
     """
     views: dict[tuple[str, ...], View] = {}

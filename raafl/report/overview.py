@@ -69,7 +69,7 @@ def final(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
 
 
 def model_metrics(groups: Sequence[Group]) -> list[str]:
-    """Return the names of the model's metrics, without figures about the run itself."""
+    """Return the names of the model's metrics, without numbers about the run itself, such as bytes."""
     return [name for name in metric_names(groups) if is_metric(name)][:_MAX_METRICS]
 
 

@@ -47,7 +47,9 @@ def draw(groups: Sequence[Group], suffix: str) -> bytes:
 
     metrics = model_metrics(groups)[:_MAX_PANELS]
     if not metrics:
-        raise BadInput("no run has an evaluation of its model, so there is nothing to draw")
+        raise BadInput(
+            "no run has an evaluation of its model, so there is nothing to draw: give a run that was evaluated"
+        )
     # text stays text, and the same runs give the same file
     with rc_context({"svg.fonttype": "none", "pdf.fonttype": 42, "svg.hashsalt": "raafl"}):
         width, height = _PANEL_INCHES

@@ -43,7 +43,7 @@ def lanes_height(lanes: int) -> int:
     return 130 + 26 * lanes
 
 
-def bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
+def _bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
     """Arrange clients in the rows of a chart; return their ids by label.
 
     Each client gets its own row, or clients of similar speed share one if there are too many.
@@ -132,7 +132,7 @@ def _told(run: RecordedRun, row: int) -> str:
 
 
 def _heat(run: RecordedRun, order: Sequence[int], found: TaskIntervals) -> View:
-    bands = bands_of(run, order)
+    bands = _bands_of(run, order)
     edges = np.linspace(0.0, run.end_s, _STEPS + 1)
     shares = at_work(found, list(bands.values()), edges)
     trace = {
@@ -182,7 +182,7 @@ def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Ch
         order = in_order(run)
         shares = {
             label: {use: sum(spent[client][use] for client in band) / (run.end_s * len(band)) for use in USES}
-            for label, band in bands_of(run, order).items()
+            for label, band in _bands_of(run, order).items()
         }
         views[("each client", name)] = _stacked(shares)
         rows = [[lane(run, client), *rounded([spent[client][use] for use in USES], 4)] for client in order]

@@ -83,7 +83,7 @@ def uses(run: RecordedRun, intervals: TaskIntervals) -> dict[int, dict[str, floa
     """Compute how many seconds of the run each client spent on training, transfers, waiting and the other `USES` of time.
 
     The times of transfers are computed from the bytes and the link speeds of the device. If these are unknown or vary,
-    a task is not divided.
+    a task's time counts as "training and transfer" as a whole.
     """
     end_s = run.end_s
     times = {client: dict.fromkeys(USES, 0.0) for client in run.client_ids()}

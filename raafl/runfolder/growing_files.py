@@ -20,7 +20,7 @@ class JournalFile(AppendFile[bytes]):
 
     Attributes:
         head: hash of the last row in the file; rows that could not be written yet have no hash.
-        length: number of rows in the file, including those of earlier writers.
+        length: number of rows in the file, including those from before the run was resumed.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class RunRecord:
 
     @property
     def reached(self) -> bool:
-        """Whether the run has targets and has reached all of them."""
+        """Whether the run has targets (metric values at which it ends) and has reached all of them."""
         return bool(self.time_to) and all(at_s is not None for at_s in self.time_to.values())
 
     def restart_clock(self) -> None:
@@ -176,7 +176,7 @@ class RunRecord:
         Args:
             version: version of the global model to be evaluated.
             now: time in seconds on the run's clock.
-            more: further figures to record with this evaluation.
+            more: further numbers to record with this evaluation, by name.
         """
         self._due[version] = {**self._figures(version, now), **(more or {})}
         self.figures.logged.close(version)
@@ -209,7 +209,7 @@ class RunRecord:
         return {name: value for name, value in self.row.items() if name.startswith(CLIENT) and value is not None}
 
     def evaluated(self, version: int, now: float, metrics: dict[str, float]) -> bool:
-        """Record the metrics of the global model; return whether the run has targets and has now reached all.
+        """Record the metrics of the global model; return whether the run is to end, since all its targets are reached.
 
         Args:
             version: version that was evaluated.

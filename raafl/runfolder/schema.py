@@ -52,7 +52,7 @@ class JournalRow(TypedDict, total=False):
 
     Every row has ``time_s``, seconds on the run's clock, and ``event``, which says what happened:
 
-    - run: the run began, with these versions, hardware and limits;
+    - run: the run began; the row has its package versions, hardware and limits;
     - joined: a client connected; lost: it disconnected, or did not answer a task in time (``counts`` is then True);
     - assigned: a client got a task, with the fields of `Assignment`;
     - arrived: the update of a task arrived, or a sum of several tasks' updates (``group`` has the tasks' ids);
@@ -207,7 +207,7 @@ TIME_TO: Final = "time_to/"
 
 
 def is_metric(column: str) -> bool:
-    """Check whether a column of metrics.csv is a metric of the model or the clients, and not a figure about the run."""
+    """Check whether a column of metrics.csv is a metric of the model or the clients, and not a number about the run."""
     return column not in METRIC_COLUMNS and column not in RUN_COLUMNS and not column.startswith(TIME_TO)
 
 
@@ -215,13 +215,13 @@ def is_metric(column: str) -> bool:
 
 
 class Summary(TypedDict, total=False):
-    """Content of summary.json, which the Python API returns, too; a merge may add entries.
+    """Content of summary.json, which the Python API returns, too; an algorithm's merge rule may add entries.
 
-    `finished` is the reason why the run ended. `updates_lost_by_reason` divides `updates_lost`. `batched` tells which
-    clients were trained together as one batch. `model` and `traceback` are files in the folder; `model_copy` is the
-    path of a model that could not be saved there. `best` has version, metric and value of `checkpoints/best.ckpt`.
-    `mirror` describes the copy in an object store, `hub` the upload. `unwritten` has the number of rows that each file
-    lacks.
+    `finished` is the reason why the run ended. `updates_lost_by_reason` has the numbers whose sum is `updates_lost`.
+    `batched` tells which clients were trained together in one operation. `model` and `traceback` are files in the
+    folder; `model_copy` is the path of a model that could not be saved there. `best` has version, metric and value of
+    `checkpoints/best.ckpt`. `mirror` describes the copy in an object store, `hub` the upload to the Hugging Face hub.
+    `unwritten` has the number of rows that each file lacks.
     """
 
     algorithm: str

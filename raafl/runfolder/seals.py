@@ -79,7 +79,7 @@ class TableDigest:
             self.lines += 1
 
     def seal(self, columns: Sequence[str]) -> TableSeal:
-        """Return the digest of the rows added so far."""
+        """Return the digest of the rows added so far, with the columns of their table."""
         return TableSeal(self.lines, tuple(columns), self._hash.hexdigest())
 
 

@@ -73,7 +73,7 @@ class Signer:
 
     @classmethod
     def choose(cls, path: Path | None) -> Signer | None:
-        """Return the signer with the key in a file; without a usable file (none, or an RSA key), the one of this user, `own`."""
+        """Return a signer with the key in a file; with this user's own key if there is no file, or its key cannot sign."""
         if path is None:
             return cls.own()
         try:

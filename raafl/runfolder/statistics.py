@@ -61,7 +61,7 @@ class Coverage:
 
 
 class RunStatistics:
-    """Figures of a run, updated at the start and end of each task."""
+    """Statistics of a run, such as working time and coverage, updated at the start and end of each task."""
 
     def __init__(self, coverage: Coverage | None = None, peak_bytes: Callable[[Assignment], int] | None = None) -> None:
         """Start at zero.
@@ -189,7 +189,7 @@ class RunStatistics:
     # ---- interrupted and resumed ----
 
     def save(self) -> dict[str, Any]:
-        """Return the state of the figures as plain data, for a checkpoint."""
+        """Return the state of the statistics as plain data, for a checkpoint."""
         self._close()
         return {
             "open": self._open[0],
@@ -203,7 +203,7 @@ class RunStatistics:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Restore the figures from the result of `save`."""
+        """Restore the statistics from the result of `save`."""
         self._open = (data["open"], set())
         self._shares, self._memory = list(data["shares"]), list(data["memory"])
         self._since.update(data["since"])

@@ -18,9 +18,10 @@ class ClientProgress:
         doing: description of the submodel that it is training; empty if it is idle.
         num_tasks: number of its merged tasks.
         there: whether the client is connected.
-        version: version of the global model from which it trains; ``behind``: number of versions made since then.
-        since_s: seconds since its task began; ``due_in_s``: predicted seconds until its task ends, negative if it is
-            late.
+        version: version of the global model from which it trains.
+        behind: number of versions of the global model made since then.
+        since_s: seconds since its task began.
+        due_in_s: predicted seconds until its task ends, negative if it is late.
     """
 
     client: int

@@ -219,7 +219,9 @@ def test_by_column_reads_attributes_and_hugging_face_columns():
     for data in (rows, with_attribute):
         fed = FederatedData(Module(data), ByColumn("who"), 3, 0)
         assert [fed.indices(i).tolist() for i in (1, 2, 3)] == [[0, 3], [1], [2, 4]]
-    with pytest.raises(BadInput, match=r"no column 'speaker' \(columns: label, who, x\)"):
+    with pytest.raises(
+        BadInput, match="column is 'speaker', but the training data has columns label, who, x: name one"
+    ):
         FederatedData(Module(rows), ByColumn("speaker"), 3, 0)
     by_class = FederatedData(Module(rows.select([4, 3, 2])), ClassesPerClient(1), 2, 0)
     assert sorted(by_class.indices(i).tolist() for i in (1, 2)) == [[0, 2], [1]]

@@ -192,7 +192,7 @@ def test_an_empty_folder_of_a_run_that_died_early_is_reported(tmp_path):
         (["nowhere"], "'nowhere' is not a run folder: there is nothing there"),
         (["run", "--outptu", "x"], "unknown option '--outptu'"),
         (["run", "--output", "."], "which is a folder: name a file, such as report.html"),
-        (["run", "--output", "no/such/page.html"], "cannot be written: No such file or directory"),
+        (["run", "--output", "no/such/page.html"], "cannot be written (No such file or directory): name another file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, options, said):

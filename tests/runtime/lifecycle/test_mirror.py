@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from raafl.commands.stored_runs import located
+from raafl.commands.stored_runs import with_local_resume
 from raafl.core.hooks import RunHooks
 from raafl.object_store import ObjectStore
 from raafl.runfolder.books import check_books
@@ -69,7 +69,7 @@ def test_a_run_that_was_interrupted_goes_on_from_its_copy_to_the_same_model(url,
     ObjectStore(url).fetch(here / "copy")
     assert contents(here / "copy") == contents(folder)
     shutil.rmtree(folder)  # the machine is gone
-    *_, resume, brought = located(["--config", "c", "--output", url, "--resume", "auto"])
+    *_, resume, brought = with_local_resume(["--config", "c", "--output", url, "--resume", "auto"])
     assert resume == "--resume"
     run = finish(experiment(url, "fed_async", checkpoint_every=2, resume=brought))
     assert run.digest == whole["model_digest"]

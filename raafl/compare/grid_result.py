@@ -198,7 +198,7 @@ def cell_table(cell: Mapping[str, Any]) -> Cells:
         line = [
             row["row"],
             *(time_cell(row["time_to"][target]) for target in targets),
-            behind_cell(row["behind"], row["row"]),
+            _behind_cell(row["behind"], row["row"]),
         ]
         line += ["-" if (sent := row["megabytes_to"][target]) is None else short(sent) for target in targets]
         line += [with_interval(row.get("final")), with_interval(row.get("best")), difference(row.get("difference"))]
@@ -214,7 +214,7 @@ _COLUMNS = (
 _ACCEPTED = {True: "yes", False: "NO", None: "not replayed"}
 
 
-def behind_cell(behind: Mapping[str, Any] | None, label: str) -> str:
+def _behind_cell(behind: Mapping[str, Any] | None, label: str) -> str:
     """Format the ratio of a method's time to the fastest: `1.8 x (1.2 to 2.7)`; a remark is added if they may be equal."""
     if behind is None or behind["of"] == label:
         return ""

@@ -110,7 +110,7 @@ def resolve(config: str, label: str, options: Options, seeds: Sequence[int]) -> 
     fields = yaml.safe_load(row.config_yaml)
     experiment = {name: value for name, value in fields.items() if name not in NOT_THE_EXPERIMENT}
     experiment["contents"] = {
-        path.name if path == fleets.FILE else str(path): file_digest(path) for path in named_files(fields)
+        path.name if path == fleets.FILE else str(path): file_digest(path) for path in _named_files(fields)
     }
     limits = (row.experiment.max_updates, seconds("max_time", row.experiment.max_time))
     return [
@@ -142,7 +142,7 @@ def parsed(config: str, label: str, options: Options, seed: int) -> Parsed:
     return row
 
 
-def named_files(fields: Mapping[str, Any]) -> list[Path]:
+def _named_files(fields: Mapping[str, Any]) -> list[Path]:
     """Return the files besides the config on whose contents a result depends.
 
     They are the device file, files with recorded device speeds, and the modules of the user's classes, but not modules

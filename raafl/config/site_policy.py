@@ -189,14 +189,14 @@ def _check_names(field: str, entries: Sequence[str] | None) -> None:
             raise BadInput(
                 f"policy.{field} has '{entry}': give NAME, or NAME@DIGEST with the 16 digits that `raafl join --dry-run` shows"
             )
-        if "." not in name and name not in own_names(field):
+        if "." not in name and name not in _own_names(field):
             raise BadInput(
-                f"policy.{field} has '{name}': {nearest(name, own_names(field))}; for your own class give its "
+                f"policy.{field} has '{name}': {nearest(name, _own_names(field))}; for your own class give its "
                 "import path"
             )
 
 
-def own_names(field: str) -> set[str]:
+def _own_names(field: str) -> set[str]:
     """Return the names of raafl's own classes and functions that a field of the policy may name."""
     from raafl.config.registry import registry
 

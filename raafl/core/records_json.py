@@ -68,7 +68,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
             return {
                 "event": "arrived", "assignment": update.assignment, "client": update.client,
                 "incarnation": update.incarnation, "num_samples": update.num_samples,
-                "refusal": update.refusal, "fingerprint": update.fingerprint, **group_to_json(update.group),
+                "refusal": update.refusal, "fingerprint": update.fingerprint, **_group_to_json(update.group),
             }  # fmt: skip
         case Sending(client, incarnation, assignment):
             return {"event": "sending", "client": client, "incarnation": incarnation, "assignment": assignment}
@@ -81,7 +81,7 @@ def event_to_json(event: Event) -> dict[str, Any]:
             return {"event": "stop", "reason": reason}
 
 
-def group_to_json(group: SumGroup | None) -> dict[str, Any]:
+def _group_to_json(group: SumGroup | None) -> dict[str, Any]:
     """Convert a group of secure aggregation, whose updates are only read as a sum, to fields of the journal row.
 
     Returns an empty dict for an update without a group.
@@ -92,7 +92,7 @@ def group_to_json(group: SumGroup | None) -> dict[str, Any]:
 
 
 def group_from_json(data: Mapping[str, Any]) -> SumGroup | None:
-    """Restore the result of `group_to_json` from the journal row of an update; None if the update has no group."""
+    """Restore an update's group (updates read only as a sum, in secure aggregation) from its journal row; None = no group."""
     return SumGroup(tuple(data["group"]), data["scale"], data.get("masked") is True) if "group" in data else None
 
 

@@ -152,8 +152,8 @@ def load_named(path: str, model_name: str | None, **given: object) -> LightningD
     text = next((name for name in _TEXTS if name in columns), None)
     if text is None or "label" not in columns:
         raise BadInput(
-            f"the data set '{path}' has splits {', '.join(splits)}, columns {', '.join(columns)}, but no "
-            f"'train' with 'label' and a text ({', '.join(_TEXTS)}): name yours with raafl.data.HuggingFaceText, or "
+            f"the data set '{path}' has splits {', '.join(splits)}, columns {', '.join(columns)}, but no split "
+            f"'train' with the columns 'label' and one of {', '.join(_TEXTS)}: name yours with raafl.data.HuggingFaceText, or "
             "raafl.data.HuggingFace for images"
         )
     test = next((name for name in _TESTS if name in splits and min(splits[name]["label"]) >= 0), None)

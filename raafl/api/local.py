@@ -89,7 +89,9 @@ def _script(num_clients: int) -> list[str]:
     main = sys.modules.get("__main__")
     path = getattr(main, "__file__", None)
     if path is None or not Path(path).is_file():
-        raise BadInput("local starts this script again, but there is none (a notebook?): use simulate, or a script")
+        raise BadInput(
+            "local starts this script again, but this process runs none (is it a notebook?): use simulate, or a script"
+        )
     spec = getattr(main, "__spec__", None)
     name = ["-m", spec.name.removesuffix(".__main__")] if spec is not None else [path]
     return [sys.executable, *name, *sys.argv[1:]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -189,10 +190,10 @@ def test_arguments_that_make_no_sense_are_refused():
         ({"prior": 0.5}, "prior is 0.5: give a number of 1 or more"),
         ({"reset": 0}, "reset is 0: give a number above 0"),
         ({"floor": 0.0}, "floor is 0.0: give a number above 0, below 0.5"),
-        ({"initial": 1.0}, "initial is 1.0: give a probability from floor, 0.01, to 1 - floor"),
+        ({"initial": 1.0}, "initial is 1.0: give a probability from 0.01 (floor) to 0.99 (1 - floor)"),
         ({"lr_factor": -1.0}, "lr_factor is -1.0: give a number above 0"),
     ):
-        with pytest.raises(BadInput, match=words.replace(".", r"\.")):
+        with pytest.raises(BadInput, match=re.escape(words)):
             fed_pm(**arguments)
 
 

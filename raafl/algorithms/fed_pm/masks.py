@@ -191,7 +191,9 @@ class ProbabilisticMaskTraining(Local):
     def __post_init__(self) -> None:
         _check_floor(self.floor)
         if not self.floor <= self.initial <= 1 - self.floor:
-            raise BadInput(f"initial is {self.initial}: give a probability from floor, {self.floor}, to 1 - floor")
+            raise BadInput(
+                f"initial is {self.initial}: give a probability from {self.floor} (floor) to {1 - self.floor:g} (1 - floor)"
+            )
         positive("lr_factor", self.lr_factor, optional=True)
 
     @torch.no_grad()

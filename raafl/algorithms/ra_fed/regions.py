@@ -85,7 +85,7 @@ class Regions(Select):
         if self.every != 1 and (self.rest is not None or self.hold):
             what = "hold is true" if self.hold else f"rest is {self.rest}"
             raise BadInput(
-                f"every is {self.every} and {what}: which needs the same number of trained regions in every "
+                f"every is {self.every}, but {what}, which needs the same number of trained regions in every "
                 "round: leave out one of the two"
             )
         if self.hold and self.rest is not None:

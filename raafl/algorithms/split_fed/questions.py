@@ -111,7 +111,7 @@ class Batches:
         if meta.get("batch") != self._index:
             raise InvalidPayload("bad-json", f"expected batch {self._index}, got {str(meta.get('batch'))[:40]}")
         if meta["sends"] != self._sends:
-            raise InvalidPayload("bad-json", f"sends {meta['sends']}: the merge takes {self._sends}")
+            raise InvalidPayload("bad-json", f"the client sends {meta['sends']}, but the server merges {self._sends}")
         shapes = self._checked_shapes(meta.get("shapes"))
         try:
             outline = self._half.outline(shapes, self._link.draws).activation
@@ -135,13 +135,17 @@ class Batches:
         samples, due = examples[0][0] if examples[0] else 1, self._due
         if not isinstance(described, list) or len(described) != len(examples):
             raise InvalidPayload(
-                "wrong-shape", f"shapes of {len(examples)} tensors expected, got {str(described)[:80]}"
+                "wrong-shape", f"the batch has shapes {str(described)[:80]}: expected those of {len(examples)} tensors"
             )
         for shape, example in zip(described, examples, strict=True):
             good = isinstance(shape, list) and len(shape) == len(example)
             good = good and all(type(size) is int and 0 < size < 2**31 for size in shape)
             if not good or (example and example[0] == samples and shape[0] != due):
-                raise InvalidPayload("wrong-shape", f"{str(shape)[:80]} in the place of {[due, *example[1:]]}")
+                raise InvalidPayload(
+                    "wrong-shape", f"a tensor has shape {str(shape)[:80]}: expected {[due, *example[1:]]}"
+                )
             if any(n > max(MAX_SIZE, MAX_TIMES * size) for n, size in zip(shape[1:], example[1:], strict=True)):
-                raise InvalidPayload("too-large", f"{str(shape)[:80]} in the place of {[due, *example[1:]]}")
+                raise InvalidPayload(
+                    "too-large", f"a tensor has shape {str(shape)[:80]}: expected about {[due, *example[1:]]}"
+                )
         return tuple(tuple(shape) for shape in described)

@@ -140,11 +140,11 @@ class World:
         limits = replace(limits_of(experiment, there), max_updates=max_updates, checkpoint_every=None)
         # a trigger that merges some of the waiting updates reads from the merge's memory which they are
         reads_memory = type(algorithm.trigger).merged_now is not Trigger.merged_now
-        unmerged = algorithm if reads_memory else replace(algorithm, merge=Unmerged(algorithm.merge))
+        unmerged = algorithm if reads_memory else replace(algorithm, merge=_Unmerged(algorithm.merge))
         return coordinator_of(experiment, self.data, unmerged, state, limits)
 
 
-class Unmerged(Merge):
+class _Unmerged(Merge):
     """Merge of a dry run: it discards updates, but counts versions."""
 
     def __init__(self, inner: Merge) -> None:
@@ -208,7 +208,7 @@ def predict(
         name: name of the algorithm, for the result.
         max_updates: number of merged updates after which the run ends; None = as in the config, at most `MOST_UPDATES`
             or 20 per client.
-        machine: profile of the machine for `Prediction.here_s`; None = leave this out.
+        machine: device profile for predicting the time that the run would take on this machine; None = do not predict it.
     """
     name, wanted = name or algorithm.name, world.experiment.max_updates
     if max_updates is None:

@@ -62,7 +62,7 @@ Sent = tuple[list[int], Tensor, Tensor, Factors | None]
 
 
 @dataclass(slots=True)
-class AdapterUpdate:
+class _AdapterUpdate:
     """LoRA adapters of one update, by the name of their matrix A, with the update's weight and staleness factor."""
 
     weight: float
@@ -85,7 +85,7 @@ class LoraMemory(MergeMemory):
     key = "lora"
     at_work: dict[int, int] = field(default_factory=dict)
     starts: dict[int, dict[str, Factors]] = field(default_factory=dict)
-    updates: list[AdapterUpdate] = field(default_factory=list)
+    updates: list[_AdapterUpdate] = field(default_factory=list)
     spectra: dict[str, list[float]] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, object]:
@@ -96,7 +96,7 @@ class LoraMemory(MergeMemory):
     @classmethod
     def from_plain(cls, data: dict[str, Any]) -> LoraMemory:
         """Restore the record from the result of `to_plain`."""
-        return cls(**{**data, "updates": [AdapterUpdate(**one) for one in data.get("updates", [])]})
+        return cls(**{**data, "updates": [_AdapterUpdate(**one) for one in data.get("updates", [])]})
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class LowRank(Wrapped):
                 b, a = received[0] + b, received[1] + a
             adapters[pair.a] = (ranks, b.clone(), a.clone(), start)
         weight = self.update_weight(weight, adapters)
-        memory.updates.append(AdapterUpdate(weight, factor, adapters))
+        memory.updates.append(_AdapterUpdate(weight, factor, adapters))
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
@@ -178,7 +178,7 @@ class LowRank(Wrapped):
         """
         return weight
 
-    def _terms(self, updates: Sequence[tuple[AdapterUpdate, Sent]], rank: int) -> tuple[Tensor, list[Term]]:
+    def _terms(self, updates: Sequence[tuple[_AdapterUpdate, Sent]], rank: int) -> tuple[Tensor, list[Term]]:
         """Return the share of each old rank that stays, shape (rank,), and the products to add.
 
         Args:

@@ -149,7 +149,7 @@ def trained_values(state: GlobalState) -> FlatTensors:
 
 
 @dataclass
-class MeanMemory(SumMemory):
+class _MeanMemory(SumMemory):
     """Updates that `Mean` has received and not merged yet.
 
     Attributes:
@@ -193,7 +193,7 @@ class Mean(Merge):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Add an update to the mean; the first one is not copied yet, since `apply` can mix a single one in directly."""
-        memory = state.memory.of(MeanMemory)
+        memory = state.memory.of(_MeanMemory)
         weight, factor = self.weigh(update, staleness)
         memory.received.append((weight, factor))
         if len(memory.received) == 1 and memory.lone is None:
@@ -204,7 +204,7 @@ class Mean(Merge):
 
     def detach(self, state: GlobalState) -> None:
         """Add the only waiting update to the sum, before its tensors are overwritten."""
-        memory = state.memory.of(MeanMemory)
+        memory = state.memory.of(_MeanMemory)
         if memory.lone is None:
             return
         tensors, spec = memory.lone
@@ -214,7 +214,7 @@ class Mean(Merge):
 
     def apply(self, state: GlobalState) -> None:
         """Mix all received updates into the model."""
-        memory = state.memory.of(MeanMemory)
+        memory = state.memory.of(_MeanMemory)
         received, lone = memory.received, memory.lone
         memory.received, memory.lone = [], None
         if lone is not None:

@@ -25,7 +25,7 @@ LATEST = "latest update"
 
 
 @dataclass
-class LatestMemory(MergeMemory):
+class _LatestMemory(MergeMemory):
     """Server state of `Remembered`: sums over all clients' latest updates. The updates are in `GlobalState.clients`.
 
     Attributes:
@@ -166,13 +166,13 @@ class Remembered(Merge):
         latest = self._latest(state)
         return {"memory": {"clients": len(latest), "bytes": sum(flat.num_bytes for flat in latest.values())}}
 
-    def _memory(self, state: GlobalState) -> LatestMemory:
-        return state.memory.of(LatestMemory, lambda: LatestMemory(_zeros(state), _zeros(state)))
+    def _memory(self, state: GlobalState) -> _LatestMemory:
+        return state.memory.of(_LatestMemory, lambda: _LatestMemory(_zeros(state), _zeros(state)))
 
     def _latest(self, state: GlobalState) -> dict[int, FlatTensors]:
         return state.clients.everyone(LATEST, self.folder)
 
-    def _sum_anew(self, state: GlobalState, memory: LatestMemory) -> None:
+    def _sum_anew(self, state: GlobalState, memory: _LatestMemory) -> None:
         memory.since = 0
         memory.sum.zero_()
         # in the order of ids, so that a resumed run adds in the same order and gets the same bits
@@ -181,7 +181,7 @@ class Remembered(Merge):
                 buffer.add_(latest.buffers[dtype].to(buffer.device))
             release(latest)
 
-    def _forget_old(self, state: GlobalState, memory: LatestMemory, next_merge: int) -> None:
+    def _forget_old(self, state: GlobalState, memory: _LatestMemory, next_merge: int) -> None:
         """Set to 0 the memories that are older than ``max_age`` merges at the next merge."""
         for client, log in memory.log.items():
             recent = [(version, spec) for version, spec in log if next_merge - version <= (self.max_age or 0)]

@@ -15,7 +15,7 @@ from raafl.submodel.extract import CopyPlan
 
 
 @dataclass
-class VariatesMemory(MergeMemory):
+class _VariatesMemory(MergeMemory):
     """Server state of the control variates: their sum over all clients.
 
     Attributes:
@@ -105,7 +105,7 @@ class Variates:
             self._count(state, memory, client, spec)
         memory.received.clear()
 
-    def _count(self, state: GlobalState, memory: VariatesMemory, client: int, spec: Spec) -> None:
+    def _count(self, state: GlobalState, memory: _VariatesMemory, client: int, spec: Spec) -> None:
         """Count the client at the elements that it has not trained before."""
         seen = memory.seen.setdefault(client, [])
         if spec in seen:
@@ -119,14 +119,14 @@ class Variates:
             count.add_(new.buffers[dtype])
         seen.append(spec)
 
-    def _memory(self, state: GlobalState) -> VariatesMemory:
+    def _memory(self, state: GlobalState) -> _VariatesMemory:
         layout = state.submodels.layout(part="trained")
 
-        def new() -> VariatesMemory:
+        def new() -> _VariatesMemory:
             total, changes, count = (FlatTensors.zeros(layout, state.values.device) for _ in range(3))
-            return VariatesMemory(total, changes, count)
+            return _VariatesMemory(total, changes, count)
 
-        return state.memory.of(VariatesMemory, new, f"variates {self.name}")
+        return state.memory.of(_VariatesMemory, new, f"variates {self.name}")
 
     def notes(self, state: GlobalState, num_clients: int) -> list[str]:
         """Return a note on the memory that the variates of all clients take on the server."""

@@ -80,7 +80,7 @@ class Norms:
 
 
 @dataclass(slots=True)
-class Accepted:
+class _Accepted:
     """Record of the accepted updates with one layout: their number, and the norms of their parameters and other content."""
 
     num: int = 0
@@ -106,7 +106,7 @@ class BoundedMemory(MergeMemory):
     """
 
     key = MEMORY
-    norms: dict[str, Accepted] = field(default_factory=dict)
+    norms: dict[str, _Accepted] = field(default_factory=dict)
     measured: tuple[int, dict[str, float], bool] | None = None
     large: bool = False
     model: tuple[int, float] | None = None
@@ -119,7 +119,7 @@ class BoundedMemory(MergeMemory):
     def from_plain(cls, data: dict[str, Any]) -> BoundedMemory:
         """Restore the record from the result of `to_plain`."""
         norms = {
-            layout: Accepted(one["num"], {name: Norms(**norms) for name, norms in one["of"].items()})
+            layout: _Accepted(one["num"], {name: Norms(**norms) for name, norms in one["of"].items()})
             for layout, one in data["norms"].items()
         }
         return cls(**{**data, "norms": norms})
@@ -262,10 +262,10 @@ class Bounded(Wrapped):
             memory.model = (state.version, _norm(_before(state, FULL)))
         return memory.model[1]
 
-    def _accepted(self, state: GlobalState, spec: Spec) -> Accepted:
+    def _accepted(self, state: GlobalState, spec: Spec) -> _Accepted:
         """Return the record of accepted updates of the layout of ``spec``."""
         layout = state.submodels.layout(spec, "trained")
-        return state.memory.of(BoundedMemory).norms.setdefault(layout.fingerprint, Accepted())
+        return state.memory.of(BoundedMemory).norms.setdefault(layout.fingerprint, _Accepted())
 
 
 def _is_near_half(state: GlobalState, update: Update) -> bool:

@@ -161,7 +161,7 @@ def gaussian(key: bytes, num: int) -> Iterator[Tensor]:
 
 
 @dataclass
-class PrivacyMemory(MergeMemory):
+class _PrivacyMemory(MergeMemory):
     """State of `Private`: the privacy budget spent so far, and the updates since the last merge.
 
     Attributes:
@@ -234,7 +234,7 @@ class Private(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Clip the update's change to norm C, and add it to the sum of its submodel."""
-        sums, received = state.memory.of(PrivacyMemory).sums, state.memory.of(PrivacyMemory).received
+        sums, received = state.memory.of(_PrivacyMemory).sums, state.memory.of(_PrivacyMemory).received
         change = difference(state, update, spec, self.sends)
         norm = norm_of(change, state.submodels)
         factor = self.clip_norm / norm if norm > self.clip_norm else 1.0
@@ -249,7 +249,7 @@ class Private(Wrapped):
 
     def apply(self, state: GlobalState) -> None:
         """Pass the noisy mean to the wrapped merge, and charge it to the privacy budget."""
-        memory = state.memory.of(PrivacyMemory)
+        memory = state.memory.of(_PrivacyMemory)
         received, sums = memory.received, memory.sums
         memory.received, memory.sums = [], {}
         assignments = [assignment for *_, assignment in received]
@@ -281,7 +281,7 @@ class Private(Wrapped):
 
     def _spend(self, state: GlobalState, contributions: Mapping[int, int]) -> None:
         """Count one release; ``contributions`` is the number of each client's updates in its sum."""
-        memory = state.memory.of(PrivacyMemory)
+        memory = state.memory.of(_PrivacyMemory)
         for client, num in contributions.items():
             memory.updates[client] = memory.updates.get(client, 0) + num
             # j updates of one client move a sum by up to j C, which costs as much as j^2 mechanisms of sensitivity C
@@ -326,7 +326,7 @@ class Private(Wrapped):
         Else the wrapped merge decides.
         """
         if self.max_epsilon is not None:
-            memory = state.memory.of(PrivacyMemory)
+            memory = state.memory.of(_PrivacyMemory)
             waiting = Counter(client for *_, client, _ in memory.received)
             after = max((memory.squares.get(client, 0) + num**2 for client, num in waiting.items()), default=0)
             spent = self._epsilon(after)
@@ -336,12 +336,12 @@ class Private(Wrapped):
 
     def figures(self, state: GlobalState) -> dict[str, float | None]:
         """Return values for metrics.csv, by column: those of the wrapped merge, and the largest epsilon of a client."""
-        squares = state.memory.of(PrivacyMemory).squares
+        squares = state.memory.of(_PrivacyMemory).squares
         return {**super().figures(state), "epsilon": self._epsilon(max(squares.values(), default=0))}
 
     def report(self, state: GlobalState) -> dict[str, Any]:
         """Return entries for the run's summary: under "privacy" each client's epsilon, and the largest of them."""
-        memory = state.memory.of(PrivacyMemory)
+        memory = state.memory.of(_PrivacyMemory)
         compositions = max(memory.squares.values(), default=0)
         spent = {
             "epsilon": self._epsilon(compositions),

@@ -314,7 +314,7 @@ def feed(
 
 
 @dataclass
-class PendingUpdates(OneValue[list[tuple[Spec, int, FlatTensors]]]):
+class _PendingUpdates(OneValue[list[tuple[Spec, int, FlatTensors]]]):
     """Copies of the updates since the last merge, each with its submodel and staleness."""
 
     key = "located"
@@ -344,14 +344,14 @@ class CoordinateWise(Wrapped):
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
         """Store a copy of the update until the merge."""
-        state.memory.of(PendingUpdates).value.append((spec, staleness, update.tensors.clone()))
+        state.memory.of(_PendingUpdates).value.append((spec, staleness, update.tensors.clone()))
 
     def detach(self, state: GlobalState) -> None:
         """Do nothing: stored updates are copies already."""
 
     def apply(self, state: GlobalState) -> None:
         """Combine the stored updates, and pass the result to the wrapped merge in their place."""
-        stored, state.memory.of(PendingUpdates).value = state.memory.of(PendingUpdates).value, []
+        stored, state.memory.of(_PendingUpdates).value = state.memory.of(_PendingUpdates).value, []
         values = locate(state, [(spec, tensors) for spec, _, tensors in stored], self.combine, self.trim)
         feed(self.inner, state, [(spec, staleness) for spec, staleness, _ in stored], values)
 

@@ -237,7 +237,7 @@ def of_regions(axes: Axes, taken: Iterable[int], regions: int) -> Spec:
     If an axis has fewer units than there are regions, neighbouring regions share a unit.
 
     Args:
-        axes: axes of the model, by name.
+        axes: axes of the model (dimensions that can be cut), by name.
         taken: numbers of the regions to include.
         regions: number K of regions in the model.
     """

@@ -20,7 +20,7 @@ def magnitude(axes: Axes, rate: Rate, *, state: State | None = None, seed: int =
     """Select the units with the largest L2 norm of all their weights (for an attention head: q, k, v and o).
 
     Args:
-        axes: axes of the model, by name.
+        axes: axes of the model (dimensions that can be cut), by name.
         rate: share of each axis's units to keep.
         state: parameters of the model, by name.
         seed: ignored by this selector.

@@ -28,7 +28,7 @@ _NOTICED = 0.1
 
 
 @dataclass
-class RateMemory(MergeMemory):
+class _RateMemory(MergeMemory):
     """State of `RateSelect`: measured speeds of the clients that are present.
 
     Attributes:
@@ -154,7 +154,7 @@ class RateSelect(Select):
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
         """Forget the client's measured speed, since it may have joined from another device."""
         if self.measured:
-            fleet.state.memory.of(RateMemory).ratio.pop(client.id, None)
+            fleet.state.memory.of(_RateMemory).ratio.pop(client.id, None)
         super().on_join(client, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
@@ -162,14 +162,14 @@ class RateSelect(Select):
         ratio = fleet.time_ratio(client, assignment, seconds) if self.measured else None
         if ratio is None:
             return
-        memory = fleet.state.memory.of(RateMemory)
+        memory = fleet.state.memory.of(_RateMemory)
         if abs(ratio / memory.ratio.get(client.id, 1.0) - 1) > _NOTICED:
             memory.ratio[client.id] = ratio
             self.forget(client, fleet)
             if self.relative:
                 self._compare(memory, fleet)
 
-    def _compare(self, memory: RateMemory, fleet: SelectContext) -> None:
+    def _compare(self, memory: _RateMemory, fleet: SelectContext) -> None:
         """Count a changed ratio, and take the median over the fleet anew once a quarter of the clients have another one."""
         memory.num_changes += 1
         if memory.num_changes * 4 < len(
@@ -223,7 +223,7 @@ class RateSelect(Select):
             limits["params"] = self.rate(client) * fleet.cost(Spec()).params
         samples = fleet.training.samples(Work(), client.num_samples, fleet.batch_size)
         if self.measured and self.seconds is not None:
-            memory = fleet.state.memory.of(RateMemory)
+            memory = fleet.state.memory.of(_RateMemory)
             limits["seconds"] = self.seconds * memory.fleet / memory.ratio.get(client.id, 1.0)
         given = {name: limit for name, limit in limits.items() if limit is not None}
         memory_bytes, tested = client.profile.memory_bytes, fleet.tested(client)

@@ -58,7 +58,7 @@ def counts(axes: Axes, rate: Rate) -> dict[str, int]:
     """Return the number of units that a rate keeps on each axis that shrinks.
 
     Args:
-        axes: axes of the model, by name.
+        axes: axes of the model (dimensions that can be cut), by name.
         rate: share of each axis's units to keep, one number or by axis.
 
     Raises:
@@ -79,7 +79,7 @@ def spec_of(axes: Axes, kept: Mapping[str, Iterable[int]]) -> Spec:
     """Return the submodel that keeps the given units; axes that are not named stay whole.
 
     Args:
-        axes: axes and stacks of blocks of the model, by name.
+        axes: axes (dimensions that can be cut) and stacks of blocks of the model, by name.
         kept: indices of the kept units, by name of the axis.
 
     Raises:
@@ -106,7 +106,7 @@ def leading(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, roun
     """Select the first units of every axis, so that small submodels are contained in larger ones (HeteroFL, section 3.1).
 
     Args:
-        axes: axes of the model, by name.
+        axes: axes of the model (dimensions that can be cut), by name.
         rate: share of each axis's units to keep.
         state: ignored by this selector.
         seed: ignored by this selector.
@@ -122,7 +122,7 @@ def rolling(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, roun
     unit is trained equally often. (The paper rounds the window's size down; this rounds up, as every selector does.)
 
     Args:
-        axes: axes of the model, by name.
+        axes: axes of the model (dimensions that can be cut), by name.
         rate: share of each axis's units to keep.
         state: ignored by this selector.
         seed: ignored by this selector.
@@ -139,7 +139,7 @@ def at_random(axes: Axes, rate: Rate, *, state: object = None, seed: int = 0, ro
     """Select random units, drawn anew in each round (Federated Dropout, Caldas et al. 2018).
 
     Args:
-        axes: axes of the model, by name.
+        axes: axes of the model (dimensions that can be cut), by name.
         rate: share of each axis's units to keep.
         state: ignored by this selector.
         seed: seed of the draws.
@@ -162,7 +162,7 @@ def shared_fragments(axes: Axes, ratios: Sequence[float]) -> tuple[Spec, ...]:
     fragment.
 
     Args:
-        axes: axes of the model, by name.
+        axes: axes of the model (dimensions that can be cut), by name.
         ratios: relative sizes of the ranges.
 
     Raises:

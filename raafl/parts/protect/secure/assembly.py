@@ -26,7 +26,7 @@ def _is_whole(waiting: TriggerContext) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class WholeRounds(AllReported):
+class _WholeRounds(AllReported):
     """Trigger of secure aggregation in rounds: merges once all updates of a round's groups of clients have arrived."""
 
     def due(self, waiting: TriggerContext) -> bool:
@@ -35,7 +35,7 @@ class WholeRounds(AllReported):
 
 
 @dataclass(frozen=True, slots=True)
-class WholeGroups(Buffered):
+class _WholeGroups(Buffered):
     """Trigger of secure aggregation in groups of K clients: merges when all members of a group have reported or dropped out."""
 
     folds_rest: ClassVar[bool] = False
@@ -76,13 +76,13 @@ def secured(
     ]
     if problems:
         raise BadInput("\n".join(problems))
-    point = FixedPoint(options.bound, group_size(algorithm, num_clients))
+    point = FixedPoint(options.bound, _group_size(algorithm, num_clients))
     merge = SecureSum(algorithm.merge, point, options)
-    trigger = WholeGroups(algorithm.trigger.size) if isinstance(algorithm.trigger, Buffered) else WholeRounds()
+    trigger = _WholeGroups(algorithm.trigger.size) if isinstance(algorithm.trigger, Buffered) else _WholeRounds()
     return replace(algorithm, merge=merge, trigger=trigger)
 
 
-def group_size(algorithm: Algorithm, num_clients: int) -> int:
+def _group_size(algorithm: Algorithm, num_clients: int) -> int:
     """Return the largest number of clients whose updates are summed together: the size of a round or of a buffer."""
     if isinstance(algorithm.trigger, Buffered):
         return algorithm.trigger.size
@@ -116,7 +116,7 @@ def _misfits(algorithm: Algorithm, rounds: Rounds, guard: Guard, up: str) -> Ite
 
 def _sizes(algorithm: Algorithm, options: SecureAggregation, num_clients: int) -> Iterator[str]:
     """Yield why groups would be too small to be opened, or could never form."""
-    size, most = group_size(algorithm, num_clients), options.min_cover or 0
+    size, most = _group_size(algorithm, num_clients), options.min_cover or 0
     if size < max(most, 3):
         yield f"secure_aggregation.min_cover is {most} for groups of {size} clients: use {max(most, 3)} clients or more in each"
     if size > MAX_SHARES:

@@ -46,7 +46,9 @@ def written(result: dict[str, Any]) -> str:
         source += "Each value is of one seed."
     missing = ""
     if result.get("not_run"):
-        missing = "These rows of the comparison have not been run; the command without `--rows` runs them:\n"
+        missing = (
+            f"These rows have not been run; `raafl compare {_file_of(result['name'])}` without `--rows` runs them:\n"
+        )
         missing += "; ".join(result["not_run"]) + "."
     return "\n\n".join(filter(None, [source, markdown(cells(result)), missing]))
 

@@ -19,7 +19,7 @@ class Buffers:
         ]
 
     def gather(self) -> None:
-        """Copy the values of new tensors, by which a step has replaced buffers, to the storage; then restore the views."""
+        """Copy the values of buffers that a step has replaced by new tensors into the original tensors, and use these again."""
         for part, name, view in self._views:
             buffer = part._buffers[name]
             if buffer is not view and buffer is not None:
@@ -27,6 +27,6 @@ class Buffers:
         self.restore()
 
     def restore(self) -> None:
-        """Make all buffers views into the storage again; tensors by which a step has replaced them are discarded."""
+        """Use the original tensors of all buffers again; values of new tensors that have replaced them are lost."""
         for part, name, view in self._views:
             part._buffers[name] = view

@@ -38,7 +38,7 @@ class Exit:
 
     Attributes:
         paths: paths of the exit's modules.
-        instead_of: path of the module, such as the last norm or the head, whose place each of ``paths`` takes when the
+        instead_of: paths of the modules, such as the last norm and the head, that those in ``paths`` replace if the
             exit is kept; empty for an exit that the model's own forward calls.
     """
 

@@ -116,12 +116,12 @@ class Layout:
 
     @cached_property
     def by_name(self) -> dict[str, TensorEntry]:
-        """Entry of each tensor, by name."""
+        """Shape and position of each tensor, by name."""
         return {entry.name: entry for entry in self.entries}
 
     @cached_property
     def wide(self) -> Layout:
-        """Layout for exact sums: dtypes by `wide_dtype`, complex tensors as ``(*shape, 2)``; self if nothing changes."""
+        """Layout for exact sums: half precision as single, complex tensors as pairs of real numbers; self if nothing changes."""
         if all(wide_dtype(dtype) == dtype for dtype in self.dtypes):
             return self
         return Layout.pack(
@@ -231,7 +231,7 @@ class FlatTensors:
 
     @classmethod
     def from_named(cls, tensors: Mapping[str, Tensor], layout: Layout | None = None) -> FlatTensors:
-        """Copy named tensors into new flat storage.
+        """Copy named tensors into new storage with one buffer per dtype.
 
         Args:
             tensors: tensors by name.

@@ -79,7 +79,7 @@ class Spec:
 
     @property
     def is_full(self) -> bool:
-        """Whether this is the whole model with everything trained that the model itself trains."""
+        """Whether this is the whole model, with all parameters training that the model itself trains."""
         return self == FULL
 
     @property

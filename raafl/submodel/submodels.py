@@ -364,11 +364,11 @@ class Submodels:
         return Shrunk(module, present, present.prefix(self.layout(spec, "trained")))
 
     def state(self, module: nn.Module) -> FlatTensors:
-        """Copy all values of ``module``, an instance of this model with values, to flat storage in ``layout()``."""
+        """Copy all values of ``module``, an instance of this model with values, to new storage in the whole model's layout."""
         return FlatTensors.from_named(dict(module.named_parameters()) | persistent_buffers(module), self.layout())
 
     def load_(self, module: nn.Module, state: FlatTensors) -> None:
-        """Copy values from flat storage, in ``layout()``, into ``module``, an instance of this model with values."""
+        """Copy ``state``, values in the whole model's layout, into ``module``, an instance of this model with values."""
         tensors: Mapping[str, Tensor] = dict(module.named_parameters()) | persistent_buffers(module)
         with torch.no_grad():
             for name, value in state.items():

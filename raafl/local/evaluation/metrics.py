@@ -90,12 +90,12 @@ def step(
     module: nn.Module, recorder: Recorder, batches: Iterable[tuple[int, Sized]], device: torch.device,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> int:  # fmt: skip
-    """Evaluate some batches, given with their numbers; return how many there were.
+    """Evaluate some batches, each given with its index; return the number of batches.
 
     Args:
         module: module in eval mode.
         recorder: recorder attached to ``module``, which receives what it logs.
-        batches: number of each batch, and the batch itself.
+        batches: index of each batch, and the batch itself.
         device: device of ``module``.
         context: function that returns a context for each step, such as the run's precision.
     """

@@ -52,7 +52,7 @@ def skeleton() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Shrunk:
-    """A physically smaller module and the flat storage of its tensors.
+    """A physically smaller module and the storage of its tensors.
 
     Attributes:
         module: ordinary module, whose parameters and buffers are views into ``present``.

@@ -77,7 +77,7 @@ class Atom:
         return atom
 
     def become(self, other: Atom) -> None:
-        """Declare this group and ``other`` to be the same units."""
+        """Record that this group and ``other`` are the same."""
         self._same_as = other
 
 
@@ -180,7 +180,7 @@ class Labels:
                 setattr(atom, attribute, why)
 
     def mark(self, dim: Dim, *marks: str) -> None:
-        """Record uses of a dimension; see `Atom` for their names.
+        """Record ways in which operations use a dimension, such as to sum over it; see `Atom` for their names.
 
         Args:
             dim: label of the dimension.
@@ -226,7 +226,7 @@ class Labels:
         return found
 
     def unify(self, one: Dim, other: Dim) -> None:
-        """Record that two dimensions have the same units, index by index.
+        """Record that two dimensions are the same, index by index, so that they must shrink together.
 
         Raises:
             ShapeConflict: their sizes differ.

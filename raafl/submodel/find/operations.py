@@ -29,14 +29,14 @@ Dims = Sequence[Dim]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a torch operation, and the labels of its tensors' dimensions; the input of a rule.
+    """One call of a torch operation with its tensors; the input of a rule, which finds dimensions that must shrink together.
 
     Attributes:
         name: name of the operation, without its namespace.
         arguments: arguments by name, as in the schema of the operation.
         ins: input tensors, in their order.
         outs: output tensors, in their order.
-        labels: object that creates and combines labels.
+        labels: object that creates and combines labels of dimensions.
         dims_of: function that returns the labels of a tensor's dimensions.
         is_view: whether outputs share memory with an input.
     """
@@ -57,7 +57,10 @@ class Call:
         return isinstance(self.arguments.get(name), Tensor)
 
     def dims(self, which: str | int = 0) -> list[Dim]:
-        """Return the labels of one tensor's dimensions: an argument by name, or an input by position."""
+        """Return the labels of a tensor's dimensions, which say what must shrink together.
+
+        The tensor is an argument, given by name, or an input, given by position.
+        """
         return list(self.dims_of(self.ins[which] if isinstance(which, int) else self.arguments[which]))
 
     def place(self, more: int = 0) -> int:
@@ -82,7 +85,7 @@ class Call:
         return [first, *(self.new(out.shape, f"'{self.name}' keeps it for its gradient") for out in self.outs[1:])]
 
     def unify_last(self, dims: Dims, others: Dims) -> None:
-        """Record that two lists of dimensions have the same units, compared from the last one.
+        """Record that dimensions in two lists are the same, matched from the last ones, as in broadcasting.
 
         Dimensions of size 1 are skipped.
         """
@@ -91,7 +94,7 @@ class Call:
                 self.labels.unify(dim, other)
 
     def unify_named(self, dim: Dim, *names: str) -> None:
-        """Record that a dimension has the same units as the only dimension of other arguments, such as a norm's weight and bias.
+        """Record that a dimension is the same as that of 1-D arguments, such as a norm's weight and bias.
 
         Args:
             dim: label of the dimension.
@@ -172,7 +175,7 @@ def follow(rule: Rule | None, call: Call) -> list[Dims]:
 
 
 def pointwise(call: Call) -> list[Dims]:
-    """Rule of elementwise operations: dimensions that broadcasting aligns have the same units; return the output's labels."""
+    """Rule of elementwise operations: dimensions that broadcasting aligns shrink together; return the output's labels."""
     return [_broadcast(call, out) for out in call.outs]
 
 

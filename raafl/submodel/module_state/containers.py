@@ -165,7 +165,10 @@ class ListRecord(Record):
 
 
 class DictRecord(Record):
-    """Record of a dictionary's items. A dictionary that all copies of a module share, such as a cache, may gain items."""
+    """Record of a dictionary's items.
+
+    A dictionary that all copies of a module share, such as a cache, may gain items without counting as changed.
+    """
 
     def __init__(self, reached: Reached, *, shared: bool) -> None:
         super().__init__(reached)

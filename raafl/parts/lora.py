@@ -182,7 +182,7 @@ def _check_base(module: nn.Module, pair: LoraPair, lora: str) -> None:
 
 @dataclass(frozen=True)
 class Starting(WrappedSelect):
-    """Wrapper of a select part (the choice of submodels) that records from which version of the model each client starts."""
+    """Wrapper of a select part (choice of submodels) that records from which version of the model each client starts."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the wrapped select part's work, and record the version."""
@@ -198,7 +198,7 @@ class Starting(WrappedSelect):
 
 @dataclass(frozen=True)
 class Alternating(WrappedSelect):
-    """Wrapper of a select part: clients train only the matrices B in even versions of the model, only A in odd ones."""
+    """Wrapper of a select part (choice of submodels): only B trains in even versions of the model, only A in odd ones."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the wrapped select part's work without one of the factors."""

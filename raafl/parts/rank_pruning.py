@@ -86,7 +86,7 @@ class Penalised(Hook):
 
 @dataclass(frozen=True)
 class PrunedRanks(WrappedSelect):
-    """Wrapper of a select part that gives a client only the first LoRA ranks, fewer after each pruning.
+    """Wrapper of a select part (choice of submodels) that gives a client only the first LoRA ranks, fewer after each pruning.
 
     Attributes:
         adapters: function that returns the LoRA adapters of a model.

@@ -14,7 +14,7 @@ NAME = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Unchosen(Full):
-    """Placeholder for the select part (the choice of submodels), until `auto` has chosen a method.
+    """Placeholder for the select part (choice of submodels), until `auto` has chosen a method.
 
     Attributes:
         methods: names of the methods among which to choose; None = all that raafl has measurements of.

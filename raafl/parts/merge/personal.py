@@ -83,7 +83,7 @@ def forget_work(state: GlobalState, client: int) -> None:
 
 @dataclass(frozen=True)
 class RecordingSelect(WrappedSelect):
-    """Wrapper of a select part (the choice of submodels) that records on the server what each client trains."""
+    """Wrapper of a select part (choice of submodels) that records on the server what each client trains."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the wrapped select part's work, and record it."""

@@ -121,27 +121,27 @@ class WrappedSelect(Select):
         return self.inner(client, fleet)
 
     def on_join(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Tell the wrapped select part (the choice of submodels) that a client has joined."""
+        """Tell the wrapped select part (choice of submodels) that a client has joined."""
         self.inner.on_join(client, fleet)
 
     def on_loss(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Tell the wrapped select part (the choice of submodels) that a client was lost."""
+        """Tell the wrapped select part (choice of submodels) that a client was lost."""
         self.inner.on_loss(client, fleet)
 
     def on_round_start(self, out: Sequence[ClientInfo], fleet: SelectContext) -> None:
-        """Tell the wrapped select part (the choice of submodels) that a round starts."""
+        """Tell the wrapped select part (choice of submodels) that a round starts."""
         self.inner.on_round_start(out, fleet)
 
     def on_update(self, client: ClientInfo, assignment: Assignment, seconds: float, fleet: SelectContext) -> None:
-        """Tell the wrapped select part (the choice of submodels) that an update has arrived."""
+        """Tell the wrapped select part (choice of submodels) that an update has arrived."""
         self.inner.on_update(client, assignment, seconds, fleet)
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return the problems that the wrapped select part (the choice of submodels) finds before the run."""
+        """Return the problems that the wrapped select part (choice of submodels) finds before the run."""
         return self.inner.check(fleet)
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return the notes of the wrapped select part (the choice of submodels) for the start of the run."""
+        """Return the notes of the wrapped select part (choice of submodels) for the start of the run."""
         return self.inner.notes(fleet)
 
     def __str__(self) -> str:

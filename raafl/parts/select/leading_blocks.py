@@ -17,7 +17,7 @@ from raafl.submodel import Spec, Submodels
 
 @dataclass(frozen=True)
 class LeadingBlocks(Select):
-    """Select part that gives each client the lowest blocks of the model, and the first units of each layer's width.
+    """Select part (choice of submodels): each client gets the lowest blocks of the model, and the first units of each layer.
 
     The exits (output heads after a block) among these blocks are part of the submodel. Submodels are nested, since
     every client trains the lowest blocks. A client gets fewer blocks if its share does not fit its memory. A model

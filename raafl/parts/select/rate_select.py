@@ -47,7 +47,7 @@ class _RateMemory(MergeMemory):
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class RateSelect(Select):
-    """Select part that gives each client a share of the model, reduced to fit the client's memory and limits on a task.
+    """Select part (choice of submodels): each client gets a share of the model that fits its memory and limits on a task.
 
     A client's rate is the largest share that it may get. It gets the largest submodel up to that share that fits its
     memory and all given limits; ``RateSelect()`` gives every client as much as fits. A model without axes is trained

@@ -28,7 +28,7 @@ Choice = Literal["gre_raa", "random", "fewest_updates"]
 
 @dataclass(frozen=True, slots=True)
 class Full(Select):
-    """Select part that gives every client the whole model."""
+    """Select part (choice of submodels) that gives every client the whole model."""
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:
         """Return the whole model."""
@@ -100,7 +100,7 @@ def fragment_specs(submodels: Submodels, ratios: Sequence[float]) -> tuple[Spec,
 
 
 class OneOf(Select):
-    """Base class of select parts that assign one out of a fixed set of submodels (Fed-RAA, Algorithm 2).
+    """Base class of select parts (choices of submodels) that assign one out of a fixed set of submodels (Fed-RAA, Algorithm 2).
 
     For a client n, c(n, j) is the predicted time of a task on submodel j, and q(j) is how often j was merged so far.
     ``S = {j : c(n, j) <= K}`` are the submodels that the client can train within the time K.
@@ -242,7 +242,7 @@ class OneOf(Select):
 
 @dataclass(frozen=True, slots=True)
 class Fragments(OneOf):
-    """Select part that chooses among disjoint fragments, slices of the model's width (Fed-RAA).
+    """Select part (choice of submodels) among disjoint fragments, slices of the model's width (Fed-RAA).
 
     Attributes:
         ratios: share of the units in each fragment.

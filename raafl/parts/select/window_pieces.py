@@ -18,7 +18,7 @@ from raafl.submodel import Spec, Submodels
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class WindowPieces(OneOf):
-    """Select part that chooses among pieces of the model: some consecutive blocks, and a slice of their width.
+    """Select part (choice of submodels) among pieces of the model: some consecutive blocks, and a slice of their width.
 
     A share r of the model is divided into a share r_d of its L blocks and a share r_w of their width. It gives windows
     of ``ceil(r_d L)`` consecutive blocks, each of which is cut into ``ceil(1 / r_w)`` slices that together cover the

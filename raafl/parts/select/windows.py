@@ -123,7 +123,7 @@ class _Size:
 # No slots: with them dataclass creates the class twice, and jsonargparse could not find it by its short name.
 @dataclass(frozen=True)
 class RollingWindows(Select):
-    """Select part of Co-S2P: a window of consecutive blocks that moves up in each round, narrowed by the client's own mask.
+    """Select part (choice of submodels) of Co-S2P: a window of blocks that moves up in each round, narrowed by the client's mask.
 
     A client's share of the model is divided into a share r_d of the depth and r_w of the width. The window has ``ceil(r_d
     L)`` of L blocks. Blocks below it are frozen and equally narrow; blocks above are absent, and an exit (output head)
@@ -131,8 +131,8 @@ class RollingWindows(Select):
 
     A mask keeps, on each axis (dimension that can be cut), the ``ceil(r_w S)`` of S segments with the largest scores.
     The first ``mask_rounds`` times that the window reaches a block, the client trains the block's scores in a task of
-    their own before it trains the window. Afterwards the scores stay constant. Scores of axes outside all blocks train
-    with the scores of any window.
+    their own before it trains the window. Afterwards the scores stay constant. Axes outside all blocks count as
+    reached by every window.
 
     Attributes:
         rates: rate r of a client: one number for all; a list that clients 1, 2, ... take in turn, repeating; or a

@@ -283,8 +283,8 @@ class FineTuning(TrainTestData):
         if found is None:
             wanted = ", or ".join(" and ".join(form) for form in forms)
             raise BadInput(
-                f"data: '{path}' has columns {', '.join(names)}: for task {self.task} it needs {wanted}; columns: "
-                "{NAME: COLUMN} says which column is used for which name"
+                f"data: '{path}' has columns {', '.join(names)}: for task {self.task} it needs {wanted}: rename "
+                "the columns, or set columns to a mapping from the names that it needs to yours"
             )
         return found
 
@@ -302,7 +302,7 @@ class FineTuning(TrainTestData):
         if not kept:
             raise BadInput(
                 f"data: no example of '{self.path}' has a token that counts in the loss within max_length "
-                f"{self.max_length}: raise it"
+                f"{self.max_length}: raise max_length"
             )
         whose = (
             np.zeros(len(encoded), np.int64) if group is None else np.unique(list(rows[group]), return_inverse=True)[1]

@@ -53,7 +53,9 @@ class Signer:
         try:
             key = serialization.load_pem_private_key(path.read_bytes(), None)
         except (OSError, ValueError, TypeError) as error:
-            raise BadInput(f"signing key is '{path}', which cannot be read: {error}") from None
+            raise BadInput(
+                f"signing key is '{path}', which cannot be read ({error}): give a PEM file with a private key"
+            ) from None
         if not isinstance(key, Ed25519PrivateKey | EllipticCurvePrivateKey):
             raise BadInput(f"signing key is '{path}', which is not supported: use an Ed25519 or ECDSA private key")
         form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo

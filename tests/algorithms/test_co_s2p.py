@@ -63,7 +63,7 @@ def test_width_alone_is_asked_for_on_the_command_line():
         ({"segments": 0}, "segments is 0"),
         ({"mask_rounds": -1}, "mask_rounds is -1"),
         ({"mask_rounds": 10_001}, "mask_rounds is 10001: give 0 .* to 10,000"),
-        ({"mask_steps": 3, "mask_epochs": 2}, "mask_epochs is 2, but mask_steps is 3: leave out one"),
+        ({"mask_steps": 3, "mask_epochs": 2}, "mask_epochs is 2, but mask_steps is 3: leave out mask_epochs"),
         ({"mask_lr": 0}, "mask_lr is 0"),
         ({"mask_strength": -1.0}, "mask_strength is -1.0"),
         ({"distil_weight": 1.5}, "distil_weight is 1.5"),

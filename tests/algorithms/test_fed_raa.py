@@ -87,7 +87,7 @@ def test_bad_arguments_are_named(arguments, message):
     [
         (
             {"fragments": [1, 3]},
-            r"^fragments is \[1, 3\], but submodel says what each client trains: leave out one",
+            r"^fragments is \[1, 3\], but submodel says what each client trains: leave out fragments",
         ),
         ({"select": "random"}, "^select is random, but submodel"),
         ({"K": 9.0}, "^K is 9.0, but submodel"),

@@ -143,7 +143,7 @@ def test_what_has_nothing_to_learn_is_left_out_with_a_warning(tmp_path, caplog):
     assert len(data.train) == 2
     assert "1 of 3 examples are left out: none of their tokens within max_length 16 counts" in caplog.text
     with pytest.raises(
-        BadInput, match=r"no example of .* has a token that counts in the loss within max_length 2: raise it"
+        BadInput, match=r"no example of .* has a token that counts in the loss within max_length 2: raise max_length"
     ):
         read(lines(tmp_path / "b.jsonl", [{"prompt": "aaa", "completion": "b"}]), max_length=2)
 

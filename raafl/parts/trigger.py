@@ -83,7 +83,7 @@ class Buffered(Trigger):
             )
 
     def due(self, waiting: TriggerContext) -> bool:
-        """Check whether K updates wait for a merge."""
+        """Check whether as many updates wait for a merge as the buffer holds."""
         return len(waiting.arrived_s) >= self._size(waiting.memory)
 
     def _size(self, memory: Memory) -> int:

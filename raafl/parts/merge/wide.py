@@ -150,7 +150,7 @@ class WideMerge(Wrapped):
         return self.inner.reject_reason(self._wide(state), _widened(state, update), spec, staleness)
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Pass a wide copy of the update to the wrapped merge."""
+        """Pass a copy of the update, in at least single precision, to the wrapped merge."""
         self.inner.receive(self._wide(state), _widened(state, update), spec, staleness)
 
     def detach(self, state: GlobalState) -> None:
@@ -158,7 +158,7 @@ class WideMerge(Wrapped):
         self.inner.detach(self._wide(state))
 
     def apply(self, state: GlobalState) -> None:
-        """Let the wrapped merge change wide values, and round them into the model."""
+        """Let the wrapped merge change values of at least single precision, and round these into the model."""
         wide = self._wide(state)
         self.inner.apply(wide)
         self.submodels.round_(state.values, wide.values)

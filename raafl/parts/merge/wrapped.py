@@ -113,7 +113,7 @@ class WrappedSelect(Select):
 
     @property
     def needs_last_update(self) -> bool:
-        """Whether the wrapped select part must see a client's last update before it chooses the client's next submodel."""
+        """Whether the wrapped select part (choice of submodels) must see a client's last update before it chooses again."""
         return self.inner.needs_last_update
 
     def __call__(self, client: ClientInfo, fleet: SelectContext) -> Work:

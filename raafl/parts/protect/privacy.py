@@ -233,7 +233,7 @@ class Private(Wrapped):
         return super().notes(state, num_clients) + joint_notes(self.inner) + (noisy if self.noise_multiplier else [])
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Clip the update's change to norm C, and add it to the sum of its submodel."""
+        """Clip the norm of the update's change, and add the change to the sum of its submodel."""
         sums, received = state.memory.of(_PrivacyMemory).sums, state.memory.of(_PrivacyMemory).received
         change = difference(state, update, spec, self.sends)
         norm = norm_of(change, state.submodels)

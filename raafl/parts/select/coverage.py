@@ -149,7 +149,7 @@ class RegionCoverage:
 
     @property
     def num_trained(self) -> int:
-        """Number of regions that are trained in a round (S)."""
+        """Number of regions that are trained in a round."""
         return self.regions if self.trained is None else self.trained
 
     @property

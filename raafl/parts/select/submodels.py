@@ -50,11 +50,11 @@ class Full(Select):
 
 
 def uncut(submodels: Submodels, what: str) -> list[str]:
-    """Return a warning if the model has no axes, so that every client trains all of it; otherwise no warning.
+    """Return a warning if no dimension of the model can be cut, so that every client trains all of it; else no warning.
 
     Args:
         submodels: submodels of the model.
-        what: verb for what the method does with axes, such as "prune".
+        what: verb for what the method does with such dimensions, such as "prune".
     """
     if submodels.axes:
         return []

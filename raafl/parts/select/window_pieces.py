@@ -53,7 +53,7 @@ class WindowPieces(OneOf):
         return RollingWindows(ratio=self.ratio, segments=self.segments, mask_rounds=0, distils=self.distils)
 
     def pieces(self, submodels: Submodels) -> tuple[Spec, ...]:
-        """Return all pieces: the windows and slices of every rate, largest rate first."""
+        """Return all pieces of the model: windows of blocks, each cut into slices of the width; largest rate first."""
         windows, stack, cuts = self._windows(), stack_of(submodels), cuts_of(submodels, self.segments)
         pieces: dict[Spec, None] = {}
         for rate in sorted(self.rates, reverse=True):

@@ -66,7 +66,7 @@ def scores_of(state: GlobalState, client: int) -> dict[str, list[float]]:
 
 
 def record_work(state: GlobalState, client: int, work: Work) -> None:
-    """Record the submodel, and the axes whose mask scores train, of the task that a client starts now.
+    """Record the task that a client starts now: its submodel, and the axes whose mask scores it trains.
 
     Args:
         state: the global model, which stores the record.

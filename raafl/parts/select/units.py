@@ -39,7 +39,7 @@ def axes_of(submodels: Submodels) -> dict[str, Axis | Stack]:
 
 
 def size_of(axis: Axis | Stack) -> int:
-    """Return the number of units of an axis, or of blocks of a stack."""
+    """Return the number of units (such as neurons) of an axis, or of blocks of a stack."""
     return axis.size if isinstance(axis, Axis) else len(axis)
 
 

@@ -236,7 +236,7 @@ class RollingWindows(Select):
     def window(
         self, submodels: Submodels, start: int, stop: int, kept: Mapping[str, Sequence[int]], *, distils: bool
     ) -> Spec:
-        """Return the submodel that trains a window of blocks, with the exit at its top.
+        """Return the submodel that trains a window of blocks, with the exit (output head) at its top.
 
         Args:
             submodels: submodels of the model.

@@ -91,7 +91,7 @@ class LabelSplit(Wrapped):
         super().receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Apply the wrapped merge; if any update lacked a class, set each output row to its mean over the clients that trained it."""
+        """Apply the wrapped merge; if any update lacked a class, set output rows to their means over clients that trained them."""
         memory = state.memory.pop(RowsMemory)
         if memory is None or not memory.masked:
             super().apply(state)

@@ -40,7 +40,7 @@ def begin(module: Any, batch: Any) -> None:
         module.on_train_batch_start(batch, 0)
 
 
-def transferred(module: Any, batch: Any, device: Any, move: Callable[[Any, Any], Any]) -> object:
+def move_batch(module: Any, batch: Any, device: Any, move: Callable[[Any, Any], Any]) -> object:
     """Move a batch to a device with the module's hooks, as Lightning does.
 
     Args:

@@ -52,7 +52,7 @@ def command(argv: Sequence[str], width: int, *, terminal: bool) -> str:
     if "--json" in argv:
         return json.dumps(rows, indent=2)
     if names:
-        return "\n\n".join(whole(ALGORITHMS[row["name"]], row, width) for row in rows)
+        return "\n\n".join(describe(ALGORITHMS[row["name"]], row, width) for row in rows)
     listed = table(rows, width) if width >= _TABLE_FROM else _paragraphs(rows, width)
     about = f"{NAME}  raafl chooses one of them before the run: see `raafl algorithms {NAME}`"
     return "\n".join([listed, "", *textwrap.wrap(about, width)])
@@ -74,7 +74,7 @@ def table(rows: list[dict[str, str]], width: int) -> str:
     return "\n".join(line.rstrip() for line in text.get().rstrip().splitlines())
 
 
-def whole(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
+def describe(factory: Callable[..., Any], row: dict[str, str], width: int) -> str:
     """Describe one algorithm in words: the parts of which it is made, such as its merge rule, and its arguments.
 
     Args:

@@ -14,11 +14,11 @@ from raafl.commands.stored_runs import run_tables
 from raafl.config.argv import options_of
 from raafl.errors import BadInput
 from raafl.report import overview
-from raafl.report.clients import Classes, classes_of, participation, partition
+from raafl.report.clients import Classes, classes_of, participation_chart, partition
 from raafl.report.curves import curves
-from raafl.report.figure import fitting
-from raafl.report.groups import Group, algorithm_of, grouped, names_of
-from raafl.report.page import escaped, folded, page, shown, table_html
+from raafl.report.figure import transpose_wide
+from raafl.report.groups import Group, algorithm_of, group_runs, names_of
+from raafl.report.page import collapsible, escaped, page, shown, table_html
 from raafl.report.static import check_figure, draw
 from raafl.report.submodels import axes, regions, specs, staleness
 from raafl.report.timeline import time_spent, timeline
@@ -79,7 +79,7 @@ def report(argv: Sequence[str]) -> str:
         text = build(runs, labels=options.labels, trusted=options.trust_config)
         lines.append(_written("output", page, text.encode(), len(runs)))
     if figure is not None:
-        lines.append(_written("figure", figure, draw(grouped(runs), figure.suffix.lower()), len(runs)))
+        lines.append(_written("figure", figure, draw(group_runs(runs), figure.suffix.lower()), len(runs)))
     return "\n".join(lines)
 
 
@@ -102,7 +102,7 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
         labels: whether to load the data of the runs, to show which classes each client has.
         trusted: whether to import any class that the configs name, in order to load the data.
     """
-    groups = grouped(runs)
+    groups = group_runs(runs)
     names = names_of(groups)
     apart = [(names[id(group.runs[0])], group.runs[0]) for group in groups[:_MAX_APART]]
     left_out = len(runs) - len(apart)
@@ -110,7 +110,7 @@ def build(runs: Sequence[RecordedRun], *, labels: bool = False, trusted: bool = 
     if labels:
         classes = {id(run): classes_of(run, partial(_deal_out, trusted=trusted)) for _, run in apart}
     charts = [
-        curves(groups), timeline(apart, left_out), time_spent(apart, left_out), participation(groups),
+        curves(groups), timeline(apart, left_out), time_spent(apart, left_out), participation_chart(groups),
         staleness(groups), regions(groups), specs(groups), axes(groups), partition(apart, classes, left_out),
     ]  # fmt: skip
     only = runs[0] if len(runs) == 1 else None
@@ -141,22 +141,22 @@ def _top(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:
         parts.append(_cards(groups, runs[0]))
     colours = {run.name: group.colour for group in groups for run in group.runs} if len(groups) > 1 else {}
     table = overview.runs_table(groups)
-    outcomes = folded("How tasks ended", table_html(overview.outcomes_table(groups), colours))
+    outcomes = collapsible("How tasks ended", table_html(overview.outcomes_table(groups), colours))
     spread = overview.groups_table(groups)
     if spread is not None:
         by_label = {group.label: group.colour for group in groups}
-        parts.append(table_html(fitting(spread), by_label))
-        parts.append(folded("Each run", table_html(fitting(table), colours)))
+        parts.append(table_html(transpose_wide(spread), by_label))
+        parts.append(collapsible("Each run", table_html(transpose_wide(table), colours)))
     else:
-        shown_table = table_html(fitting(table), colours)
-        parts.append(folded("All figures", shown_table) if len(runs) == 1 else shown_table)
+        shown_table = table_html(transpose_wide(table), colours)
+        parts.append(collapsible("All figures", shown_table) if len(runs) == 1 else shown_table)
     return f'<section id="overview">{"".join(parts)}{notes}{outcomes}</section>'
 
 
 def _cards(groups: Sequence[Group], run: RecordedRun) -> str:
     metrics = overview.model_metrics(groups)
-    figures = overview.figures(run)
-    values = dict(zip(metrics[:3], overview.final(run, metrics[:3]), strict=True))
+    figures = overview.run_totals(run)
+    values = dict(zip(metrics[:3], overview.final_metrics(run, metrics[:3]), strict=True))
     wanted = (
         "merged updates",
         "versions",
@@ -187,7 +187,7 @@ def _configs(groups: Sequence[Group], runs: Sequence[RecordedRun]) -> str:
         if run.config_text:
             text = run.config_text
             cut = "\n… cut here; the rest is in config.yaml" if len(text) > _MAX_CONFIG else ""
-            parts.append(folded(run.name, f"<pre>{escaped(text[:_MAX_CONFIG] + cut)}</pre>"))
+            parts.append(collapsible(run.name, f"<pre>{escaped(text[:_MAX_CONFIG] + cut)}</pre>"))
     if not any(run.config_text for run in runs):
         parts.append('<p class="soft">No run has a config.yaml.</p>')
     return "\n".join([*parts, "</section>"])

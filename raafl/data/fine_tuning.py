@@ -269,7 +269,7 @@ class FineTuning(TrainTestData):
         version = "made" if path.startswith("made:") else rows._fingerprint
         facts = [
             path, version, split, self.task, repr(form), repr(cells), repr(group), f"max_length {self.max_length}",
-            *Tokenizer(self._tokenizer).facts(), *([] if self._chat_template is None else [Path(self._chat_template)]),
+            *Tokenizer(self._tokenizer).cache_inputs(), *([] if self._chat_template is None else [Path(self._chat_template)]),
         ]  # fmt: skip
         found = readers.cached(
             facts, readers.data_root(None), f"fine-tuning-{split}", lambda: self._read(rows, form, cells, group), _PARTS

@@ -77,7 +77,7 @@ class _Texts(TrainTestData):
             tokens, lengths = self.tokenizer.encode(texts, length, lambda: training.read()[0])
             return tokens, lengths, labels
 
-        facts = [*rows.sources, *training.sources, *self.tokenizer.facts(), f"{part} {length}"]
+        facts = [*rows.sources, *training.sources, *self.tokenizer.cache_inputs(), f"{part} {length}"]
         return TensorTokens(*readers.cached(facts, folder, f"{name}-{part}", build, ("tokens", "lengths", "labels")))
 
 

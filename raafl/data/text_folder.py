@@ -69,7 +69,7 @@ class TextFolder(TrainTestData):
             return
         files = self._files()
         # the tokens are cached apart from the texts, whose folder may be a package's
-        facts = [*files, *Tokenizer(self._tokenizer).facts()]
+        facts = [*files, *Tokenizer(self._tokenizer).cache_inputs()]
         tokens, starts = readers.cached(
             facts, readers.data_root(None), "text-folder", lambda: self._read(files), _PARTS
         )

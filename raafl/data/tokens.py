@@ -138,7 +138,7 @@ class Tokenizer:
         if self.vocab_size < 3:
             raise BadInput(f"vocab_size is {self.vocab_size}: give 3 or more (0 is padding, 1 an unknown word)")
 
-    def facts(self) -> list[Path | str]:
+    def cache_inputs(self) -> list[Path | str]:
         """List the tokenizer's files, or its name if it has none; cached tokens are valid as long as these are unchanged."""
         if self.name == WORDS:
             return [f"{WORDS} {self.vocab_size}"]

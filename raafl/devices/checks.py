@@ -154,7 +154,7 @@ def spread_problems(profile: Any) -> Iterator[str]:
         yield f"drift_s is {drift_s!r} but nothing drifts; give speed_drift or link_drift, or leave it out"
 
 
-def joined(windows: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+def merge_windows(windows: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
     """Merge time windows that touch or overlap."""
     found: list[tuple[float, float]] = []
     for start, stop in windows:

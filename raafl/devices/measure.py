@@ -57,7 +57,7 @@ def measure_machine(
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MemoryRoom:
     """Memory that a process can still allocate, and what limits it.
 
     Attributes:
@@ -82,7 +82,7 @@ GPU_RESERVE_BYTES = 512 * 2**20
 """Of a GPU, for each process: its context, kernels that are loaded when first used, workspaces of cuBLAS and cuDNN. Assumed."""
 
 
-def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Room:
+def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> MemoryRoom:
     """Measure how much more memory this process can allocate.
 
     On a CPU the limits are those of the process (``RLIMIT_AS``, ``RLIMIT_DATA``), of its control groups, and the memory
@@ -96,19 +96,22 @@ def memory_room(device: str | torch.device = "cpu", num_sharing: int = 1) -> Roo
     if str(device).startswith("cuda"):
         import torch
 
-        return Room(torch.cuda.mem_get_info(device)[0] / num_sharing, f"free on {device}", GPU_RESERVE_BYTES)
-    shared = [Room(_system_available_bytes(), "available memory"), Room(_cgroup_left_bytes(), "control group")]
-    rooms = [*_own_limits(), *(Room(room.num_bytes / num_sharing, room.limit) for room in shared)]
+        return MemoryRoom(torch.cuda.mem_get_info(device)[0] / num_sharing, f"free on {device}", GPU_RESERVE_BYTES)
+    shared = [
+        MemoryRoom(_system_available_bytes(), "available memory"),
+        MemoryRoom(_cgroup_left_bytes(), "control group"),
+    ]
+    rooms = [*_own_limits(), *(MemoryRoom(room.num_bytes / num_sharing, room.limit) for room in shared)]
     return min(rooms, key=lambda room: room.num_bytes)
 
 
-def _own_limits() -> Iterator[Room]:
+def _own_limits() -> Iterator[MemoryRoom]:
     """Yield the bytes left by the process's resource limits."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     for name, field in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY and field in fields:
-            yield Room(max(float(limit) - float(fields[field].split()[0]) * 1024, 1.0), name)
+            yield MemoryRoom(max(float(limit) - float(fields[field].split()[0]) * 1024, 1.0), name)
 
 
 def _system_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> float:

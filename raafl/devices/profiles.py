@@ -12,7 +12,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from raafl.devices import catalog, fleets, recordings, sampling
-from raafl.devices.checks import CHANGES, change_problems, joined, rate_problems, spread_problems, window_problems
+from raafl.devices.checks import (
+    CHANGES,
+    change_problems,
+    merge_windows,
+    rate_problems,
+    spread_problems,
+    window_problems,
+)
 from raafl.devices.files import is_list, read_list, read_rows, values
 from raafl.devices.sampling import Presence
 from raafl.errors import nearest
@@ -99,7 +106,7 @@ class Profile:
         if problems:
             raise ValueError(f"device profile {self.name!r}: " + "; ".join(problems))
         if self.availability is not None:
-            object.__setattr__(self, "availability", joined(self.availability))
+            object.__setattr__(self, "availability", merge_windows(self.availability))
         for name in CHANGES:
             if (pairs := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple((float(at_s), float(factor)) for at_s, factor in pairs))

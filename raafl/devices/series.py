@@ -64,7 +64,7 @@ def as_sent(profile: Mapping[str, Any]) -> dict[str, Any]:
     return {**shortened(profile), **changes}
 
 
-def as_known(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def full_profile(profile: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the full profile of a client from the short form that it sent and the profile in the server's config.
 
     Each digest is replaced by the server's time series with that digest. If the client sent no changes of computing or

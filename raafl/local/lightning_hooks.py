@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from raafl.errors import BadInput
-from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, overrides, transferred
+from raafl.module_hooks import BATCH_HOOKS, TASK_HOOKS, move_batch, overrides
 from raafl.submodel.nested_batch import to_device
 
 _SEE_GRADIENTS = {
@@ -71,7 +71,7 @@ class Transfer:
         """Return the batch on ``device``; one with ``is_transferred`` has come through the hooks elsewhere."""
         if not self.is_own or getattr(batch, "is_transferred", False):
             return to_device(batch, device)
-        return transferred(self._module, batch, device, to_device)
+        return move_batch(self._module, batch, device, to_device)
 
 
 class TaskHooks:

@@ -121,7 +121,7 @@ def log(logger: Any, measured: Measurements) -> None:
             row |= {begin + name: value for name, value in measured.metrics.items()}
         for name, values in histograms.items():
             if values:
-                row[f"histograms/{name}"] = wandb.Histogram(np_histogram=binned(values, whole=name == "staleness"))
+                row[f"histograms/{name}"] = wandb.Histogram(np_histogram=histogram(values, whole=name == "staleness"))
     elif _is_a(logger, "MLFlowLogger"):  # which drops the sign from a target's name, and warns each time
         row = {name.replace("=", "_"): value for name, value in row.items()}
     logger.log_metrics(row, step=measured.version)
@@ -134,7 +134,7 @@ def log(logger: Any, measured: Measurements) -> None:
     logger.save()
 
 
-def binned(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+def histogram(values: Sequence[float], *, whole: bool) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """Compute a histogram, as counts and bin edges.
 
     Args:

@@ -35,7 +35,7 @@ class Reply:
     content_type: str = "text/plain; charset=utf-8"
 
 
-def bound(field: str, address: str) -> socket.socket:
+def listening_socket(field: str, address: str) -> socket.socket:
     """Return a socket that listens at ``HOST:PORT``.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from raafl.config.experiment import Experiment, seconds
 from raafl.core.hooks import RunHooks
-from raafl.monitoring.endpoint import Endpoint, Reply, bound
+from raafl.monitoring.endpoint import Endpoint, Reply, listening_socket
 from raafl.monitoring.health import Health
 from raafl.runfolder.record import RunRecord
 
@@ -51,7 +51,7 @@ class Monitor:
         """Open the port; raises `BadInput` where it cannot be had."""
         if self._experiment.monitor is not None:
             routes = {"/metrics": self._scrape, "/healthz": self._health.report}
-            self._endpoint = Endpoint(bound("monitor", self._experiment.monitor), routes)
+            self._endpoint = Endpoint(listening_socket("monitor", self._experiment.monitor), routes)
             self.address = self._endpoint.address
         return self
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from raafl.errors import BadInput
-from raafl.report.figure import Cell, Chart, Table, View, axis, banded, rounded, thin_rows
+from raafl.report.figure import Cell, Chart, Table, View, axis, rounded, split_evenly, thin_rows
 from raafl.report.groups import Group
-from raafl.report.timeline import in_order, lane, lanes_height
+from raafl.report.timeline import fastest_first, lane, lanes_height
 from raafl.runfolder.reading import RecordedRun
 from raafl.runfolder.schema import MERGED
 
@@ -50,7 +50,7 @@ class _Point:
     share: float
 
 
-def participation(groups: Sequence[Group]) -> Chart:
+def participation_chart(groups: Sequence[Group]) -> Chart:
     """Return a chart of each client's merged updates against its speed, for all groups of runs."""
     speeds = {
         "a device's speed": ("flops_per_s", "FLOP/s of the device, by its profile"),
@@ -122,7 +122,8 @@ def _dots(group: Group, points: Sequence[_Point], x: str, y: str) -> list[dict[s
         }]  # fmt: skip
     known.sort(key=speed)
     bands = [
-        np.array([(speed(known[i]), measure(known[i])) for i in band]) for band in banded(range(len(known)), _BANDS)
+        np.array([(speed(known[i]), measure(known[i])) for i in band])
+        for band in split_evenly(range(len(known)), _BANDS)
     ]
     means = np.array([band[:, 1].mean() for band in bands])
     return [{
@@ -193,7 +194,7 @@ def partition(
     views: dict[tuple[str, ...], View] = {}
     tables, reasons, grouped = [], [], False
     for name, run in runs:
-        sizes = {client: run.clients[client].num_samples for client in in_order(run) if client in run.clients}
+        sizes = {client: run.clients[client].num_samples for client in fastest_first(run) if client in run.clients}
         found = classes.get(id(run), "")
         if isinstance(found, str):
             reasons += [f"{name}: {found}"] if found else []
@@ -254,7 +255,7 @@ def _histogram(sizes: Mapping[int, int], classes: Classes) -> View:
     main = {client: int(np.argmax(counts)) for client, counts in classes.items()}
     order = sorted(classes, key=lambda client: (main[client], client))
     num_classes = max(len(counts) for counts in classes.values())
-    bands = banded(order, _BANDS)
+    bands = split_evenly(order, _BANDS)
     shares = []
     for band in bands:
         counts = np.array([sum(_count(classes, client, label) for client in band) for label in range(num_classes)])

@@ -76,7 +76,7 @@ def metric_names(groups: Sequence[Group]) -> list[str]:
     return names[:_MAX_METRICS]
 
 
-def along(run: RecordedRun, against: str) -> Numbers:
+def x_values(run: RecordedRun, against: str) -> Numbers:
     """Return the x values of a run's evaluations; NaN if unknown.
 
     Args:
@@ -108,7 +108,7 @@ def curve(run: RecordedRun, metric: str, against: str) -> tuple[Numbers, Numbers
     """
     if metric not in run.metrics:
         return np.empty(0), np.empty(0)
-    x, y = along(run, against), run.metrics[metric]
+    x, y = x_values(run, against), run.metrics[metric]
     known = np.isfinite(x) & np.isfinite(y)
     x, y = x[known], y[known]
     order = np.argsort(x, kind="stable")
@@ -170,7 +170,7 @@ def _see_through(colour: str) -> str:
 
 def _table(run: RecordedRun, metrics: Sequence[str]) -> Table:
     names = [name for name in (*_NOT_METRICS, *metrics) if name in run.metrics]
-    updates = rounded(along(run, UPDATES), 12)
+    updates = rounded(x_values(run, UPDATES), 12)
     columns = [rounded(run.metrics[name]) for name in names]
     rows = [[updates[i], *(column[i] for column in columns)] for i in range(len(updates))]
     kept, said = thin_rows(rows, _TABLE_ROWS)

@@ -79,7 +79,7 @@ def thin_rows(rows: Sequence[Sequence[Cell]], most: int = MAX_ROWS) -> tuple[lis
     return [rows[place] for place in places], said
 
 
-def fitting(table: Table) -> Table:
+def transpose_wide(table: Table) -> Table:
     """Transpose a table that is too wide for the page and has few rows."""
     if len(table.columns) <= _MOST_ACROSS or len(table.rows) > _MOST_ACROSS:
         return table
@@ -98,7 +98,7 @@ def briefly(value: float) -> str:
     return f"{value / 1000**power:.3g} {('', 'k', 'M', 'G', 'T', 'P')[power]}"
 
 
-def banded(items: Sequence[int], most: int) -> list[list[int]]:
+def split_evenly(items: Sequence[int], most: int) -> list[list[int]]:
     """Split items, in order, into at most ``most`` groups of nearly equal size."""
     return [
         band.tolist() for band in np.array_split(np.array(items, np.int64), min(most, len(items)) or 1) if len(band)

@@ -39,7 +39,7 @@ class Group:
     differs: Mapping[str, str]
 
 
-def grouped(runs: Sequence[RecordedRun]) -> list[Group]:
+def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
     """Group runs that differ only by seed, in the order of their first appearance."""
     found: dict[str, list[RecordedRun]] = {}
     for run in runs:

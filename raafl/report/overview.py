@@ -19,7 +19,7 @@ from raafl.runfolder.schema import KINDS, MERGED, is_metric
 _MAX_METRICS = 8
 
 
-def figures(run: RecordedRun) -> dict[str, Cell]:
+def run_totals(run: RecordedRun) -> dict[str, Cell]:
     """Return a run's results and totals by name, such as seconds and merged updates.
 
     Values come from the run's summary, or from its other files if there is no summary.
@@ -30,7 +30,7 @@ def figures(run: RecordedRun) -> dict[str, Cell]:
     clock = {"simulated": "virtual", "distributed": "wall"}.get(run.runtime, run.runtime)
     found: dict[str, Cell] = {
         "algorithm": algorithm_of(run), "clock": clock, "seed": None if run.seed is None else str(run.seed),
-        "ended": ended(run),
+        "ended": end_reason(run),
         "merged updates": _whole(summary.get("updates_merged"), int(merged.sum())),
         "versions": _whole(summary.get("versions"), int(np.nanmax(tasks["merged_version"], initial=0.0))),
     }  # fmt: skip
@@ -55,13 +55,13 @@ def figures(run: RecordedRun) -> dict[str, Cell]:
     return found | dict(zip(some, rounded(list(some.values())), strict=True))
 
 
-def ended(run: RecordedRun) -> str:
+def end_reason(run: RecordedRun) -> str:
     """Describe in words why a run ended."""
     reason = (run.summary or {}).get("finished")
     return "not ended" if reason is None else REASONS.get(str(reason), str(reason))
 
 
-def final(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
+def final_metrics(run: RecordedRun, metrics: Sequence[str]) -> list[float]:
     """Return a run's final value of each metric, or that of its last evaluation if the run has not ended; NaN if unknown."""
     known = (run.summary or {}).get("final")
     known = known if isinstance(known, Mapping) else {}
@@ -80,9 +80,9 @@ def runs_table(groups: Sequence[Group]) -> Table:
     columns: list[str] = []
     for group in groups:
         for run in group.runs:
-            found = figures(run)
+            found = run_totals(run)
             columns = list(found)
-            rows.append([run.name, *rounded(final(run, metrics)), *found.values()])
+            rows.append([run.name, *rounded(final_metrics(run, metrics)), *found.values()])
     return Table(["run", *metrics, *columns], rows)
 
 
@@ -97,9 +97,9 @@ def groups_table(groups: Sequence[Group]) -> Table | None:
     for group in groups:
         results = []
         for run in group.runs:
-            own = figures(run)
+            own = run_totals(run)
             to_target = [number(_time_to(run).get(target)) for target in targets]
-            results.append([*final(run, metrics), *to_target, *(number(own[name]) for name in names[-3:])])
+            results.append([*final_metrics(run, metrics), *to_target, *(number(own[name]) for name in names[-3:])])
         rows.append([group.label, len(group.runs), *(_spread(column) for column in zip(*results, strict=True))])
     return Table(["group", "runs", *names], rows, "Mean over runs, and from the least to the most.")
 

@@ -67,7 +67,7 @@ def _words(is_text: bool) -> str:
     return ' class="words"' if is_text else ""
 
 
-def folded(title: str, inner: str) -> str:
+def collapsible(title: str, inner: str) -> str:
     """Return an HTML block that opens when its title is clicked."""
     return f'<details><summary>{escaped(title)}</summary><div class="inner">{inner}</div></details>'
 
@@ -87,7 +87,9 @@ def chart_html(chart: Chart) -> str:
             '<p class="missing soft" hidden>This is not known.</p></figure>'
         )
     if chart.tables:
-        parts.append(folded("Table" if len(chart.tables) == 1 else "Tables", "".join(map(table_html, chart.tables))))
+        parts.append(
+            collapsible("Table" if len(chart.tables) == 1 else "Tables", "".join(map(table_html, chart.tables)))
+        )
     parts.append("</section>")
     return "\n".join(parts)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raafl.report.figure import Cell, Chart, Table, View, axis, banded, gap, rounded
+from raafl.report.figure import Cell, Chart, Table, View, axis, gap, rounded, split_evenly
 from raafl.report.groups import Group
 from raafl.report.timeline import lanes_height
 from raafl.report.times import KIND_COLOURS
@@ -64,7 +64,7 @@ def regions(groups: Sequence[Group]) -> Chart:
     numbers = sorted({region for some in figures.values() for region in some})
     if not numbers:
         return Chart("regions", "Coverage and staleness per region", "No update has been merged.", {})
-    bands = banded(numbers, _MAX_BARS)
+    bands = split_evenly(numbers, _MAX_BARS)
     names = [f"{band[0]}" if len(band) == 1 else f"{band[0]}-{band[-1]}" for band in bands]
     measures = {"merged updates": (0, "merged updates, mean over runs"), "mean staleness": (1, "mean staleness"),
                 "longest pause": (2, "most versions in a row without it")}  # fmt: skip

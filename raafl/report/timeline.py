@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from raafl.report.figure import Cell, Chart, Table, View, axis, banded, briefly, rounded, thin_rows
-from raafl.report.times import KIND_COLOURS, KIND_NAMES, USES, WAIT, TaskIntervals, at_work, task_intervals, uses
+from raafl.report.figure import Cell, Chart, Table, View, axis, briefly, rounded, split_evenly, thin_rows
+from raafl.report.times import KIND_COLOURS, KIND_NAMES, USES, WAIT, TaskIntervals, busy_share, task_intervals, uses
 from raafl.runfolder.reading import RecordedRun
 
 _MAX_LANES, _BANDS = 40, 24
@@ -20,7 +20,7 @@ USE_COLOURS = ("#4269d0", "#6cc5b0", "#4269d0", "#e8684a", "#b9b9c2", "rgba(128,
 _WAITING = "rgba(140,140,150,0.35)"
 
 
-def in_order(run: RecordedRun) -> list[int]:
+def fastest_first(run: RecordedRun) -> list[int]:
     """Return the ids of a run's clients, the fastest device first, those of unknown speed last."""
 
     def speed(client: int) -> tuple[float, int]:
@@ -51,7 +51,7 @@ def _bands_of(run: RecordedRun, order: Sequence[int]) -> dict[str, list[int]]:
     if len(order) <= _MAX_LANES:
         return {lane(run, client): [client] for client in order}
     named: dict[str, list[int]] = {}
-    for place, band in enumerate(banded(order, _BANDS), start=1):
+    for place, band in enumerate(split_evenly(order, _BANDS), start=1):
         speeds = [run.clients[client].flops_per_s for client in band if client in run.clients]
         known = [speed for speed in speeds if speed > 0]
         name = f"{len(band)} at {briefly(float(np.median(known)))}FLOP/s" if known else f"{len(band)} clients"
@@ -67,7 +67,7 @@ def timeline(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Char
         found = task_intervals(run)
         if not len(found.client) or run.end_s <= 0:
             continue
-        order = in_order(run)
+        order = fastest_first(run)
         if len(order) <= _MAX_LANES and len(found.client) <= _MAX_TASKS:
             views[(name,)] = _lanes(run, order, found)
         else:
@@ -134,7 +134,7 @@ def _told(run: RecordedRun, row: int) -> str:
 def _heat(run: RecordedRun, order: Sequence[int], found: TaskIntervals) -> View:
     bands = _bands_of(run, order)
     edges = np.linspace(0.0, run.end_s, _STEPS + 1)
-    shares = at_work(found, list(bands.values()), edges)
+    shares = busy_share(found, list(bands.values()), edges)
     trace = {
         "type": "heatmap", "x": rounded((edges[1:] + edges[:-1]) / 2), "y": list(bands),
         "z": [rounded(row, 3) for row in shares], "zmin": 0, "zmax": 1, "colorscale": "theme",
@@ -179,7 +179,7 @@ def time_spent(runs: Sequence[tuple[str, RecordedRun]], left_out: int = 0) -> Ch
         spent = uses(run, task_intervals(run))
         all_s = max(run.end_s * len(spent), 1e-300)
         totals[name] = {use: sum(mine[use] for mine in spent.values()) / all_s for use in USES}
-        order = in_order(run)
+        order = fastest_first(run)
         shares = {
             label: {use: sum(spent[client][use] for client in band) / (run.end_s * len(band)) for use in USES}
             for label, band in _bands_of(run, order).items()

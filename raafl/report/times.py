@@ -144,7 +144,7 @@ def _link(client: ClientRecord, is_simulated: bool) -> tuple[float, float, float
     return down_s, up_s, latency
 
 
-def at_work(intervals: TaskIntervals, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
+def busy_share(intervals: TaskIntervals, clients: Sequence[Sequence[int]], edges: Numbers) -> npt.NDArray[np.float64]:
     """Compute the share of time, 0 to 1, that each group of clients spent in tasks, `(groups, len(edges) - 1)`.
 
     Args:

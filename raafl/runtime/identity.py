@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 from raafl._version import __version__
 from raafl.core.records_json import client_from_json, client_to_json
 from raafl.core.types import ClientInfo
-from raafl.devices.series import as_known
+from raafl.devices.series import full_profile
 from raafl.sanitize import sanitize_text
 from raafl.submodel import Submodels
 from raafl.transport import Refused
@@ -138,7 +138,7 @@ def client_info(
     try:
         if not isinstance(profile, dict):
             raise ValueError("the profile is not a mapping")
-        profile = as_known(profile, client_to_json(known)["profile"])
+        profile = full_profile(profile, client_to_json(known)["profile"])
         profile["name"] = sanitize_text(profile.get("name", "default"))
         info = client_from_json({**hello, "client": client, "incarnation": incarnation, "profile": profile})
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from raafl.module_hooks import begin, transferred
+from raafl.module_hooks import begin, move_batch
 from raafl.submodel.flat import is_merged, reals
 from raafl.submodel.nested_batch import batch_tensors
 
@@ -145,7 +145,7 @@ def _tensors_given(answer: object) -> Iterator[Tensor]:
 def loss_of(module: Any, batch: Any) -> Any:
     """Run a training step and the Lightning hooks before it; return its loss, or None if it skips the batch."""
     device = next((tensor.device for tensor in batch_tensors(batch)), torch.device("cpu"))
-    batch = transferred(module, batch, device, lambda batch, device: batch)
+    batch = move_batch(module, batch, device, lambda batch, device: batch)
     begin(module, batch)
     answer = module.training_step(batch, 0)
     answer = module.training_step(batch, 1) if answer is None else answer  # some skip their first batch

@@ -43,7 +43,7 @@ def test_a_tokenizer_of_transformers(tokenizer_folder):
     tokenizer = Tokenizer(str(tokenizer_folder))
     tokens, lengths = tokenizer.encode(["cat sat", "cat cat cat cat", "dog"], 4, never)
     assert tokens.tolist() == [[4, 1, 2, 3], [4, 1, 1, 1], [4, 0, 3, 3]] and lengths.tolist() == [3, 4, 2]
-    assert tokenizer_folder / "tokenizer.json" in tokenizer.facts()  # another file, another cache
+    assert tokenizer_folder / "tokenizer.json" in tokenizer.cache_inputs()  # another file, another cache
 
 
 def test_a_tokenizer_may_come_in_a_package(tokenizer_folder, tmp_path, monkeypatch):
@@ -59,7 +59,7 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
         ("package:raafl/nowhere", "package raafl has no folder 'nowhere'"),
     ):
         with pytest.raises(BadInput, match=message):
-            Tokenizer(name).facts()
+            Tokenizer(name).cache_inputs()
     pytest.importorskip("transformers")
     with pytest.raises(BadInput, match=r"cannot be loaded .*give a folder with a tokenizer"):
         Tokenizer(str(tmp_path)).encode(["x"], 4, never)

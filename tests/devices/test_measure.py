@@ -55,10 +55,10 @@ def test_version_1_has_files_of_its_own_and_says_none_as_a_large_number(tmp_path
 def test_ranks_share_what_is_not_their_own(monkeypatch):
     monkeypatch.setattr(measuring, "_system_available_bytes", lambda: 9e9)
     monkeypatch.setattr(measuring, "_cgroup_left_bytes", lambda: 6e9)
-    monkeypatch.setattr(measuring, "_own_limits", lambda: iter([measuring.Room(2.5e9, "RLIMIT_AS")]))
-    assert measuring.memory_room() == measuring.Room(2.5e9, "RLIMIT_AS")
-    assert measuring.memory_room(num_sharing=3) == measuring.Room(2e9, "control group")
-    assert measuring.memory_room(num_sharing=6) == measuring.Room(1e9, "control group")
+    monkeypatch.setattr(measuring, "_own_limits", lambda: iter([measuring.MemoryRoom(2.5e9, "RLIMIT_AS")]))
+    assert measuring.memory_room() == measuring.MemoryRoom(2.5e9, "RLIMIT_AS")
+    assert measuring.memory_room(num_sharing=3) == measuring.MemoryRoom(2e9, "control group")
+    assert measuring.memory_room(num_sharing=6) == measuring.MemoryRoom(1e9, "control group")
     assert measuring.memory_room(num_sharing=6).for_task_bytes == pytest.approx(0.9e9 - 64 * 2**20)
 
 

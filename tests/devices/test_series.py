@@ -9,9 +9,9 @@ from raafl.core.types import ClientInfo, Joined
 from raafl.devices.profiles import Profile
 from raafl.devices.series import (
     MOST_PAIRS,
-    as_known,
     as_sent,
     digest,
+    full_profile,
     long_series,
     problem_of_sent,
     restored,
@@ -47,10 +47,14 @@ def test_a_client_sends_the_digest_of_its_changes_however_short_and_gets_the_ser
     own = plain(**changes, availability=((0, 9),))
     sent = as_sent(own)
     assert sent["speed_changes"] == {"digest": digest([(1, 0.5)])} and sent["availability"] == ((0.0, 9.0),)
-    assert problem_of_sent(sent) is None and as_known(sent, own) == own
-    assert as_known(plain(flops_per_s=5.0), own) == {**plain(flops_per_s=5.0), **plain(**changes), "flops_per_s": 5.0}
+    assert problem_of_sent(sent) is None and full_profile(sent, own) == own
+    assert full_profile(plain(flops_per_s=5.0), own) == {
+        **plain(flops_per_s=5.0),
+        **plain(**changes),
+        "flops_per_s": 5.0,
+    }
     with pytest.raises(ValueError, match=r"link_changes is a time series .digest"):
-        as_known(sent, plain(speed_changes=((1, 0.5),)))
+        full_profile(sent, plain(speed_changes=((1, 0.5),)))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from raafl.loggers.tracking import (
     RecentUpdates,
     RunIds,
     Tables,
-    binned,
     clients_table,
     finish,
+    histogram,
     log,
     markdown,
     regions_table,
@@ -74,11 +74,11 @@ def test_the_name_of_a_target_is_one_that_its_logger_takes(kind, name):
 
 
 def test_bins_are_whole_numbers_or_twentieths():
-    counts, edges = binned([0, 3, 3], whole=True)
+    counts, edges = histogram([0, 3, 3], whole=True)
     assert (counts.tolist(), edges.tolist()) == ([1, 0, 0, 2], [0, 1, 2, 3, 4])
-    counts, edges = binned([0.0, 0.51, 1.0], whole=False)
+    counts, edges = histogram([0.0, 0.51, 1.0], whole=False)
     assert counts.sum() == 3 and (counts[0], counts[10], counts[19]) == (1, 1, 1) and len(edges) == 21
-    assert len(binned([5000], whole=True)[0]) == 20
+    assert len(histogram([5000], whole=True)[0]) == 20
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 from raafl.errors import BadInput
 from raafl.monitoring import endpoint as endpoints
-from raafl.monitoring.endpoint import MAX_CALLERS, MAX_REQUEST_BYTES, Endpoint, Reply, bound
+from raafl.monitoring.endpoint import MAX_CALLERS, MAX_REQUEST_BYTES, Endpoint, Reply, listening_socket
 
 
 def broken():
@@ -30,7 +30,7 @@ ROUTES = {
 
 @contextmanager
 def opened():
-    made = Endpoint(bound("monitor", "127.0.0.1:0"), ROUTES)
+    made = Endpoint(listening_socket("monitor", "127.0.0.1:0"), ROUTES)
     try:
         yield made
     finally:
@@ -120,6 +120,6 @@ def test_an_address_that_cannot_be_had_is_bad_input():
         opened() as endpoint,
         pytest.raises(BadInput, match=r"monitor is '127.0.0.1:\d+', on which this machine cannot listen"),
     ):
-        bound("monitor", endpoint.address)
+        listening_socket("monitor", endpoint.address)
     with pytest.raises(BadInput, match=r"monitor is 'no.such.host.invalid:80', on which this machine cannot listen"):
-        bound("monitor", "no.such.host.invalid:80")
+        listening_socket("monitor", "no.such.host.invalid:80")

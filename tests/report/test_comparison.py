@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from raafl.report import overview
-from raafl.report.curves import AXES, along, band, curve, curves
-from raafl.report.figure import Table, banded, briefly, fitting, rounded, thin_rows, thinned
-from raafl.report.groups import flat, grouped, names_of
+from raafl.report.curves import AXES, band, curve, curves, x_values
+from raafl.report.figure import Table, briefly, rounded, split_evenly, thin_rows, thinned, transpose_wide
+from raafl.report.groups import flat, group_runs, names_of
 from raafl.report.submodels import regions, specs, staleness
 from raafl.runfolder.reading import read
 from tests.report.folders import CONFIG, EVENTS, METRICS, SUMMARY, TASKS, write
@@ -26,7 +26,7 @@ def make(tmp_path):
 
 
 def test_runs_that_differ_by_their_seed_and_folder_are_one_group(make):
-    groups = grouped([make("a"), make("b", seed=1, config={"name": "other", "workers": 2})])
+    groups = group_runs([make("a"), make("b", seed=1, config={"name": "other", "workers": 2})])
     assert [(group.label, len(group.runs)) for group in groups] == [("fed_raa", 2)]
     assert list(names_of(groups).values()) == ["fed_raa, seed 0", "fed_raa, seed 1"]
 
@@ -34,7 +34,7 @@ def test_runs_that_differ_by_their_seed_and_folder_are_one_group(make):
 def test_groups_are_called_by_what_tells_them_apart(make):
     other = {"class_path": "raafl.fed_raa", "init_args": {"alpha": 0.9}}
     real = [{**EVENTS[0], "runtime": "distributed"}, *EVENTS[1:]]
-    groups = grouped([
+    groups = group_runs([
         make("a"),
         make("b", config={"algorithm": other}),
         make("c", events=real),
@@ -53,17 +53,17 @@ def test_groups_are_called_by_what_tells_them_apart(make):
 def test_groups_that_differ_within_a_list_are_called_by_a_run(make):
     devices = [{"name": "x", "flops_per_s": 1.0}, {"name": "y", "flops_per_s": 2.0}]
     changed = [devices[0], {**devices[1], "flops_per_s": 3.0}]
-    groups = grouped([make("a", config={"devices": devices}), make("b", config={"devices": changed})])
+    groups = group_runs([make("a", config={"devices": devices}), make("b", config={"devices": changed})])
     assert [group.label for group in groups] == ["fed_raa, devices of a", "fed_raa, devices of b"]
 
 
 def test_runs_without_a_config_stay_apart(make, tmp_path):
-    groups = grouped([read(write(tmp_path / name, config=None)) for name in "ab"])
+    groups = group_runs([read(write(tmp_path / name, config=None)) for name in "ab"])
     assert [group.label for group in groups] == ["fed_raa (a)", "fed_raa (b)"]
 
 
 def test_runs_of_the_same_seed_are_told_apart_by_their_folders(make):
-    assert list(names_of(grouped([make("a"), make("b")])).values()) == ["fed_raa, seed 0 (a)", "fed_raa, seed 0 (b)"]
+    assert list(names_of(group_runs([make("a"), make("b")])).values()) == ["fed_raa, seed 0 (a)", "fed_raa, seed 0 (b)"]
 
 
 def test_runs_of_one_config_that_did_not_go_as_far_are_told_apart(make):
@@ -71,7 +71,7 @@ def test_runs_of_one_config_that_did_not_go_as_far_are_told_apart(make):
     goals = {"max_updates": 9, "max_time_s": None, "targets": [{"metric": "accuracy", "value": 0.9, "at_most": False}]}
     resumed = [*EVENTS, {"time_s": 8.0, "event": "resumed", "goals": goals}]
     limits = {"max_updates": 9, "max_time": None, "target": "accuracy=0.9"}
-    groups = grouped([
+    groups = group_runs([
         make("a"), make("b", seed=1), make("c", summary=cut), make("d", summary=None), make("e", events=resumed),
         make("f", config=limits),
     ])  # fmt: skip
@@ -83,20 +83,20 @@ def test_runs_of_one_config_that_did_not_go_as_far_are_told_apart(make):
 def test_what_the_shortest_run_of_a_group_hides_is_said(make):
     short = make("b", seed=1, summary={**SUMMARY, "time_s": 4.0}, metrics=METRICS[:2])
     said = "Of fed_raa the shortest, b, has 40% of the longest's seconds: the rest is in the tables."
-    assert said in curves(grouped([make("a"), short])).note
-    assert "the shortest, " not in curves(grouped([make("c"), make("d", seed=1)])).note
+    assert said in curves(group_runs([make("a"), short])).note
+    assert "the shortest, " not in curves(group_runs([make("c"), make("d", seed=1)])).note
 
 
 def test_a_wide_table_is_turned_and_a_long_one_is_not():
     wide = Table(["run", *map(str, range(12))], [["a", *range(12)], ["b", *range(12, 24)]], "said")
-    turned = fitting(wide)
+    turned = transpose_wide(wide)
     assert (turned.columns, turned.rows[0], turned.rows[-1], turned.caption) == (
         ["run", "a", "b"], ["0", 0, 12], ["11", 11, 23], "said",
     )  # fmt: skip
     long = Table(["run", *map(str, range(12))], [["a", *range(12)]] * 11)
-    assert fitting(long) is long
+    assert transpose_wide(long) is long
     narrow = Table(["run", "x"], [["a", 1]])
-    assert fitting(narrow) is narrow
+    assert transpose_wide(narrow) is narrow
 
 
 def test_nested_fields_have_dotted_names():
@@ -118,7 +118,7 @@ def test_where_an_evaluation_stands_on_each_axis(make):
         "bytes": [0, 0.003, 0.0055],
     }  # fmt: skip
     for against in AXES:
-        assert along(run, against).tolist() == pytest.approx(expected[against]), against
+        assert x_values(run, against).tolist() == pytest.approx(expected[against]), against
     x, y = curve(run, "accuracy", "time")
     assert (x.tolist(), y.tolist()) == ([0, 5, 9], [0.1, 0.5, 0.9])
     assert [len(part) for part in curve(run, "nothing", "time")] == [0, 0]
@@ -136,20 +136,20 @@ def test_a_band_is_mean_least_and_most_where_all_runs_are_known():
 
 def test_figures_have_curves_and_are_no_metrics_and_times_to_targets_are_neither(make):
     more = {"peak_bytes": 3e6, "measured_bytes": 4e7, "time_to/accuracy=0.5": 5.0}
-    groups = grouped([make("a", metrics=[{**row, **more} for row in METRICS])])
+    groups = group_runs([make("a", metrics=[{**row, **more} for row in METRICS])])
     names = ["accuracy", "bytes_up", "bytes_down", "peak_bytes", "measured_bytes"]
     assert curves(groups).choices["Metric"] == names
     assert curves(groups).tables[0].columns == ["updates", "version", "time_s", "wall_s", *names]
     assert overview.model_metrics(groups) == ["accuracy"]
-    assert overview.figures(groups[0].runs[0])["peak MB"] == 3.0
+    assert overview.run_totals(groups[0].runs[0])["peak MB"] == 3.0
     summary = {**SUMMARY, "peak_memory": {"predicted_bytes": 5_000_000, "measured_bytes": None}}
-    assert overview.figures(make("b", summary=summary))["peak MB"] == 5.0
+    assert overview.run_totals(make("b", summary=summary))["peak MB"] == 5.0
 
 
 def test_runs_of_one_group_are_drawn_as_a_band_and_others_as_a_line(make):
     other = {"algorithm": {"class_path": "raafl.fed_avg"}}
     higher = [{**row, "accuracy": row["accuracy"] + 0.1} for row in METRICS]
-    groups = grouped([make("a"), make("b", seed=1, metrics=higher), make("c", config=other)])
+    groups = group_runs([make("a"), make("b", seed=1, metrics=higher), make("c", config=other)])
     low, high, mean, alone = curves(groups).views["accuracy", "time"].data
     assert low["y"] == [0.1, 0.5, 0.9]
     assert high["y"] == [0.2, 0.6, 1.0]
@@ -160,7 +160,7 @@ def test_runs_of_one_group_are_drawn_as_a_band_and_others_as_a_line(make):
 
 def test_spread_over_seeds(make):
     second = {**SUMMARY, "final": {"accuracy": 0.7}, "time_to": {"accuracy=0.5": None}}
-    table = overview.groups_table(grouped([make("a"), make("b", seed=1, summary=second)]))
+    table = overview.groups_table(group_runs([make("a"), make("b", seed=1, summary=second)]))
     row = dict(zip(table.columns, table.rows[0], strict=True))
     assert row["accuracy"] == "0.8 (0.7 to 0.9)"
     assert row["seconds to accuracy=0.5"] == "5 (5 to 5), 1 of 2 runs"
@@ -170,7 +170,7 @@ def test_spread_over_seeds(make):
 
 
 def test_staleness_is_that_of_merged_updates(make):
-    chart = staleness(grouped([make("a")]))
+    chart = staleness(group_runs([make("a")]))
     (trace,) = chart.views[()].data
     assert trace["x"] == ["0", "1"]
     assert trace["y"] == pytest.approx([1 / 3, 2 / 3], abs=1e-4)
@@ -178,20 +178,20 @@ def test_staleness_is_that_of_merged_updates(make):
 
 
 def test_a_region_has_its_merges_staleness_and_longest_pause(make):
-    chart = regions(grouped([make("a")]))
+    chart = regions(group_runs([make("a")]))
     heights = {key[0]: view.data[0]["y"] for key, view in chart.views.items()}
     # region 1 is in versions 1 and 3, region 2 in version 2 of 3
     assert heights == {"merged updates": [2, 1], "mean staleness": [0.5, 1.0], "longest pause": [1, 1]}
 
 
 def test_submodels_are_counted_with_what_became_of_them(make):
-    chart = specs(grouped([make("a")]))
+    chart = specs(group_runs([make("a")]))
     assert [row[:6] for row in chart.tables[0].rows] == [["a[4:8]", 3, 1, 1, 0, 1], ["a[0:4]", 2, 2, 0, 0, 0]]
     assert chart.tables[0].rows[1][6] == 4.5  # tasks of 4 and 5 seconds
 
 
 def test_figures_of_an_unfinished_run_come_from_the_other_files(make):
-    whole, torn = overview.figures(make("a")), overview.figures(make("b", summary=None))
+    whole, torn = overview.run_totals(make("a")), overview.run_totals(make("b", summary=None))
     assert torn["ended"] == "not ended"
     assert whole["ended"] == "max_updates reached"
     same = (
@@ -220,9 +220,9 @@ def test_thinning_keeps_the_ends():
 
 
 def test_bands_hold_everything_once():
-    assert banded(range(5), 2) == [[0, 1, 2], [3, 4]]
-    assert banded([], 4) == []
-    assert banded([7], 4) == [[7]]
+    assert split_evenly(range(5), 2) == [[0, 1, 2], [3, 4]]
+    assert split_evenly([], 4) == []
+    assert split_evenly([7], 4) == [[7]]
 
 
 def test_numbers_are_shortened():

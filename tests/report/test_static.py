@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[report]'")
 
 from raafl.commands.cli import main
-from raafl.report.groups import grouped
+from raafl.report.groups import group_runs
 from raafl.report.static import draw
 from raafl.runfolder.reading import read
 from tests.report.folders import CONFIG, METRICS, SUMMARY, write
@@ -18,7 +18,7 @@ from tests.report.folders import CONFIG, METRICS, SUMMARY, write
 
 def test_the_curve_of_a_run_goes_through_its_evaluations(tmp_path):
     """Accuracy 0.1, 0.5, 0.9 at 0, 5, 9 s: equal steps up, and steps across of five to four."""
-    text = draw(grouped([read(write(tmp_path / "run"))]), ".svg").decode()
+    text = draw(group_runs([read(write(tmp_path / "run"))]), ".svg").decode()
     assert "accuracy" in text and "virtual time (s)" in text
     (line,) = re.findall(r'<path d="M ([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #4269d0', text)
     points = [tuple(map(float, point.split())) for point in line.replace("\n", "").split("L ")]
@@ -33,7 +33,7 @@ def test_the_same_runs_give_the_same_file_and_seeds_a_band(tmp_path):
         write(tmp_path / "a"),
         write(tmp_path / "b", config={**CONFIG, "seed": 1}, metrics=others, summary={**SUMMARY, "seed": 1}),
     ]
-    groups = grouped([read(folder) for folder in folders])
+    groups = group_runs([read(folder) for folder in folders])
     text = draw(groups, ".svg")
     assert text == draw(groups, ".svg") and b"(2 runs)" in text and b"fill-opacity: 0.2" in text
 
@@ -43,7 +43,7 @@ def test_texts_of_a_folder_are_text(tmp_path, capsys):
     config = {**CONFIG, "algorithm": {"class_path": r"raafl.$\nothing{<b>"}}
     summary = {key: value for key, value in SUMMARY.items() if key != "algorithm"}
     folders = [write(tmp_path / "a"), write(tmp_path / "b", config=config, summary=summary)]
-    text = draw(grouped([read(folder) for folder in folders]), ".svg").decode()
+    text = draw(group_runs([read(folder) for folder in folders]), ".svg").decode()
     assert "&lt;b" in text and "<b>" not in text
 
 

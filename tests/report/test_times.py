@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from raafl.report.times import AWAY, NOTHING, TASK, TRAIN, TRANSFER, WAIT, at_work, task_intervals, transfer_s, uses
+from raafl.report.times import AWAY, NOTHING, TASK, TRAIN, TRANSFER, WAIT, busy_share, task_intervals, transfer_s, uses
 from raafl.runfolder.reading import read
 from tests.report.folders import EVENTS, TASKS, write
 
@@ -66,7 +66,7 @@ def test_shares_of_bands_agree_with_a_sum_over_small_steps(tmp_path):
     run = read(write(tmp_path / "run"))
     found = task_intervals(run)
     edges = np.array([0.0, 3.0, 4.5, 7.0, 10.0])
-    shares = np.concatenate([at_work(found, [[1], [2]], edges), at_work(found, [[1, 2]], edges)])
+    shares = np.concatenate([busy_share(found, [[1], [2]], edges), busy_share(found, [[1, 2]], edges)])
     step = 0.001
     middles = np.arange(0, 10, step) + step / 2
     busy = {

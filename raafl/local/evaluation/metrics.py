@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raafl.data.federated import ClientData, Sized
 from raafl.local.buffers import Buffers
 from raafl.local.evaluation.record import Recorder
-from raafl.module_hooks import overrides, transferred
+from raafl.module_hooks import move_batch, overrides
 from raafl.submodel.nested_batch import to_device
 from raafl.trainer_stand_in import stage
 
@@ -103,7 +103,7 @@ def step(
     for index, (batch, num_samples) in batches:
         num += 1
         recorder.weight = float(num_samples)
-        batch = transferred(module, batch, device, to_device)
+        batch = move_batch(module, batch, device, to_device)
         _call(module, "on_validation_batch_start", batch, index)
         with context():
             answer = module.validation_step(batch, index)  # type: ignore[operator]

@@ -15,7 +15,7 @@ from raafl.core.training import Training
 from raafl.data.federated import FederatedData
 from raafl.errors import BadInput, user_frame
 from raafl.local.evaluation.record import Recorder
-from raafl.module_hooks import begin, transferred
+from raafl.module_hooks import begin, move_batch
 from raafl.optimizers import Schedule, configure
 from raafl.submodel.cut.copying import persistent_buffers
 from raafl.submodel.flat import is_finite
@@ -90,7 +90,7 @@ def _first_answer(module: nn.Module, tries: Iterable[tuple[object, int]], device
     batch = answer = None
     for given, index in tries:
         with explained(module, "hooks before training_step", given):
-            batch = transferred(module, given, device, to_device)
+            batch = move_batch(module, given, device, to_device)
             begin(module, batch)
         with explained(module, "training_step", batch):
             answer = module.training_step(batch, index)  # type: ignore[operator]

@@ -17,7 +17,7 @@ from raafl.data.federated import FederatedData
 from raafl.local.evaluation.record import Recorder
 from raafl.local.preparation.trial import explained
 from raafl.local.rng import seed_everything
-from raafl.module_hooks import begin, transferred
+from raafl.module_hooks import begin, move_batch
 from raafl.submodel import FULL, FlatTensors, Submodels, collect_statistics
 from raafl.submodel.batch_norm import Pooling
 from raafl.submodel.module_state import ModuleState
@@ -118,7 +118,7 @@ class StaticStatistics:
     def _run(self, module: nn.Module, numbered: tuple[int, Tensor]) -> None:
         index, rows = numbered
         stage(module, "training")
-        batch = transferred(module, self._data.fetch(rows), self._device, to_device)
+        batch = move_batch(module, self._data.fetch(rows), self._device, to_device)
         with explained(module, "training_step without gradients, to collect static batch norm,", batch):
             if index == 0:
                 begin(module, batch)

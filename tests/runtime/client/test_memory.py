@@ -11,7 +11,7 @@ import torch
 
 from raafl.algorithms import ALGORITHMS
 from raafl.devices.gpus import Place
-from raafl.devices.measure import Room
+from raafl.devices.measure import MemoryRoom
 from raafl.errors import BadInput
 from raafl.local.train import FabricOptions
 from raafl.runtime.client import memory
@@ -21,7 +21,7 @@ from raafl.submodel import FULL
 from tests.helpers.methods import each_method
 from tests.helpers.small_runs import experiment, unequal
 
-ROOM = Room(1e9, "control group")
+ROOM = MemoryRoom(1e9, "control group")
 USABLE = math.floor(0.9e9 - 64 * 2**20)
 
 
@@ -50,7 +50,7 @@ def test_a_client_that_declares_none_measures_it_and_says_so(tmp_path, monkeypat
         ({"memory": 5e8}, 5e8),
         ({"devices": unequal(memory_bytes=7e8)}, 7e8),
         ({"devices": unequal(memory_bytes=7e8), "memory": 5e8}, 7e8),
-        ({"room": Room(math.inf, "available memory")}, math.inf),
+        ({"room": MemoryRoom(math.inf, "available memory")}, math.inf),
     ],
 )
 def test_what_is_declared_is_not_measured(tmp_path, monkeypatch, fields, found):
@@ -115,7 +115,7 @@ def test_a_client_that_measured_too_little_is_told_where_the_number_comes_from(t
     with pytest.raises(
         BadInput, match=r"^client 3: memory_bytes is 1, .*\nmemory for a task: 1 B of 1 MB left \(control group\)"
     ):
-        asked(tmp_path, monkeypatch, room=Room(1e6, "control group"))
+        asked(tmp_path, monkeypatch, room=MemoryRoom(1e6, "control group"))
 
 
 @pytest.mark.parametrize("value", ["measured", "-1", "0", "nan"])

@@ -61,10 +61,10 @@ def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Message that asks the server for its config, and the server's answer, for a client without a config.
+    """Message by which a client without a config asks the server for one, and message with the server's answer.
 
     Attributes:
-        config_yaml: text of config.yaml; None = this is the question, or each process of a client has its own config.
+        config_yaml: text of config.yaml in the answer; None in the question, or if each process has its own config.
     """
 
     config_yaml: str | None = None
@@ -100,7 +100,7 @@ class Hello:
 
     @classmethod
     def of_client(cls, identity: Identity, info: ClientInfo, unsent: int | None = None) -> Self:
-        """Build a client's first message; for a device whose speed varies over time, it has a digest of the speeds.
+        """Build a client's first message; if the device's speed varies over time, the message contains a digest of the speeds.
 
         Args:
             identity: identity of this process: config, model and version.
@@ -117,7 +117,7 @@ class Hello:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read the message; raise `Refused` for a number that is not above 0, or recorded speeds that are not sent as a digest."""
+        """Read the message; raise `Refused` if a number is not above 0, or a device's speeds were sent in place of their digest."""
         unsent = None if meta.get("unsent") is None else count_of(meta, "unsent", least=1)
         memory = meta.get("memory_bytes")
         if memory is not None and not (isinstance(memory, int | float) and 0 < memory < math.inf):
@@ -175,7 +175,7 @@ class Assign:
         assignment: description of the task.
         more: whether the next task is to be trained together with this one, as one batch.
         head: signed hash of the server's journal, for the client's receipt; None = none.
-        ahead: whether the next task may be sent while the answer to this one travels.
+        ahead: whether the server may send the next task while the client still sends its answer to this one.
     """
 
     assignment: Assignment
@@ -346,7 +346,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Message, such as a batch's activations, that a client sends while it trains a task together with the server.
+    """Settings in each message, such as a batch's activations, that a client sends for a task trained with the server.
 
     Attributes:
         precision: numeric precision, one of `PRECISIONS`.
@@ -359,7 +359,7 @@ class Question:
     sends: Literal["values", "delta"]
 
     def to_meta(self) -> dict[str, Any]:
-        """Convert the settings to JSON fields, which are added to those of the method."""
+        """Convert the settings to JSON fields of a message, which has further fields of the method."""
         return {"precision": self.precision, "accumulate": self.accumulate, "sends": self.sends}
 
     @classmethod
@@ -393,6 +393,6 @@ class Measure:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read the message from its JSON fields; raise `Refused` if the range is invalid."""
+        """Read the message from its JSON fields; raise `Refused` if the range of batches is invalid."""
         start, stop = count_of(meta, "start"), count_of(meta, "stop", least=1)
         return cls(start, stop, meta.get("has_values") is True)

@@ -33,7 +33,8 @@ class FirstDifference:
     Attributes:
         number: number of the event in the journal, from 1.
         what: description of the difference.
-        recorded: value in the journal; ``replayed``: value in the replay.
+        recorded: value in the journal.
+        replayed: value in the replay.
     """
 
     number: int

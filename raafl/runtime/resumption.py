@@ -25,7 +25,7 @@ class ToldToStop(Exception):
 class Resume:
     """Message by which a session continues on a new connection: it says which messages its sender has received.
 
-    First the client sends one, then the server.
+    The client sends this message first, and the server answers with one of its own.
 
     Attributes:
         position: number of messages that the sender has received, and of chunks of the message that broke off.

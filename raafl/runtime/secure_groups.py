@@ -42,7 +42,7 @@ class SecureGroups:
 
     @property
     def least(self) -> int:
-        """Smallest number of clients whose sum may become known."""
+        """Smallest number of clients in a group, whose sum of updates becomes known."""
         return max(self.merge.min_cover, 3)
 
     def is_complete(self, ready: Collection[int]) -> bool:
@@ -83,7 +83,7 @@ class SecureGroups:
         return weight * factor
 
     def encode(self, assignment: Assignment, update: Update, scale: float) -> None:
-        """Replace a trained update by the whole numbers that its client would mask and send.
+        """Replace a trained update by the whole numbers that a real client would mask and send in its place.
 
         The update is refused if a value is too large to be encoded.
 
@@ -139,7 +139,7 @@ def secure(experiment: Experiment, algorithm: Algorithm) -> Algorithm:
 
 
 def sends_of(experiment: Experiment) -> Literal["values", "delta"]:
-    """Return the content of updates: "values" (of parameters), or "delta", their difference from the received values.
+    """Return "values" if clients send parameter values, or "delta" if they send the difference from the received values.
 
     Secure aggregation needs "delta".
     """

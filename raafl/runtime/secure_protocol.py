@@ -125,10 +125,10 @@ def _key(text: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Message that lists the members of a group whose last message has arrived.
+    """Message that tells the members of a group which of them have completed the last step of the protocol.
 
     Attributes:
-        keys: task ids of these members, ascending.
+        keys: task ids of the members whose message of that step has arrived, ascending.
     """
 
     keys: tuple[int, ...]
@@ -203,9 +203,9 @@ def sizes_for(coverage: Coverage, receiver: int, senders: Iterable[int]) -> dict
 
 
 def reveal_sizes(coverage: Coverage, senders: Iterable[int], arrived: frozenset[int], min_cover: int) -> dict[int, int]:
-    """Return the number of bytes of the secret shares that a member reveals about each member at the end.
+    """Return the number of bytes that a member sends to the server about each member of its group at the end.
 
-    From these shares the server removes the masks from the sum of the updates.
+    These bytes are secret shares, from which the server removes the masks from the sum of the updates.
 
     Args:
         coverage: cells (pieces of the model) that each member's submodel covers.

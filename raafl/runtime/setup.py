@@ -132,9 +132,10 @@ def proven_submodels(
 
 
 def proven(experiment: Experiment, module: LightningModule, data: FederatedData) -> Submodels:
-    """Return the submodels of a module without axes (dimensions that shrink together) that are unsafe to cut.
+    """Find which parts of a run's model can be cut, and check by a training step on its data that this is safe.
 
-    A training step on the data shows which axes are safe.
+    Return the submodels of the model, in which only the axes (sets of tensor dimensions that shrink together) that
+    passed the check are cut.
 
     Args:
         experiment: settings of the run.
@@ -256,7 +257,7 @@ def compression_plan(experiment: Experiment, submodels: Submodels) -> Compressio
 
 
 def data_notes(parts: ServerSetup) -> list[str]:
-    """Return remarks for the user before a run: on which data metrics are measured, and clients smaller than a batch."""
+    """Return warnings to show before a run: about the data used for evaluation, and about clients smaller than a batch."""
     size, sizes = parts.coordinator.fleet.batch_size, parts.data.sizes
     small = [n for n in sizes if n < size]
     found = list(parts.data.notes)

@@ -38,7 +38,7 @@ class Connection(ABC):
         received_bytes: size in bytes of the last received message, even if it was refused.
         closed: whether the connection has ended. Every error ends it, except `Refused` for a message that was read
             completely.
-        resumes: whether the session can continue on a new connection after this one breaks; true between machines.
+        resumes: whether the session can continue on a new connection after this one breaks, as over TLS.
     """
 
     received_bytes: int = 0

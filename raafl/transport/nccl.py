@@ -217,8 +217,9 @@ def _sum(buffers: list[Tensor]) -> int:
 class NcclConnection(GlooConnection):
     """Connection that sends messages over Gloo and long payloads over NCCL.
 
-    The checksum is a sum of words weighted by dtype: it detects lost and altered words, but not two words that were
-    swapped. If the peer dies within a payload, the sender may notice this only at its deadline.
+    The checksum of a payload is the weighted sum of its machine words, with one weight for each dtype. It detects lost
+    and altered words, but not two words of one dtype that were swapped. If the peer dies while it receives a payload,
+    the sender may notice this only when the time limit for sending has passed.
 
     NCCL's `wait` blocks the current CUDA stream until the peer has done its part. So each connection has its own
     stream: on the default stream, which runs all merges, one slow client would block every connection.

@@ -163,7 +163,7 @@ class StagingRings:
         self._rings: dict[tuple[str, torch.device], Staging] = {}
 
     def ring(self, way: Literal["send", "recv"], tensors: FlatTensors) -> AbstractContextManager[Staging | None]:
-        """Return a context for transferring one payload, which yields the ring of host buffers that its tensors pass.
+        """Return a context for transferring one payload; it yields the ring of host buffers through which the tensors pass.
 
         It yields None if the tensors are in host memory and need no ring.
 

@@ -92,7 +92,7 @@ class TorchrunTransport(Transport):
         return self
 
     def listen(self, admit: Admit, refused: Callable[[str], None], device: torch.device | str = "cpu") -> None:
-        """Call ``admit`` for every client; each connection is made when the client's process calls. See `Transport.listen`."""
+        """Call ``admit`` for every client; a connection is made once the client's process connects. See `Transport.listen`."""
         for client in range(1, self._num_clients + 1):
             admit(client, f"rank {client}", partial(self._meet, client, device))
         self.store.set(_READY, "1")

@@ -160,7 +160,9 @@ class _Search:
         self.spare: Connection | None = None  # was made to come back to a session that is no more: good for a new one
 
     def succeeded(self, how: str = "joined") -> None:
-        """Record and show that the server has admitted the client; the next search may again take ``alone_s`` seconds.
+        """Record and show that the server has admitted the client.
+
+        If the connection breaks later, the search for the server may again take ``alone_s`` seconds.
 
         Args:
             how: verb of the line that is shown, such as "joined".

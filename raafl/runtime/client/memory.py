@@ -80,9 +80,9 @@ def settle_heap(
 ) -> None:  # fmt: skip
     """Set whether the allocator keeps freed memory for the next step, or returns it to the system because memory is scarce.
 
-    Memory suffices if the whole model could train in it, fragmentation included, and always if the model is on another
-    device. Memory always counts as scarce if the model is sharded over processes, since fragmentation of the memory
-    that the allocator keeps would cost as much as sharding saves.
+    Main memory is scarce if training the whole model, fragmentation included, would need more than the client has. If
+    the model is on another device, such as a GPU, main memory is never scarce. If the model is sharded over processes,
+    freed memory is always returned, since fragmentation would cost as much as sharding saves.
 
     Args:
         experiment: settings of the run.

@@ -54,8 +54,8 @@ class Receipt:
         head: signed hash of the server's journal that came with the task, as returned by `SignedHead.to_meta`; None =
             none came.
         trained: fingerprint of the trained values.
-        sent: fingerprint of the update as sent, with which the server's journal must agree; None if the two differ by
-            design, since values are compressed or the server trained a part.
+        sent: fingerprint of the update as sent, which must equal the one in the server's journal; None = the two are
+            not compared, since transfers are compressed or the server trained a part of the model.
         num_samples: number of samples that the client reported.
         inputs: fingerprint of the received values, if these are stored.
     """
@@ -195,8 +195,8 @@ def receipt_of(
         assignment: task of the update.
         head: signed hash of the journal that came with the task; None = none.
         trained: fingerprint of the trained values.
-        sent: fingerprint of the update as sent, with which the journal must agree; None = they differ by design, as
-            `Receipt` explains.
+        sent: fingerprint of the update as sent, which must equal the one in the server's journal; None = the two are
+            not compared, since transfers are compressed or the server trained a part of the model.
         num_samples: number of samples that the client reported.
     """
     told = None if head is None else head.to_meta()

@@ -73,7 +73,7 @@ class _Standing:
         return self.cohort_s * _GAIN >= self.size * self.task_s
 
     def note(self, trained: Trained, seconds: float, loop_s: float, size: int) -> None:
-        """Record how long the same tasks took as one batch and one by one; the comparison best for batches is kept.
+        """Record how long the same tasks took as one batch and one by one; only the best speedup of a batch is stored.
 
         Args:
             trained: results of the batch, which were equal to those of training one by one.

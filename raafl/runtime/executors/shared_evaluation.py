@@ -45,7 +45,7 @@ class Shared:
         return self._first < self._last and not (self.is_refused or self._is_closed)
 
     def close(self) -> None:
-        """Give the ranks no more batches, and wait for those at work; the caller must hold the shared lock."""
+        """Give the other ranks no more batches, and wait until they have evaluated theirs; the caller must hold the shared lock."""
         self._is_closed = True
         while self._num_out:  # in its middle only where measuring here has failed
             self._changed.wait()

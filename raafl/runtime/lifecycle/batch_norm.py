@@ -96,9 +96,9 @@ class StaticStatistics:
 
     @contextmanager
     def measured(self, values: FlatTensors) -> Iterator[None]:
-        """Return a context in which a model's values contain the batch norm statistics of its evaluation.
+        """Return a context in which an evaluated model's values contain the batch norm statistics used in its evaluation.
 
-        These are the statistics that this thread computed last; another thread may evaluate another model meanwhile.
+        They are the statistics that this thread computed last, since another thread may evaluate another model.
 
         Args:
             values: values of the model that this thread evaluated last.

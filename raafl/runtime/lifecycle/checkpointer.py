@@ -115,7 +115,7 @@ class Checkpointer(RunHooks):
         return self._last.result() if self._last is not None else None
 
     def close(self) -> None:
-        """Finish writing, and end the thread."""
+        """Finish writing the last checkpoint, and end the thread that writes."""
         self.wait()
         self._writer.shutdown()
 

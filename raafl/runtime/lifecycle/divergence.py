@@ -39,7 +39,7 @@ class Divergence(RunHooks):
         self._said = False
 
     def on_evaluate(self, version: int, now: float, metrics: dict[str, float]) -> None:
-        """Check the metrics for NaN; if a metric was never a number, also check the data. See `RunHooks.on_evaluate`."""
+        """Check the metrics for NaN; if the initial model has NaN, look for NaN in the data. See `RunHooks.on_evaluate`."""
         if version == 0 and not all(map(math.isfinite, metrics.values())) and (fault := self._fault(None)) is not None:
             self._find(f"{_names(metrics)} at the start: {fault} has NaN or an infinity: correct it, or leave it out")
         bad = [name for name, value in metrics.items() if name in self._finite and not math.isfinite(value)]
@@ -52,9 +52,9 @@ class Divergence(RunHooks):
             )
 
     def on_settled(self, settled: Settled, now: float) -> None:
-        """Check whether a client's update was refused as non-finite, or updates of two clients as far too large.
+        """Look for a sign of divergence: an update refused as non-finite, or updates of two clients as far too large.
 
-        A client with a far too large update no longer counts after one of its updates was merged.
+        Once a later update of one of these clients is merged, its too large update no longer counts.
 
         Args:
             settled: outcome of a task.

@@ -40,8 +40,8 @@ def save_final(
     """Save the final model of a run.
 
     Returns:
-        Path of the model, relative to the run folder, and path of a copy, which is written to the system's temporary
-            folder only if the run folder has no space; a path is None if that file was not written.
+        Path of the model, relative to the run folder, and path of a copy in the system's temporary folder. The copy is
+            written only if the model could not be written to the run folder. None stands for a file not written.
 
     Args:
         run_folder: folder of the run.

@@ -66,13 +66,15 @@ class Mirror:
         return cls(folder, ObjectStore(output) if output is not None and is_url(output) else None, warn)
 
     def request(self) -> None:
-        """Ask for the folder to be copied in its present state; callable from any thread."""
+        """Request a copy of the run folder in its present state; callable from any thread."""
         with self._changed:
             self._asked += 1
             self._changed.notify_all()
 
     def finish(self, *, failing_s: float = 60.0, silent_s: float = 600.0) -> bool:
-        """Copy the folder in its present state and wait for it; return whether there is a store and it has everything.
+        """Copy the run folder in its present state, and wait until that is done.
+
+        Return whether the store has all files; false without a store.
 
         Args:
             failing_s: seconds after which to give up on a store that keeps failing.
@@ -96,7 +98,7 @@ class Mirror:
         return True
 
     def close(self) -> None:
-        """End the copying thread; one that waits for the store ends later. The method can be called again."""
+        """End the copying thread; if it is waiting for the store, it ends later. The method can be called again."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

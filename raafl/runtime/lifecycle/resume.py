@@ -53,7 +53,7 @@ class SavedRun:
         return bool(self.section["runtime"] != "simulated")
 
     def values(self, layout: Layout) -> FlatTensors:
-        """Return the global model's values of the checkpoint, in ``layout``."""
+        """Return the values of the global model in the checkpoint as flat tensors, arranged as ``layout`` says."""
         return FlatTensors.from_named({entry.name: self.state_dict[entry.name] for entry in layout.entries}, layout)
 
 

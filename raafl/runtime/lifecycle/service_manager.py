@@ -37,7 +37,7 @@ class ServiceManager(RunHooks):
 
     @classmethod
     def here(cls, environment: Mapping[str, str] = os.environ) -> Self:
-        """Create the reporter of this process from systemd's environment variables."""
+        """Create the observer that reports to systemd, from the environment variables that systemd set for this process."""
         watched = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         microseconds = environment.get("WATCHDOG_USEC", "")
         watchdog_s = int(microseconds) / 1e6 if watched and microseconds.isdecimal() and int(microseconds) else None

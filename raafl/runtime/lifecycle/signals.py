@@ -107,7 +107,7 @@ class _Count:
         self.num, self._first_s, self._echoes = 0, 0.0, int("TORCHELASTIC_RUN_ID" in os.environ)
 
     def insists(self) -> bool:
-        """Count a signal; return whether it is the second one, which ends the process at once."""
+        """Count a signal; return whether it is the second one, upon which the caller ends the process at once."""
         self.num += 1
         now = time.monotonic()
         if self.num == 1:

@@ -77,7 +77,7 @@ class ClientLogs:
         return self._file
 
     def close(self) -> None:
-        """Close the file; later lines go to `logging` only."""
+        """Close the file of the clients' log lines; later lines go to `logging` only."""
         with self._lock:
             self._is_closed = True
             if self._file is not None:

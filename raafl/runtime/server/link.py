@@ -67,8 +67,9 @@ class Resumption:
 
     Attributes:
         client: id of the client.
-        incarnation: number that the server gave to this join of the client; unused if the session continues.
-        wanted: number of the earlier join, whose session is to continue.
+        incarnation: number of times that the client has joined, if the new connection counts as a join; unused if the
+            session continues.
+        wanted: number of times that the client had joined when the session to be continued began.
         pair: new connection of the client.
         position: messages and chunks of the session that the client has received.
         is_taken: queue for the answer: whether the session continues on the connection.
@@ -144,7 +145,7 @@ class SessionLink:
         return False
 
     def confirm(self, assignment: int) -> None:
-        """Tell the client that its answer has arrived, so that it need not keep it any longer."""
+        """Tell the client that its answer has arrived, so that the client may discard the answer."""
         if self._pair is not None and not self._pair.closed:
             with suppress(PeerLost, PeerTimeout):  # the session will notice
                 self._pair.send(Message(Kind.KEEPALIVE, 0, self.incarnation, {"confirms": assignment}))

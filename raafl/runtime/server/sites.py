@@ -92,7 +92,7 @@ class Sites:
                 changed()
 
     def reread(self) -> bool:
-        """Read the files again if one has changed; return whether there are new rules."""
+        """Read the lists of sites and revoked certificates again if a file has changed; return whether a list is new."""
         stamps = self._look()
         if stamps == self._stamps:
             return False

@@ -25,8 +25,8 @@ class TcpConnection(Connection):
 
     `send` returns once the peer has acknowledged nearly all of the message. A peer must transfer at least
     ``min_bytes_per_s`` during a message: a slower incoming message is `Refused` as ``slow``, and a send to a slower
-    reader raises `PeerTimeout`. Both close the connection. So does a TLS record that was altered, lost or repeated; it
-    is `Refused` as ``bad-record``.
+    reader raises `PeerTimeout`. A TLS record that was altered, lost or repeated is `Refused` as ``bad-record``. Each of
+    these errors closes the connection.
 
     Attributes:
         is_encrypted: whether the socket uses TLS.

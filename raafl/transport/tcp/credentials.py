@@ -75,9 +75,9 @@ class TlsFiles:
 
         Args:
             folder: folder in which `raafl certs` has stored its files.
-            server: whether to take ``server.crt``; else the only other certificate in the folder that has its key
-                there.
-            given: path that the user has named for each field; None = not named.
+            server: true = take the server's certificate, ``server.crt``; false = take the certificate of a
+                client's site, which must be the only other one in the folder that has its key there.
+            given: path that the user has named, or None, by field of `TlsFiles`: ``ca``, ``cert`` and ``key``.
 
         Raises:
             BadInput: a file is missing, or it is not clear which certificate to take.

@@ -116,7 +116,7 @@ class SocketStream:
             raise PeerTimeout(f"nothing from the peer within {timeout_s:g} s")
 
     def check(self) -> None:
-        """Raise `PeerLost` if the peer has closed the connection and everything it sent was read; do not wait."""
+        """Raise `PeerLost` if the peer has closed the connection and everything that it sent was read; return at once."""
         try:
             gone = self._readable.poll(0) and not self.sock.recv(1, socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):

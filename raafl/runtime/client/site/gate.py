@@ -77,7 +77,7 @@ class Gate:
         return pair
 
     def before(self, assignment: Assignment) -> None:
-        """Check a received task; raise `PolicyRefusal` if the policy does not allow it."""
+        """Check a received task; raise `PolicyRefusal` if the policy of the client's site does not allow it."""
 
     def after(self, assignment: Assignment, update: Update, received: FlatTensors) -> Update:
         """Check a trained update, and return it as it may be sent, for example with noise added.
@@ -210,7 +210,7 @@ class SiteGate(Gate):
     # ---- between connections ----
 
     def wait(self) -> bool:
-        """Wait until the site's hours begin and its daily number of bytes is not used up; see `Gate.wait`."""
+        """Wait until the site allows work at this hour, and its daily limit on bytes is not used up; see `Gate.wait`."""
         waited = False
         while (closed := self._closed()) is not None:
             until, why = closed

@@ -71,8 +71,8 @@ def privatise(
 ) -> None:
     """Clip a trained update and add Gaussian noise, in place: ``d min(1, C / ||d||) + N(0, (sigma C)^2)``.
 
-    d is the difference of all trained tensors from the received values, with one norm over all of them. If values are
-    sent, the received values are added again.
+    d is the difference of all trained tensors from the received values, with one norm over all of them. If the client
+    sends parameter values and not differences, the received values are added to the result.
 
     Args:
         privacy: privacy options, with clipping norm C and noise level sigma.

@@ -84,7 +84,7 @@ def format_error(error: BaseException) -> str:
 
 
 def cause(error: BaseException) -> str:
-    """Format an error and the line of the user's code that raised it as one line; only the message is used for a `BadInput`."""
+    """Describe an error in one line of text, with the place in the user's code that raised it; a `BadInput` by its message."""
     return f"{' '.join(str(error).split())}{user_frame(error)}" if isinstance(error, BadInput) else format_error(error)
 
 

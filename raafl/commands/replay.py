@@ -145,7 +145,11 @@ def _distance(folder: Path, parts: ServerSetup) -> dict[str, Any] | None:
 
 
 def client_file(text: str) -> tuple[int, str]:
-    """Parse `ID=FILE`: the id of a client, and the file with its data section; raise `BadInput` for anything else."""
+    """Split `ID=FILE` into the id of a client and the path of a YAML file with its ``data`` section.
+
+    Raises:
+        BadInput: the text has another form.
+    """
     number, sign, file = text.partition("=")
     if not sign or not number.isdecimal() or not Path(file).is_file():
         raise BadInput(

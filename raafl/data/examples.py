@@ -77,7 +77,8 @@ def chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Tokens:
     """Convert a chat to tokens by the tokenizer's template; only the assistant's messages have labels.
 
     The assistant's messages are those that the template marks with ``{% generation %}``. If it has no such marks, the
-    chat is formatted up to each assistant's message, without and with it: the tokens that were added are the message.
+    chat is formatted twice for each of these messages, without and with it; the tokens by which the results differ are
+    the message.
 
     Args:
         tokenizer: tokenizer of transformers, with a template for chats.

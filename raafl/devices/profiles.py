@@ -269,12 +269,12 @@ def _not_said(device: Device) -> list[str]:
 def assign(devices: Sequence[Profile], num_clients: int) -> list[Profile]:
     """Assign a device profile to each client; entry `i - 1` of the result belongs to client `i`.
 
-    The devices, each repeated `count` times, form a list that is repeated until every client has one. If there are
-    fewer clients than entries, only the first entries are used.
+    The devices, each repeated `count` times, form a list that is repeated until every client has a device. If there are
+    fewer clients than entries in the list, only the first entries are used.
 
     Raises:
-        ValueError: there are no devices or no clients; or some counts are above 1 and there are fewer clients than
-            devices, so that kinds of device would be missing.
+        ValueError: there are no devices or no clients; or the user has given counts whose sum is above the number of
+            clients.
     """
     if num_clients < 1:
         raise ValueError(f"clients is {num_clients}; there must be at least 1 client")

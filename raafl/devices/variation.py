@@ -30,7 +30,7 @@ _NORMAL = NormalDist()
 def real_time(
     profile: Profile, predicted: TaskTime, start_s: float, task: int, draw: Draw, up_from_s: float = 0.0
 ) -> TaskTime:
-    """Compute the real duration of a task from the predicted one, with the variation of the device at that time.
+    """Compute how long a task takes on a device whose speeds vary over time, from its duration at constant speeds.
 
     Variation of the link affects the time for the bytes, but not the latency.
 

@@ -25,7 +25,7 @@ _LENGTH: Final = len(_FIELD) + 64 + len(_END)
 
 
 def link(head: str, row: bytes) -> tuple[bytes, str]:
-    """Add a row to the hash chain; return the row with its hash (``chain``), and the hash alone.
+    """Compute a journal row's hash, which depends on all rows before; return the row with its hash, and the hash alone.
 
     Args:
         head: hash of the row before.
@@ -84,7 +84,7 @@ class ChainCheck:
 
     @property
     def has_chain(self) -> bool:
-        """Whether any row has a hash, or there is no row yet."""
+        """Whether the journal is protected by hashes: some row has one, or there is no row yet."""
         return self.num_unlinked < self.num_rows or self.num_rows == 0
 
     @property
@@ -103,7 +103,7 @@ def check_lines(lines: Iterable[bytes]) -> ChainCheck:
 
 
 def read_head(path: Path) -> tuple[str, int]:
-    """Return the hash of the journal's last row, to which the next row is connected, and the number of rows."""
+    """Return the hash of the journal's last row, from which the next row's hash is computed, and the number of rows."""
     with path.open("rb") as file:
         found = check_lines(file)
     return found.next_head, found.num_rows

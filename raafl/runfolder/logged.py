@@ -42,8 +42,8 @@ def column_of(name: str) -> str:
 class LoggedMeans:
     """Means, weighted by samples, of the values logged in tasks that were merged between two evaluations.
 
-    The period ends when an evaluation is requested. If that evaluation is skipped for a newer one, its tasks count for
-    the newer one.
+    A period for which means are computed ends when an evaluation is requested. If that evaluation is skipped for a newer
+    one, the period's tasks count for the newer one.
     """
 
     def __init__(self) -> None:

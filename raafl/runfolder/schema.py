@@ -267,9 +267,11 @@ class Summary(TypedDict, total=False):
 
 
 def wrong_fields(row: Mapping[str, Any], kind: type) -> list[str]:
-    """Return the fields of a row whose values have other types than ``kind``, one of the classes in this module, declares.
+    """Return the names of a row's fields whose values have the wrong type; unknown fields are ignored.
 
-    Unknown fields are ignored.
+    Args:
+        row: row, as read from a file.
+        kind: class of this module that declares the right types, such as `JournalRow`.
     """
     hints = _hints(kind)
     return [name for name, value in row.items() if name in hints and not _fits(value, hints[name])]

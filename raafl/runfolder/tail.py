@@ -57,7 +57,7 @@ class NewLines:
 
 
 class Reader(Protocol):
-    """Interface for objects that get the rows of a run.
+    """Interface for objects that process the rows of a run's files one by one.
 
     Methods may raise TypeError, ValueError, AttributeError or KeyError for an invalid row.
     """

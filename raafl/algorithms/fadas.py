@@ -51,7 +51,7 @@ Delay = Literal["divide", "cap", "none"]
 
 @dataclass
 class AmsgradMemory(OptimizerMemory):
-    """State of FADAS's server optimizer (AMSGrad): that of FedOpt's Adam, the largest second moment, and the updates' delays.
+    """State of FADAS's server optimizer, AMSGrad: Adam's two moments, the largest second moment, and the updates' delays.
 
     Attributes:
         peak: elementwise largest value so far of Adam's second moment v; None = no merge yet.

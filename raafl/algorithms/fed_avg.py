@@ -34,8 +34,8 @@ def fed_avg(
             every client.
         lora: rule for merging LoRA adapters (docs/lora.md); None = average A and B separately, each rank over the
             clients that have it.
-        prune_ranks: HetLoRA's gamma: a client keeps this share of its LoRA ranks if training has made the others small;
-            for lora hetlora and hetlora_paper only. None = ranks stay.
+        prune_ranks: share of its LoRA ranks that a client keeps once training has made the other ranks small (HetLoRA's
+            gamma); only with lora hetlora or hetlora_paper. None = all ranks stay.
         prune_penalty: weight of the loss that shrinks the ranks to be removed (HetLoRA's lambda).
     """
     algorithm = Algorithm(

@@ -106,7 +106,7 @@ class _Covered(OneValue[list[Spec]]):
 class Corrected(WithVariates):
     """FedDyn's merge: averages the clients' models and subtracts h / alpha, where h is the mean of the clients' gradients.
 
-    The server stores one gradient g_k for each client k, and corrects it by each update.
+    The server stores one gradient for each client, and corrects it by each update of that client.
 
     Attributes:
         alpha: weight of the regularisation (alpha).
@@ -115,7 +115,7 @@ class Corrected(WithVariates):
     alpha: float
 
     def receive(self, state: GlobalState, update: Update, spec: Spec, staleness: int) -> None:
-        """Correct the client's stored gradient by the change that it reports, and add its values to the mean."""
+        """Correct the client's stored gradient by the change of its model, and add that model to the mean."""
         # in a round the global values are still theta^{t-1}, which all its clients received
         change, received = update.tensors.clone(), state.submodels.plan(spec).gather(state.values)
         for dtype, buffer in change.buffers.items():
@@ -128,9 +128,9 @@ class Corrected(WithVariates):
         self.inner.receive(state, update, spec, staleness)
 
     def apply(self, state: GlobalState) -> None:
-        """Set the model to the mean of the updates, minus the correction h / alpha at all elements that were trained.
+        """Set the model to the mean of the updates, minus h / alpha at all elements that were trained (Algorithm 1).
 
-        h is the mean of the stored gradients of all clients (Algorithm 1).
+        h is the mean of the stored gradients of all clients, alpha the weight of the regularisation.
         """
         super().apply(state)
         whole = state.submodels.layout(part="trained")

@@ -123,7 +123,7 @@ class Personal(Wrapped):
             state.values[name].copy_(values)
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, for the run's summary, the number of parameters that each client keeps for itself ("own_parameters")."""
+        """Return an entry "own_parameters" for the run's summary: the number of parameters that a client keeps for itself."""
         layout = state.submodels.layout().by_name
         return {**super().report(state), "own_parameters": sum(layout[n].numel for n in self.own(state.submodels))}
 

@@ -65,9 +65,9 @@ def narrower(submodels: Submodels, spec: Spec, width: float) -> Spec | None:
 
 
 def masks_of(submodels: Submodels, spec: Spec, width: float) -> FlatTensors | None:
-    """Mark the elements of a client's submodel that a narrower submodel uses, too: 1 for those, 0 for all others.
+    """Return masks that are 1 at those elements of a client's submodel that a narrower submodel uses, too, and 0 elsewhere.
 
-    None if the client's submodel does not contain the narrower one.
+    Return None if the client's submodel does not contain the narrower one.
 
     Args:
         submodels: submodels of the model.

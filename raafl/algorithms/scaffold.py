@@ -49,7 +49,10 @@ def scaffold(
     option: Literal[1, 2] = 2, server_lr: float = 1.0, cohort: int | None = None, concurrency: int | None = None,
     buffer_size: int | None = None, submodel: Select | None = None,
 ) -> Algorithm:  # fmt: skip
-    """Return SCAFFOLD, which corrects each client's steps by control variates, estimates of how its gradient deviates.
+    """Return SCAFFOLD, in which control variates keep the clients' steps from drifting apart.
+
+    A control variate is an estimate of a client's gradient. Each step of a client subtracts its own, and adds the mean
+    of all clients'.
 
     Args:
         option: rule for a client's new control variate: 1 (its gradient at the received model x) or 2 (mean gradient of
@@ -136,7 +139,7 @@ class _Steps(Hook):
                 self._mean[name].add_(gradient)
 
     def update(self) -> None:
-        """Make a step along the gradient minus the client's control variate plus the server's."""
+        """Correct the gradient (minus the client's control variate, plus the server's), then make the optimizer's step."""
         if self._option == 2:
             # before the correction, which is not part of the gradient g_i(y)
             self._add([p.grad for _, p in self._named])

@@ -25,8 +25,8 @@ _here: dict[str, Any] = {}
 def objects(**given: object) -> Iterator[None]:
     """Return a context in which a config can refer to these Python objects, which a YAML file cannot contain.
 
-    A config has a placeholder (`Module`, `Data`, `algorithm`, `partition`) for each; in the context these return the
-    objects.
+    The config names a placeholder (`Module`, `Data`, `algorithm`, `partition`) for each object. Within the context, a
+    call of the placeholder returns the object.
 
     Args:
         given: the objects by name: ``module`` and ``data`` are functions that return them, ``unwrap`` returns the
@@ -101,8 +101,8 @@ def algorithm(given: str, parts: dict[str, str] | None = None, shown: str = "") 
 
     Args:
         given: name of the object, shown if there is none in this process.
-        parts: class of each of the algorithm's five parts; only documents the config.
-        shown: printed form of the algorithm; only documents the config.
+        parts: class names of the algorithm's five parts; ignored here, it informs readers of the config file.
+        shown: printed form of the algorithm; ignored here, it informs readers of the config file.
     """
     found: Algorithm = _take("algorithm", given)
     return found

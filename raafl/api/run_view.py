@@ -99,7 +99,8 @@ def current_module(run: Run, *, anew: bool) -> nn.Module:
 
     Args:
         run: run whose model is copied.
-        anew: whether to compute batch norm's statistics again from data, in a run with submodel_batch_norm static.
+        anew: whether to recompute the statistics of batch norm from training data if the run's setting
+            submodel_batch_norm is static; ignored otherwise.
     """
     parts = run.parts
     module = copy_structure(parts.module, {})

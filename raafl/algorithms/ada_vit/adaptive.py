@@ -91,7 +91,7 @@ class UsagePolicy(nn.Module):
         return {**self.__dict__, "gates": None, "used": []}
 
     def gate_for(self, gate: int, x: Tensor, batch_dim: int) -> Tensor:
-        """Return one gate of the last input, in a shape that broadcasts over ``x``.
+        """Return one gate (1 = used, 0 = not) for each sample of the last input, in a shape that broadcasts over ``x``.
 
         Args:
             gate: index of the gate.
@@ -102,7 +102,7 @@ class UsagePolicy(nn.Module):
         return gates.to(x.dtype).view([len(gates) if dim == batch_dim else 1 for dim in range(x.dim())])
 
     def unit_gates(self, x: Tensor, batch_dim: int, dim: int) -> Tensor:
-        """Return the gates of all units (heads, or groups of neurons), in a shape that broadcasts over ``x``.
+        """Return the gates (1 = used, 0 = not) of all heads or groups of neurons, in a shape that broadcasts over ``x``.
 
         If a unit has several elements in ``x``, each of them gets the unit's gate.
 
@@ -182,12 +182,12 @@ class Adaptive(Local):
     """Local training with policy networks, which choose the heads and sublayers that each sample uses.
 
     A term is added to the module's loss: ``weight * sum_k (usage_k - target_k)^2``. It pulls the used share of each
-    kind k, heads (or units) and blocks, to its target. usage_k is the mean of the gates over samples and blocks.
+    kind k, heads (or units) and blocks, to its target. usage_k is the share in use, averaged over samples and blocks.
 
     Attributes:
         heads: target share of the heads in use or, in a model without attention, of groups of units.
         blocks: target share of the sublayers in use (attention and feed-forward parts of blocks).
-        weight: weight of the usage loss.
+        weight: weight of the added term.
         temperature: temperature of Gumbel-softmax.
         units: largest number of groups of units in a layer outside of blocks.
     """
@@ -205,7 +205,9 @@ class Adaptive(Local):
             positive(name, getattr(self, name))
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Add a policy network to each block. In a model without blocks, add one to each layer whose output only one layer reads.
+        """Add to each transformer block a policy network, which decides what each sample uses.
+
+        In a model without blocks, add one to each linear or convolutional layer whose output goes to one other layer only.
 
         A model with LoRA adapters is returned unchanged.
         """
@@ -273,11 +275,11 @@ class Adaptive(Local):
         return policy
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook that adds the usage loss to the module's loss."""
+        """Return the hook that adds a loss term, which pulls the used share of heads and of sublayers to its target."""
         return _UsageLoss(task, self)
 
     def notes(self, submodels: Submodels) -> list[str]:
-        """Return a message for the user: how many heads, sublayers or neurons are chosen per sample, or a warning if none."""
+        """Return a message for the user: how many heads, sublayers or groups of units can be skipped, or that none can."""
         policies = list(_policies(submodels.module))
         if _has_lora(submodels.module):
             return [Warn("ada_vit has no effect in a model with LoRA adapters, which are averaged as usual")]
@@ -363,7 +365,7 @@ class _UsageLoss(Hook):
         must_train(task, [policy.linear.weight for policy in self.policies], "ada_vit", NAME)
 
     def loss(self, batch: object, index: int) -> Tensor:
-        """Return the module's loss plus the weighted usage loss of this batch."""
+        """Return the module's loss plus a penalty for using more or fewer heads and sublayers than intended."""
         for policy in self.policies:
             policy.clear()
         loss = super().loss(batch, index)

@@ -36,7 +36,7 @@ class LeadingDraws(RollingWindows):
     """
 
     def starts(self, submodels: Submodels, num_blocks: int, depth: float) -> tuple[int, ...]:
-        """Return the index of the first block a client may start at: always 0, since it trains the lowest blocks."""
+        """Return the possible indices of the first block that a client trains: only 0, since it trains the lowest blocks."""
         return (0,)
 
     def _shape(self, submodels: Submodels, rate: float) -> tuple[float, int, float]:
@@ -96,7 +96,7 @@ class PublishedDistillation(Distilled):
 
     The loss sums the cross entropies of all exits (output heads after several blocks). From version 10 of the global
     model on, each exit also learns from the deepest one: ``0.5 T^2 KL`` is added, with the temperature T and the
-    Kullback-Leibler divergence KL of their outputs, averaged over classes, too (unlike in Eq. 3 of the paper).
+    Kullback-Leibler divergence KL of their outputs. Unlike Eq. 3 of the paper, KL is also divided by the number of classes.
     """
 
     def joined(self, deepest: Exit, others: Sequence[Exit], batch: object) -> Tensor:

@@ -72,7 +72,7 @@ class MaskedAndDistilled(Local):
         return with_every_exit(module)
 
     def hook(self, task: Task) -> Hook:
-        """Return the hook for the task: it trains mask scores, distils between exits, or trains as usual."""
+        """Return the task's hook: for training mask scores, for training with distillation, or for ordinary training."""
         if "masks" in task.assignment.extra:
             training = PublishedMaskTraining if self.published else MaskTraining
             return training(task, cuts_of(task.submodels, self.segments), self.mask_lr, self.strength)
@@ -90,7 +90,7 @@ class MaskedAndDistilled(Local):
         return score_layout(submodels, self.segments, spec)
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the cost of ordinary training plus that of the hook's additions to forward and backward pass; cached."""
+        """Return the cost of ordinary training plus that of training mask scores or of distillation; cached."""
         cost, axes = submodels.cost(spec, batch_size), tuple(extra.get("masks", ()))
         if not axes and (not self.distils or not exit_depths(submodels)):
             return cost

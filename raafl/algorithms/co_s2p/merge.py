@@ -35,7 +35,7 @@ def importance(update: Tensor, drift: Tensor, weights: Tensor) -> Tensor:
 
     Args:
         update: norms ||Delta|| of the update's change in each segment, shape (segments,).
-        drift: norms of each segment's change in the model since the client started, shape (segments,).
+        drift: norms of the global model's change in each segment since the client started, shape (segments,).
         weights: norms of the segments of the current model, shape (segments,).
     """
     return update / (1 + drift / weights.clamp_min(TINY))
@@ -152,7 +152,10 @@ class ImportanceMerge(Merge):
             state.scratch[name] = flat
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, for the run's summary, the most bytes that the stored models of late clients have taken ("start_bytes")."""
+        """Return an entry "start_bytes" for the run's summary: the most memory, in bytes, that the merge used for old models.
+
+        It stores the model from which each late client started.
+        """
         return {"start_bytes": state.memory.of(_MostStartBytes).value}
 
     def __str__(self) -> str:

@@ -38,7 +38,10 @@ class KeptInner(Local):
     up: ClassVar[tuple[str, ...]] = (*MOMENTS, STEPS)
 
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
-        """Return names and shapes of the extra tensors that are sent: one number of steps; moments like the trained parameters."""
+        """Return names and shapes of the extra tensors in ``bundle``, which has either the number of steps or a moment.
+
+        None means those of the trained parameters, which hold for a moment of the optimizer, too.
+        """
         return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
 
     def hook(self, task: Task) -> Hook:
@@ -87,7 +90,7 @@ class _Carried(Hook):
         return [(name, parameter) for name, parameter in named if name in self.task.down[MOMENTS[0]]]
 
     def finish(self) -> dict[str, Any]:
-        """Put the optimizer's number of steps, and how its moments have changed, into the extra tensors that the client sends."""
+        """Send the number of steps of the optimizer and the change of its moments, besides the update."""
         made = 0.0
         for name, parameter in self._carried():
             state: Mapping[str, Tensor] = self.task.optimizer.state[parameter]

@@ -101,7 +101,10 @@ class GroupReported(Trigger):
         return waiting.memory.of(CompassMemory).next_s()
 
     def merged_now(self, waiting: TriggerContext) -> Collection[int]:
-        """Return the ids of the tasks whose updates are merged now: one client's first, or those of a group and all late ones."""
+        """Return the ids of the tasks whose updates are merged now.
+
+        They are either a single task, the first of its client, or the tasks of one group together with all late ones.
+        """
         return set(waiting.memory.of(CompassMemory).due(waiting.now_s))
 
     def client_waits(self, assignment: Assignment, memory: Memory) -> bool:

@@ -87,7 +87,7 @@ class CompassMemory(MergeMemory):
     waiting: list[tuple[int, Spec, int, FlatTensors]] = field(default_factory=list)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the fields by name, each group as a dict."""
+        """Convert this state to plain data for a checkpoint: its fields by name, each group of clients as a dict."""
         groups = {
             number: {one.name: getattr(group, one.name) for one in fields(group)}
             for number, group in self.groups.items()
@@ -96,7 +96,7 @@ class CompassMemory(MergeMemory):
 
     @classmethod
     def from_plain(cls, data: Any) -> Self:
-        """Restore the record from the result of `to_plain`."""
+        """Restore the state of FedCompass from the result of `to_plain`."""
         return cls(**{**data, "groups": {number: Group(**group) for number, group in data["groups"].items()}})
 
     # ---- a client starts ----
@@ -196,9 +196,9 @@ class CompassMemory(MergeMemory):
     # ---- a merge ----
 
     def due(self, now: float) -> Collection[int]:
-        """Return the ids of the tasks whose updates are to be merged now: one client's first, or a group's and all late ones.
+        """Return the ids of the tasks whose updates are to be merged now; empty if there are none.
 
-        Empty if nothing is to be merged.
+        They are either a single task, the first of its client, or the tasks of one group together with all late ones.
         """
         if self.alone:
             return self.alone[:1]
@@ -214,7 +214,7 @@ class CompassMemory(MergeMemory):
         return min((group.latest_s for group in self.groups.values() if group.tasks), default=None)
 
     def finish_merge(self, now: float, pace: Pace) -> None:
-        """Remove the updates that have just been merged, and put the merged group's clients into new groups, fastest first."""
+        """Delete the updates just merged, and put the clients of the merged group into new groups, the fastest client first."""
         if self.alone:
             del self.alone[0]
             return

@@ -82,7 +82,7 @@ def add_noise_(tensors: Sequence[Tensor], seed: int, *rates: float) -> None:
     Args:
         tensors: contiguous tensors, whose noise is drawn one after the other.
         seed: seed of the noise z.
-        rates: factors of z, added one after the other, so that rounding is that of a client's steps.
+        rates: factors of z; the products are added one after the other, which rounds exactly as a client's steps do.
     """
     generator = torch.Generator().manual_seed(seed)
     for tensor in tensors:
@@ -178,7 +178,7 @@ class Steps(Hook):
         """Do nothing, since `loss` has already made the step of this batch."""
 
     def finish(self) -> dict[str, Any]:
-        """Return the gradient numbers of all steps, one for each step, encoded as one text."""
+        """Return the gradient along the noise in each step, one scalar for each, all encoded as one text for the server."""
         return {SCALARS: pack(self.scalars)}
 
     def close(self) -> None:

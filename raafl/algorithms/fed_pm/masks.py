@@ -198,9 +198,10 @@ class ProbabilisticMaskTraining(Local):
 
     @torch.no_grad()
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Start with each weight in use with the probability ``initial``, and freeze all other parameters, in place.
+        """Give each weight the probability ``initial`` of being used, and freeze all other parameters, in place.
 
-        To store this, a weight becomes its sign times sigma times ``initial``; sigma depends on its layer's size.
+        A weight stores its probability in its own value, as sign times sigma times probability. sigma, the absolute
+        value that a used weight has, is the same for all weights of a layer.
 
         Raises:
             BadInput: no weight can be masked, or a masked weight is complex.
@@ -234,7 +235,7 @@ class ProbabilisticMaskTraining(Local):
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
         """Return the cost of ordinary training plus the memory and operations that the masks need.
 
-        Uploaded bytes are counted as floats here; raafl corrects them, since masks are sent as one bit for each weight.
+        The uploaded bytes are those of floats, though a mask takes one bit for each weight; the caller corrects this.
         """
         cost = submodels.cost(spec, batch_size)
         layout, samples = submodels.layout(spec, "trained"), max(batch_size, 1)
@@ -367,7 +368,7 @@ class BayesianMasks(Merge):
         return state.memory.of(_CountsMemory, lambda: _CountsMemory(zeros_like(state.values), zeros_like(state.values)))
 
     def report(self, state: GlobalState) -> dict[str, Any]:
-        """Return, for the run's summary, the number of masked weights and the mean share of them in use ("masks")."""
+        """Return an entry "masks" for the run's summary: the number of masked weights, and the mean share of them in use."""
         trained: FlatTensors = state.values.prefix(state.submodels.layout(part="trained"))
         scales = _scales_of(state.submodels, trained.layout)
         num = sum(trained[name].numel() for name in scales)

@@ -53,8 +53,8 @@ def fiarse(
     """Return FIARSE, whose clients train the weights (or units) with the largest magnitudes.
 
     Args:
-        mask: parts that a mask selects: elements, single weights as in the paper, which does not make the model physically
-            smaller; or units, which does.
+        mask: granularity of the mask: elements (single weights, as in the paper; tensors keep their size) or units (such
+            as whole neurons; tensors become smaller).
         rates: share of the parameters that a client trains: one number for all; a list, one number for each of clients
             1, 2, ..., repeating; or a mapping from device name to number. None = the list 1, 1/4, 1/16, 1/64.
         server_lr: server learning rate (eta).

@@ -21,7 +21,10 @@ from raafl.submodel import FlatTensors, Spec
 
 
 class Important(torch.autograd.Function):
-    """Autograd function that sets weights smaller than a threshold to 0; its gradient includes the mask's dependence on them."""
+    """Autograd function that sets weights smaller than a threshold to 0.
+
+    The gradient takes into account that the mask itself depends on the weights.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tau: float) -> Tensor:

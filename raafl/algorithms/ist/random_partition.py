@@ -106,7 +106,7 @@ class DisjointUnits(Select):
         return [self._problem(c, fleet, largest) for c in fleet.clients.values() if not fleet.fits(c, largest)]
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return a warning for the user if the model has no layer whose units could be divided."""
+        """Return a warning for the user if the model has no layer whose units could be divided among the clients."""
         return uncut(fleet.state.submodels, "deal out")
 
     def _problem(self, client: ClientInfo, fleet: SelectContext, spec: Spec) -> str:

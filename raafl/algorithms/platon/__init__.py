@@ -57,7 +57,9 @@ def platon(
     cohort: int | None = None,
     concurrency: int | None = None,
 ) -> Algorithm:
-    """Return PLATON: clients prune the units with low scores, importance times uncertainty; merges are those of FedAvg or FedAsync.
+    """Return PLATON, whose clients prune the units of low score; the server merges as in FedAvg or FedAsync.
+
+    The score of a unit, such as a neuron, is its importance times its uncertainty.
 
     Args:
         rates: final share of each layer's units for a client (r(T)): one number for all; a list, one number for each of
@@ -67,7 +69,7 @@ def platon(
         rounds: number of a client's tasks over which its share falls to the final one.
         beta1: smoothing factor of the importance, in [0, 1).
         beta2: smoothing factor of the uncertainty, in [0, 1).
-        groups: largest number of scores for an axis; neighbouring units of a larger axis share a score.
+        groups: largest number of scores for a layer; neighbouring units of a wider layer share a score.
         trigger: time of a merge: all (when the whole round has reported, FedAvg) or each (at each arrival, FedAsync).
         alpha: weight of an arriving model for trigger each, in (0, 1]; None = 0.75.
         staleness: form of the function s(.) by which late updates count less, for trigger each: constant, polynomial or hinge.

@@ -288,10 +288,11 @@ def _is_score(value: object) -> bool:
 
 @dataclass(frozen=True)
 class BestUnits(Select):
-    """Rule that keeps the units with the highest scores, importance times uncertainty, and ever fewer of them.
+    """Rule that keeps the units with the highest scores, and ever fewer of them.
 
-    The share of units falls along a cubic curve. A unit without a score ranks highest, so that it is tried first. Each
-    client has its own scores, and its place on the curve is the number of its merged updates.
+    The score of a unit, such as a neuron, is its importance times its uncertainty, as measured by the client itself. A
+    unit without a score ranks highest, so that it is tried first. The share of units kept falls along a cubic curve with
+    the number of the client's merged updates.
 
     Attributes:
         rates: final share r(T) of each layer's units, by client (see `RateSelect.rates`).
@@ -307,7 +308,7 @@ class BestUnits(Select):
 
     @property
     def needs_last_update(self) -> bool:
-        """Whether a client's next task needs the server to have its last update: yes, to send its scores back."""
+        """Whether the server must have a client's last update before it plans the next task: yes, it needs the new scores."""
         return True
 
     def __post_init__(self) -> None:
@@ -377,7 +378,7 @@ class BestUnits(Select):
         return fleet.problems(ask)
 
     def forget(self, client: ClientInfo, fleet: SelectContext) -> None:
-        """Delete what was computed from a lost client's memory size, the largest share that fits; its scores stay."""
+        """Delete the cached share of units that fits a lost client's memory, which may change meanwhile; keep its scores."""
         fleet.cache.pop(client.id, None)
 
     def __str__(self) -> str:

@@ -87,7 +87,10 @@ class ChosenMean(Mean):
 
 
 def unit_times(submodels: Submodels) -> tuple[dict[str, float], float]:
-    """Compute the FLOPs per sample of one unit (such as a neuron) of each layer, and of a model with one unit per layer."""
+    """Compute the FLOPs per sample of one unit (such as a neuron) in each layer, by layer, and of the smallest model.
+
+    The smallest model has one unit in each layer.
+    """
 
     def flops(kept: Mapping[str, range]) -> float:
         return submodels.cost(Spec.select(kept), _BATCH).flops_per_sample
@@ -151,8 +154,8 @@ class Pruned(Select):
     """Rule that gives each client the best units, in the order that `ChosenMean` stores, as many as its memory and rate allow.
 
     Attributes:
-        every: number of rounds between two choices. In the round before a choice, clients train the whole model; one
-            with too little memory trains the first units of each layer, as many as fit.
+        every: number of rounds between two choices. In the round before a choice, clients train the whole model; a
+            client with too little memory trains the first units of each layer, as many as fit.
         rates: largest share of the model's parameters for each client in all other rounds.
     """
 

@@ -62,7 +62,8 @@ def ra_fed(
             others; or a list, one number for each of clients 1, 2, ..., repeating.
         regions: number K of regions into which the units of the model are divided.
         trained: number of regions that are trained in a round, if some are to be left out (S*); None = all of them.
-        every: number of rounds of which only the last one leaves regions out; 1 = each round does. Needs trained.
+        every: number of rounds from one that leaves regions out to the next; in the rounds between, all regions are
+            trained. 1 = each round leaves regions out. Needs trained.
         coverage: smallest number of clients that train the same region in a round (Gamma*); None = as even for all
             regions as the other settings allow.
         rest: largest number of rounds in a row in which a client does not train a region (tau_q); None = no limit.

@@ -30,16 +30,17 @@ class Regions(Select):
     clients are drawn together; the given numbers then hold in every round in which all of these clients work. A client
     with little memory gets as many regions as fit.
 
-    For MIX-Arb, the half of the clients that trains two regions is drawn anew in each round. With a fixed half, a class
-    that only one-region clients have would get too large logits in the whole model, since fewer units produced them in
-    training. The half is fixed only if ``rest`` is given and ``coverage`` needs the second regions.
+    With the mask MIX-Arb, half of the clients train two regions and the others one. The half is drawn anew in each round:
+    if it were fixed, classes that only the other clients have would get too large logits in the whole model. It is fixed
+    only if ``rest`` is given and ``coverage`` cannot be reached with one region for each client.
 
     Attributes:
         mask: number of regions for each client: L-Arb = 2, S-Arb = 1, MIX-Arb = 2 for half of the clients and 1 for the
             others; or a list, one number for each of clients 1, 2, ..., repeating.
         regions: number of regions (K).
         trained: number of regions that are trained in a round, if some are to be left out (S*); None = all K.
-        every: number of rounds of which only the last one leaves regions out; 1 = each round does. Needs trained.
+        every: number of rounds from one that leaves regions out to the next; in the rounds between, all regions are
+            trained. 1 = each round leaves regions out. Needs trained.
         coverage: smallest number of clients that train the same region in a round (Gamma*); None = 1 if ``trained`` is given,
             an even spread if ``rest`` or ``hold`` is.
         rest: largest number of rounds in a row in which a client does not train a region (tau); None = no limit.
@@ -116,11 +117,11 @@ class Regions(Select):
         return Work(fleet.cache[key], region=client.id)
 
     def num_regions(self, client: ClientInfo, fleet: SelectContext, round: int) -> int:
-        """Return the number of regions that a client trains in a round, according to ``mask``.
+        """Return the number of regions (parts of the model) that a client trains in a round.
 
         Args:
-            client: client whose number of regions is asked for.
-            fleet: context whose cache stores the numbers of recent rounds.
+            client: client that trains the regions.
+            fleet: the run's clients, with a cache of the numbers in recent rounds.
             round: number of the round.
         """
         if not isinstance(self.mask, str):
@@ -133,7 +134,10 @@ class Regions(Select):
         return _of_round(fleet, "levels", round, draw)[client.id - 1]
 
     def check(self, fleet: SelectContext) -> list[str]:
-        """Return error messages: for each client with too little memory for one region, else for contradictory settings."""
+        """Return an error message for each client whose memory is too small for one region of the model.
+
+        If there is no such client, return a message if the settings contradict each other.
+        """
         problems = []
         for client in fleet.clients.values():
             if not self._most(client, fleet):
@@ -152,7 +156,10 @@ class Regions(Select):
         return problems
 
     def notes(self, fleet: SelectContext) -> list[str]:
-        """Return messages for the user: if the model cannot be divided, or if the same clients must train two regions always."""
+        """Return a message for the user if the model cannot be divided into regions.
+
+        Warn, too, if the same half of the clients must always train two regions: classes that only it has then count more.
+        """
         submodels = fleet.state.submodels
         if not submodels.axes or self.hold or not self._keeps_half(fleet):
             return uncut(submodels, "cut into regions")

@@ -109,7 +109,7 @@ class Outline:
 
         Args:
             activation: activation to insert.
-            fill: function that creates each other tensor of the output from one without values.
+            fill: function that creates each of the output's other tensors, given a tensor on the meta device (shape only).
         """
         flat, structure = tree_flatten(self.output)
         return tree_unflatten([activation if i == self.index else fill(item) for i, item in enumerate(flat)], structure)
@@ -137,7 +137,7 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
             self._value(leaf).leaves = frozenset([i])
 
     def run(self) -> Trace:
-        """Trace the training step and return this object; an exception of the step is passed on."""
+        """Trace the training step and return the tracer itself; an exception of the step is passed on."""
         for path, part in self.module.named_modules():
             part.register_forward_pre_hook(lambda part, args, path=path: self._enter(path))
             part.register_forward_hook(lambda part, args, output: self._leave(output))
@@ -228,7 +228,9 @@ class Trace(Ledger):  # type: ignore[no-untyped-call]
         return frozenset(value.name for value in self._values.values() if value.name and 0 <= value.first <= now)
 
     def skipped_calls(self, call: Call, lower: frozenset[str]) -> list[Call]:
-        """Return the calls of modules in the client's part, which the server need not run; only the outermost of nested calls.
+        """Return the calls of modules that the server can skip, since they belong to the client's part of the model.
+
+        Of nested calls only the outermost is returned.
 
         Args:
             call: call of the module at the cut.

@@ -214,7 +214,7 @@ class Halved(Select):
     """Rule that gives every client the same task: train the lower half of the model, while the server trains the rest.
 
     Attributes:
-        sends: content of an update, of either half: trained "values", or the "delta" from the received ones.
+        sends: content of the updates of both halves: "values" = trained values; "delta" = their change in the task.
     """
 
     sends: Literal["values", "delta"] = "values"

@@ -44,7 +44,7 @@ class TimelyMemory(MergeMemory):
             times.
         slack: share of the round's length by which clients may be late, if it was adapted to measured times; None = the
             configured share.
-        late: delay of each recent task: its slowdown (see ratio) divided by that of the client's task before, minus 1.
+        late: delay of each recent task: the ratio of the client after the task, divided by its ratio before, minus 1.
     """
 
     key = "timely_fl"
@@ -136,7 +136,7 @@ class ShareOfTime(Local):
     """
 
     def cost(self, submodels: Submodels, spec: Spec, batch_size: int, extra: Mapping[str, Any]) -> Cost:
-        """Return the whole model's cost times the share of its parameters that trains."""
+        """Return the cost of training the whole model, multiplied by the share of its parameters that is trained."""
         whole, share = submodels.cost(FULL, batch_size), _trained_share(submodels, spec)
         return replace(
             submodels.cost(spec, batch_size),
@@ -229,7 +229,7 @@ class Timely(Select):
         memory.ratio[client.id] = ratio
 
     def report(self, client: ClientInfo, fleet: SelectContext) -> TimeReport:
-        """Return the seconds that a client needs to train and to send the model, by its device profile and its last task."""
+        """Estimate the seconds that a client needs to train and to transfer the model, from its device and its last task."""
         time, ratio = fleet.task_time(client, Work()), self._ratio(client, fleet)
         return TimeReport(time.compute_s * ratio, (time.down_s + time.up_s) * ratio)
 
@@ -338,8 +338,8 @@ class Interval(Trigger):
 
     Attributes:
         slack: share of T_k by which the merge may be delayed while clients are still at work.
-        most_slack: largest slack if it is adapted to measured times, so that four fifths of the delayed tasks are in
-            time; give `Timely` the same value. None = the slack never changes.
+        most_slack: largest slack, if it is adapted so that four fifths of the delayed tasks arrive in time; `Timely`
+            must get the same value. None = the slack never changes.
     """
 
     slack: float = 0.0
@@ -356,7 +356,7 @@ class Interval(Trigger):
         return waiting.opened_s + memory.T_k * (SLACK + (self.slack if memory.slack is None else memory.slack))
 
     def on_update(self, assignment: Assignment, num_active: int, state: GlobalState) -> Adjusted | None:
-        """Adapt the slack, by which a merge may be delayed, to recent delays, so that four fifths of the tasks are in time."""
+        """Adapt the slack (share by which a round may be longer) so that four in five recent tasks would have been in time."""
         memory = state.memory.of(TimelyMemory)
         if self.most_slack is None or len(memory.late) < self._num_tasks(state.num_clients):
             return None

@@ -169,7 +169,7 @@ class Comparison:
             self.search.check(list(self.rows), self.seeds)
 
     def only(self, labels: Sequence[str]) -> Comparison:
-        """Return the comparison with only some of its rows; raise `BadInput` for a label without a row."""
+        """Return the comparison with only the rows that have these labels; raise `BadInput` for an unknown label."""
         for label in labels:
             if label not in self.rows:
                 raise BadInput(f"rows has '{label}', which is no row of the comparison: {nearest(label, self.rows)}")

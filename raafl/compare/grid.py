@@ -180,7 +180,7 @@ class Grid:
         )  # fmt: skip
 
     def only(self, labels: Sequence[str]) -> Grid:
-        """Return the grid with only some of its methods; raise `BadInput` for a label without a method."""
+        """Return the grid with only the methods that have these labels; raise `BadInput` for an unknown label."""
         for label in labels:
             if label not in self.methods:
                 raise BadInput(f"rows has '{label}', which is no method of the grid: {nearest(label, self.methods)}")

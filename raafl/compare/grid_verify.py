@@ -25,10 +25,10 @@ def verify_grid(
 ) -> Iterator[dict[str, Any]]:
     """Check another person's result: train a random share of its runs anew and compare the models with it.
 
-    Each new run is also replayed (computed again from its event log). Yields `cell`, `row` and `seed` of each run, and
-    `why`: None if the journal and the model have the digests in the result, else what differs. Nothing in the result is
-    executed: the grid's own files configure the runs, and a method's settings are taken from the result only if the
-    grid's search would try them.
+    Each new run is also replayed (computed again from its event log). Yields for each run its `cell` (task and fleet),
+    `row` and `seed`, and `why`: None if the journal and the model have the digests in the result, else what differs.
+    Nothing in the result is executed: the grid's own files configure the runs, and a method's settings are taken from
+    the result only if the grid's search would try them.
 
     Args:
         grid: description of the grid.

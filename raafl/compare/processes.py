@@ -84,7 +84,7 @@ def start(argv: Sequence[str], log: Path) -> BaseProcess:
 
     Args:
         argv: arguments of the command, beginning with its name.
-        log: file for the output of the process, which locks the file while it runs.
+        log: file for the output of the process; the process locks it while it runs.
     """
     process = _new_process(argv, log)
     # The server of forks inherits the mask: a signal to the whole group would end it, and with it all knowledge of the runs.

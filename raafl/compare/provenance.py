@@ -79,7 +79,7 @@ def _commit() -> str | None:
 
 @cache
 def code_digest() -> str:
-    """Return a digest of the source files of raafl and, if installed, of the model zoo."""
+    """Return a digest of the source files of raafl and, if installed, of its model zoo (the package `model_zoo`)."""
     package = Path(raafl.__file__).parent
     digest = hashlib.sha256()
     for folder in (package, package.parent / "model_zoo"):

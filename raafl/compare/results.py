@@ -174,7 +174,7 @@ def differences(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str)
 
 
 def gains(rows: Mapping[str, Sequence[Mapping[str, Any]]], reference: str) -> dict[str, dict[str, Any] | None]:
-    """Compare participation with the reference row: return the share of clients that take part in more merges than there.
+    """Return the share of clients that take part in a larger fraction of the merges than in the reference row.
 
     Args:
         rows: runs of each row, by label.

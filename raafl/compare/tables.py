@@ -51,7 +51,7 @@ def with_interval(figure: Mapping[str, Any] | None) -> str:
 
 
 def difference(figure: Mapping[str, Any] | None) -> str:
-    """Format a difference with its interval; if the interval contains 0, add the remark that no difference is shown."""
+    """Format a difference with its interval; if the interval contains 0, add the remark that the runs show no difference."""
     if figure is None:
         return ""
     sign = "+" if figure["mean"] >= 0 else "-"

@@ -118,7 +118,7 @@ class BFloat16(Compressor):
     """Compressor that rounds to bfloat16, which has 8 bits of precision and the range of float32."""
 
     def takes(self, entry: TensorEntry) -> bool:
-        """Check whether this compressor compresses the tensor ``entry``: only elements of more than 16 bits."""
+        """Check whether this compressor compresses the tensor ``entry``: yes if its elements have more than 16 bits."""
         return super().takes(entry) and entry.dtype.itemsize > 2
 
     def _packed(self, taken: Sequence[TensorEntry]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:

@@ -18,7 +18,7 @@ class Compress:
     Attributes:
         down: compressor of tensors sent to clients: none, bf16, int8 or top_k (on the changes since the client's last
             task).
-        up: compressor of tensors sent to the server, as changes of the received ones: none, bf16, int8 or top_k.
+        up: compressor of tensors sent to the server, as differences from the received ones: none, bf16, int8 or top_k.
         top_k: share of the elements that top_k sends, above 0 and at most 1.
     """
 

@@ -36,7 +36,8 @@ class ResidentPayload:
     def layout(self, assignment: Assignment) -> Layout:
         """Return the layout of the tensors that the client receives for a task, before compression.
 
-        A client that has kept nothing yet receives all values; any other only those that the task names.
+        A client that has kept nothing yet receives all values; any other client receives only those that the task
+        names.
         """
         copy = self._kept.find(RESIDENT, self._client)
         return self._travelling(assignment, None if copy is None else copy.layout)
@@ -44,7 +45,8 @@ class ResidentPayload:
     def layout_sent(self, assignment: Assignment) -> Layout:
         """Return the layout of the tensors to send to the client for a task, before compression.
 
-        The first call returns all values; as the client then has a copy, later calls return only those that a task names.
+        The first layout contains all values; the client then has a copy, so later layouts contain only values that the
+        task names.
         """
         copy = self._kept.find(RESIDENT, self._client)
         layout = self._travelling(assignment, self._sent if copy is None else copy.layout)
@@ -73,7 +75,7 @@ class ResidentPayload:
     def keep(self, assignment: Assignment, trained: FlatTensors) -> None:
         """Keep a task's trained bundles (extra tensors of the method) for the client's next task.
 
-        The parameters that the client keeps stay as it received them from the server.
+        Parameters are not kept as trained: the client's copy of them stays as the server sent it.
         """
         copy = self._kept.find(RESIDENT, self._client)
         assert copy is not None  # `complete` was called for this task

@@ -46,7 +46,7 @@ _MAX_KEPT = 2
 
 
 class Scratch:
-    """Reusable storage for intermediate tensors, by layout; only the last few layouts are cached."""
+    """Reusable storage for intermediate tensors, one for each of the layouts that were used last."""
 
     def __init__(self, storage: PayloadRoom | None = None) -> None:
         """Start empty; ``storage`` makes room for the tensors; None = in memory."""

@@ -64,7 +64,8 @@ class Check(ABC):
         Args:
             value: value, as in the config.
             hint: the declared type.
-            parameter: name of the parameter with its owner, such as `Device.count`; a subclass may have a limit for it.
+            parameter: name of the parameter with its class, such as `Device.count`, for subclasses that limit the
+                values of some.
         """
 
     @abstractmethod
@@ -73,7 +74,8 @@ class Check(ABC):
 
         Args:
             value: value, as in the config.
-            parameter: name of the parameter with its owner, such as `Device.count`; a subclass may have a limit for it.
+            parameter: name of the parameter with its class, such as `Device.count`, for subclasses that limit the
+                values of some.
         """
 
     @abstractmethod
@@ -133,7 +135,8 @@ class Check(ABC):
             value: value, as in the config.
             hint: the declared type.
             where: path of the field, for messages.
-            parameter: name of the parameter with its owner, such as `Device.count`; a subclass may have a limit for it.
+            parameter: name of the parameter with its class, such as `Device.count`, for subclasses that limit the
+                values of some.
         """
         if not self.fits(value, hint, where, parameter):
             self.refuse(where, value, hint)
@@ -145,7 +148,8 @@ class Check(ABC):
             value: value, as in the config.
             hint: the declared type.
             where: path of the field, for messages.
-            parameter: name of the parameter with its owner, such as `Device.count`; a subclass may have a limit for it.
+            parameter: name of the parameter with its class, such as `Device.count`, for subclasses that limit the
+                values of some.
         """
         origin, inner = get_origin(hint), get_args(hint)
         if origin in (Union, types.UnionType):

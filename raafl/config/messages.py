@@ -78,7 +78,7 @@ def place_of_field(field: str | None, argv: Sequence[str]) -> str:
 
 
 def yaml_line(file: str, field: str) -> int | None:
-    """Return the number of the line that sets a dotted field in a YAML file, or the nearest field around it."""
+    """Return the line number of a dotted field in a YAML file, or of the section around it; None if the file has neither."""
     found = None
     with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
         node: Any = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)

@@ -26,7 +26,8 @@ def sections(config_yaml: str, *, own_data: bool = False) -> dict[str, str]:
 
     Args:
         config_yaml: text of the config.
-        own_data: whether this is a client that trains on its own data; the section ``data`` then gets "own" for a digest.
+        own_data: whether this is a client that trains on its own data; the section ``data`` then gets the text "own"
+            instead of a digest.
     """
     import yaml
 

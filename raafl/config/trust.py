@@ -86,7 +86,7 @@ def from_server(text: str) -> str:
     """Check a config received from a server; return the sections that a client needs, as YAML.
 
     Raises:
-        RunFailed: the config has more than names and plain values; the user may give such a config to the client
+        RunFailed: the config contains more than names and plain values; the user may give such a config to the client
             directly.
     """
     try:
@@ -132,7 +132,7 @@ def of_folder(folder: Path, *, trusted: bool, without: Collection[str] = ()) -> 
 
 
 def is_trusted(folder: Path, *, asked: bool) -> bool:
-    """Check whether the config of a run folder may name any class: if the user ``asked`` for that, or has run it here."""
+    """Check whether a run folder's config may name any class: yes if the user ``asked`` for that, or has run this config here."""
     if asked:
         return True
     try:
@@ -228,11 +228,11 @@ class _Check(Check):
         _refuse(f"{where}.{sanitize_text(name, 60)}", value, f"which {owner} does not take")
 
     def key(self, key: object) -> bool:
-        """Check that a key of a mapping is not one, such as class_path, that makes a parser create an object."""
+        """Check whether ``key`` is allowed in a mapping; class_path is not, since it makes a parser create an object."""
         return isinstance(key, str) and _is(_WORD, key) and key != "class_path"
 
     def scalar(self, value: object, hint: object, parameter: str) -> bool:
-        """Check whether a value has a plain type."""
+        """Check whether a value is plain data of the declared type."""
         if hint in (None, type(None)):
             return value is None
         if hint is bool:

@@ -102,7 +102,7 @@ class Trigger(Part, ABC):
         return None
 
     def client_waits(self, assignment: Assignment, memory: Memory) -> bool:
-        """Check whether a client that has just sent an update must wait for its merge before it may work again.
+        """Check whether a client that has just sent an update must wait until it is merged before it may work again.
 
         Args:
             assignment: the task whose update has just arrived.
@@ -241,8 +241,8 @@ class Merge(Part, ABC):
 
         A merge that needs the update's tensors after the current event must copy them in `detach`. `reject_reason` has
         already checked the client's plain data. If this method raises an exception, the update is refused and its
-        client dismissed. Read the update completely before changing the memory, so that an exception leaves the memory
-        unchanged.
+        client dismissed. Read the update completely before changing the merge's state, so that an exception leaves the
+        state unchanged.
 
         Args:
             state: the global model.
@@ -323,7 +323,7 @@ class Algorithm:
         return None
 
     def notes(self, fleet: SelectContext, num_clients: int) -> list[str]:
-        """Collect the remarks of all five parts for the user at the start of a run."""
+        """Collect the remarks of the algorithm's five parts, for the user at the start of a run."""
         stale = self.merge.too_stale(self.trigger.staleness(self.sample.most_at_work(num_clients)))
         return (
             list((self.chosen or {}).get("reasons", ()))

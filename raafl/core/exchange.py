@@ -82,8 +82,8 @@ class Exchange(ABC):
     def questions(self, assignment: Assignment, link: ServerLink) -> Any:
         """Return a data set for the server's training, whose batches are the questions that the client sends.
 
-        For example, a question holds the activations at which the client's part of the model ends. The call waits for
-        the first question. Asking for the next batch sends the reply to the last question.
+        A question holds, for example, the activations that the client's part of the model computes. The call waits for
+        the first question. When training asks for the next batch, the reply to the last question is sent.
 
         Returns:
             Object with the attributes of `raafl.data.federated.ClientData` that training needs: ``num_samples``,

@@ -31,7 +31,7 @@ class SkippedBatch(Exception):
 
 @dataclass(slots=True)
 class Task:
-    """A task in progress on a client: everything that its hook may use.
+    """A task in progress on a client: everything that its `Hook`, the object that trains step by step, may use.
 
     Attributes:
         assignment: assignment of the task.
@@ -42,7 +42,7 @@ class Task:
         num_batches: number of batches of the task.
         generator: random generator, seeded by the assignment, that determines the order of the data.
         loss: function ``loss(batch, index)`` that runs `training_step` in the run's precision; it raises `SkippedBatch`
-            where that returns None.
+            if `training_step` returns None.
         backward: function ``backward(loss)`` that runs the backward pass.
         down: extra tensors that the client received beside the values, by bundle name; read only.
         up: extra tensors that the client will send beside the values, by bundle name; initially 0, filled by
@@ -167,7 +167,7 @@ class Local(Part):
 
     @property
     def steps_are_plain(self) -> bool:
-        """Whether this part trains with the base class `Hook`: only proximal term, clipping and optimiser read gradients."""
+        """Whether training uses the base class `Hook`, so that only proximal term, clipping and optimiser read the gradients."""
         return type(self).hook is Local.hook and self.hook.__func__ is Local.hook  # type: ignore[attr-defined]
 
     def prepare(self, module: torch.nn.Module) -> Any:

@@ -38,7 +38,7 @@ def logits_of(output: object) -> Tensor | None:
 def why_unmasked(submodels: Submodels) -> str | None:
     """Explain why a model's loss would not change if the logits of absent classes were set to 0.
 
-    One training step runs on the meta device, without values.
+    To find out, one training step runs on the meta device, where tensors have shapes but no values.
 
     Returns:
         The reason; None if the loss would change, or if this is unknown because the step needs values or there is no
@@ -56,8 +56,8 @@ def why_unmasked(submodels: Submodels) -> str | None:
 def output_layer(submodels: Submodels) -> str | None:
     """Return the path of the linear layer whose output is the logits, unchanged; None if the model has no such layer.
 
-    One training step on the meta device, without values, finds the layer. The result is also None if the step needs
-    values or there is no example batch.
+    To find the layer, one training step runs on the meta device, where tensors have shapes but no values. The result is
+    also None if the step needs values or there is no example batch.
     """
     found = _on_meta(submodels, _layer_of)
     return None if found is None else found[0]

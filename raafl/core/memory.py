@@ -24,7 +24,7 @@ class MergeMemory:
     key: ClassVar[str]
 
     def to_plain(self) -> Any:
-        """Return the fields that are not None, by name; values are shared with the record, not copied."""
+        """Convert the record to plain data: its fields that are not None, by name; tensors are shared, not copied."""
         found = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
         return {name: value for name, value in found.items() if value is not None}
 
@@ -103,7 +103,7 @@ class Memory:
         self._records[record.key] = record
 
     def to_plain(self) -> dict[str, object]:
-        """Return each record's plain form by key; values are shared, not copied."""
+        """Convert all records to plain data, by their keys; tensors are shared with the records, not copied."""
         return {**self._plain, **{key: record.to_plain() for key, record in self._records.items()}}
 
     def load(self, plain: Mapping[str, object], but: str = "") -> None:

@@ -107,12 +107,14 @@ class Payload:
     def travelling(self, spec: Spec, way: Way, extra: Mapping[str, Any] | None = None) -> Layout:
         """Return the layout of the tensors that are sent in one direction for a task, before compression.
 
-        In methods in which clients keep tensors between tasks, only those are sent that the task names in ``extra``.
+        If the method lets clients keep tensors between tasks, only the tensors that the task names in ``extra`` are
+        sent.
 
         Args:
             spec: submodel of the task.
             way: "sent" to the client, or "trained" back to the server.
-            extra: further settings of the task (`Work.extra`); None = all are sent, since the client keeps none yet.
+            extra: further settings of the task (`Work.extra`); None = all tensors are sent, since the client keeps none
+                yet.
         """
         if self._travels is None:
             return self.layout(spec, way)

@@ -67,11 +67,11 @@ class RefusalBackoff:
         return now < self.until.get(client, now)
 
     def is_bad(self, client: int) -> bool:
-        """Check whether ``client`` has ``most`` or more refusals in a row."""
+        """Check whether at least the last ``most`` updates of ``client`` were refused."""
         return self.refused[client] >= self.most
 
     def is_hopeless(self, client: int) -> bool:
-        """Check whether ``client`` was suspended `HOPELESS` times without an accepted update in between."""
+        """Check whether ``client`` was suspended so often, without an accepted update in between, that it is given up."""
         return self.times[client] >= HOPELESS
 
     def forgive(self) -> None:

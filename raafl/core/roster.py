@@ -19,7 +19,7 @@ class Roster:
     Attributes:
         clients: every client that joined and is neither lost nor suspended, by id.
         suspended: suspended clients that are still connected, by id.
-        said_bytes: memory in bytes that a client declared, by id, for clients found to have less.
+        said_bytes: memory in bytes that clients declared, by id, for those that turned out to have less.
         active: assignments whose updates may still arrive, by assignment id.
         away: clients at work whose connection broke and that may still finish their task; no decision depends on this
             set.
@@ -92,8 +92,8 @@ class Roster:
 
         Args:
             client: description of the client.
-            said_bytes: memory in bytes that the client declared, to be restored after the suspension; None = as
-                described.
+            said_bytes: memory in bytes that the client declared, to be restored after the suspension; None = the memory
+                in ``client`` is the declared one.
         """
         self.suspended[client.id] = client
         if said_bytes is not None:
@@ -132,7 +132,7 @@ class Roster:
         return self.clients[self.drawn.popitem(last=False)[0]]
 
     def number(self, client: int) -> tuple[int, int]:
-        """Return the id and the task number of the next assignment for ``client``."""
+        """Return the id of the next assignment for ``client``, and the number of tasks that the client had before."""
         self.last_id += 1
         task = self.tasks[client]
         self.tasks[client] += 1
@@ -144,7 +144,7 @@ class Roster:
         self.busy[assignment.client] = assignment.id
 
     def send(self, assignment: Assignment) -> None:
-        """Record that the update of ``assignment`` travels; its client becomes idle at once."""
+        """Record that a client has begun to send its update for ``assignment``; the client becomes idle at once."""
         self.sending[assignment.client] = self.busy.pop(assignment.client)
         self.idle.add(assignment.client)
 
@@ -164,6 +164,6 @@ class Roster:
             self.readmit(assignment.client)
 
     def readmit(self, client: int) -> None:
-        """Make ``client`` idle after it has reported, if it is present and neither at work again nor about to be."""
+        """Make ``client`` idle after its task, if it is present, has no new task, and was not drawn to start one."""
         if client in self.clients and client not in self.busy and client not in self.drawn:
             self.idle.add(client)

@@ -82,7 +82,7 @@ class Sample(Part):
         return min([num_clients, *(limit for limit in (self.cohort, self.concurrency) if limit is not None)])
 
     def draw(self, idle: IdlePool, num_busy: int, rng: random.Random, *, rolling: bool) -> list[int]:
-        """Remove the clients to start from ``idle`` and return them.
+        """Choose the clients that start next; remove them from ``idle``, and return them.
 
         Args:
             idle: clients that could start.

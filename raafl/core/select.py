@@ -47,7 +47,7 @@ class OwnTests:
         return float(self.sizes.get(client.id, 0))
 
     def most(self, client: ClientInfo) -> int:
-        """Return an upper bound of the number of test samples of ``client``, which is exact unless it has its own data."""
+        """Return an upper bound of the number of test samples of ``client``; exact unless the client has its own data."""
         own = 1.0 / (1.0 - self.share) if client.own_data and self.share else 0.0
         return int(self.of(client) + own)
 
@@ -93,7 +93,7 @@ class SelectContext:
         """Predict the cost (FLOPs, memory, bytes) of a task that trains ``spec``.
 
         If the frozen parameters exist in several precisions and ``spec`` names none, the cost is that of the lowest
-        precision. So a task that fits can be assigned; `choose_base` then picks the precision.
+        precision. A task fits a client if it fits in this precision; `choose_base` then chooses the highest that fits.
 
         Args:
             spec: submodel of the task.
@@ -200,7 +200,7 @@ class Select(Part, ABC):
 
     @property
     def needs_last_update(self) -> bool:
-        """Whether a client's next work can be chosen only after its last update has arrived, since it depends on that."""
+        """Whether a client's next work depends on its last update, so that it can be chosen only after that has arrived."""
         return False
 
     @abstractmethod

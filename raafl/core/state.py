@@ -41,10 +41,11 @@ class ClientState:
 
     @contextmanager
     def recording(self, changed: dict[tuple[str, int], FlatTensors | None]) -> Iterator[None]:
-        """Return a context that saves the old value of each entry before the entry first changes.
+        """Return a context in which the old tensors of a client are saved before they first change.
 
         Args:
-            changed: dict that receives the old values by (name, client); None for an entry that did not exist.
+            changed: dict that receives the old tensors by (name, client); None where the client had none under that
+                name.
 
         """
         self._changed = changed
@@ -114,7 +115,8 @@ class GlobalState:
         version: number of merges so far, t.
         counts: number of merges in which each region was trained, q(j); a region is a part of the model that a method
             counts separately.
-        memory: records that parts keep between updates, such as sums or the moments of a server optimiser.
+        memory: records that parts of the algorithm keep between updates, such as sums or the moments of a server
+            optimiser.
         clients: tensors stored for each client.
         num_clients: number of clients N.
         now_s: time of the event that is being handled, in seconds of the run's clock; not saved.

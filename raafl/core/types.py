@@ -196,7 +196,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Event: a client has trained a task and its update travels, so that the client can be given the next task.
+    """Event: a client has trained a task and begun to send its update, so that it can be given the next task.
 
     Occurs only where a client may train its next task while it sends its last update (`Coordinator.overlap`).
 
@@ -283,7 +283,7 @@ class Settled:
     Attributes:
         outcome: end of the assignment: merged, refused:REASON, lost:REASON or unused.
         version: global version after the merge, or at the time of the end.
-        staleness: number of merges between the assignment's version and the merge of its update, t - tau.
+        staleness: number of merges between the assignment's version and the merge of its update.
     """
 
     assignment: Assignment | None
@@ -329,14 +329,14 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Adjusted:
-    """Action: record that a part has changed a setting, because measured times differ from predicted ones.
+    """Action: record that a part of the algorithm has changed a setting of its own after measuring the run.
 
     Attributes:
         setting: name of the setting, an argument of the algorithm's factory.
         before: value of the setting until now.
         after: value of the setting from now on.
         measured: measured value of the quantity that the setting follows.
-        predicted: value of that quantity for which the configured setting is meant.
+        predicted: predicted value of this quantity, for which the configured setting was chosen.
         quantity: name of the quantity, in words.
     """
 

@@ -120,12 +120,12 @@ class SignedHead:
         return is_signed(_signed(self.head, assignment), self.signature, self.key)
 
     def to_meta(self) -> dict[str, Any]:
-        """Convert the record to fields of a message."""
+        """Convert the signed hash to fields of a message."""
         return dict(zip(HEAD_FIELDS, (self.head, self.signature, self.key), strict=True))
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self | None:
-        """Read the record from a message; None if it has none. Raise `Refused` if a field is not a short text."""
+        """Read the signed hash from a message; None if it has none. Raise `Refused` if a field is not a short text."""
         if "head" not in meta:
             return None
         return cls(*(text_of(meta, name) for name in HEAD_FIELDS))

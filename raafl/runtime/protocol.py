@@ -153,14 +153,14 @@ class Welcome:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read the message from its JSON fields; raise `Refused` if ``kept_whole`` is not a list of texts."""
+        """Read the message from its JSON fields; raise `Refused` if the names of the axes are not a list of texts."""
         names = meta.get("kept_whole", [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise Refused("bad-meta", "kept_whole is no list of names of axes")
         return cls(tuple(names))
 
     def apply_to(self, submodels: Submodels) -> None:
-        """Exclude the axes in `kept_whole` from being cut; raise `Refused` for an axis that the model does not have."""
+        """Exclude the axes named by the server (tensor dimensions) from being cut; raise `Refused` for an unknown axis."""
         try:
             submodels.exclude_axis(dict.fromkeys(self.kept_whole, "not proven by the server"))
         except SpecError as error:

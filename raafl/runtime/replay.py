@@ -52,8 +52,8 @@ def event_of(row: JournalRow, series: dict[str, Any]) -> Event | None:
 
     Args:
         row: row of the journal.
-        series: lists that earlier rows contain in full, such as a device's speeds over time, by digest. Later rows name
-            only the digest. Lists in this row are added.
+        series: lists that earlier rows contain in full, such as a device's speeds over time, by digest. Later rows
+            contain only the digest. Full lists in this row are added to ``series``.
 
     Returns:
         The event; None if the row is not an event.

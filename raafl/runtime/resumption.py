@@ -39,5 +39,5 @@ class Resume:
 
     @classmethod
     def from_meta(cls, meta: Meta) -> Self:
-        """Read the message from its JSON fields; raise `Refused` if a field is not a count."""
+        """Read the message from its JSON fields; raise `Refused` if a field is not a whole number of at least 0."""
         return cls(Position(count_of(meta, "received"), count_of(meta, "chunks")))

@@ -62,7 +62,7 @@ def signed_text(assignment: int, keys: bytes) -> str:
 
     Args:
         assignment: id of the client's task, unique in the run.
-        keys: public key for masks, followed by the public key for shares.
+        keys: public key for masks, followed by the public key for secret shares.
     """
     return f"raafl round keys 1\n{assignment}\n{keys.hex()}"
 

@@ -110,7 +110,7 @@ def proven_submodels(
     options: SubmodelOptions, module: nn.Module, batch: object, select: Select,
     plain: Callable[[], nn.Module] | None = None,
 ) -> Submodels:  # fmt: skip
-    """Find which parts of a module can be cut; keep only axes for which a training step shows that this is safe.
+    """Return the submodels of a module; they cut only axes for which a training step has shown that cutting is safe.
 
     An axis is a set of tensor dimensions that shrink together. Only the server needs this check. It is skipped if
     ``select`` gives every client the whole model.
@@ -223,7 +223,7 @@ def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
 
 
 def max_norm_ratio(experiment: Experiment) -> float | None:
-    """Return the guard's limit on the norm of an update; None with privacy or secure aggregation, which limit it already."""
+    """Return the multiple of the usual norm above which an update is refused; None = no such limit, as with privacy."""
     is_off = experiment.privacy.is_on or experiment.secure_aggregation.is_on
     return None if is_off else experiment.guard.max_norm_ratio
 

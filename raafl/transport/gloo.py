@@ -135,7 +135,7 @@ class GlooConnection(Connection):
         return message
 
     def close(self) -> None:
-        """End the session; see `Connection.close`."""
+        """End the connection; see `Connection.close`."""
         with self._closing:  # two threads may close; one of them gets the group, and ends it
             self.closed = True  # first: a waiter that the end of the group wakes looks here to tell whose doing it was
             group, self._group, self._posted = self._group, None, None

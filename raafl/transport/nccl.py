@@ -233,7 +233,7 @@ class NcclConnection(GlooConnection):
         self._stream = cuda.Stream(device)
 
     def close(self) -> None:
-        """End the session; see `Connection.close`."""
+        """End the connection; see `Connection.close`."""
         # NCCL first: a kernel that waits for the peer on the GPU ends only by abort, and Gloo's end would not wake it.
         nccl, self._nccl = getattr(self, "_nccl", None), None
         if nccl is not None:

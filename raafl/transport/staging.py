@@ -110,7 +110,7 @@ class Staging:
     def outgoing(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         """Copy pieces of a GPU tensor to host buffers; yield each buffer while the next `NUM_AHEAD` pieces are copied.
 
-        A yielded buffer is reused after `NUM_STAGED` - `NUM_AHEAD` others were yielded; use it before.
+        Each yielded buffer must be used before `NUM_STAGED` - `NUM_AHEAD` further buffers are yielded, since it is reused.
         """
         ahead = deque[Tensor]()
         for piece in pieces:

@@ -77,8 +77,9 @@ class Transport(ABC):
         """On the server, start to admit clients; return soon.
 
         Args:
-            admit: function called for each new client, on any thread; it should return soon. Its argument is a function
-                that makes the connection, to be called once, on a thread that may wait for the client.
+            admit: function called for each new client, on any thread; it should return soon. It gets the client's id,
+                its address, and a function that makes the connection. That function is to be called once, on a thread
+                that may wait for the client.
             refused: function called on any thread with the reason for each refused client.
             device: device of this side's tensors.
         """

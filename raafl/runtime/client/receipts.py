@@ -142,7 +142,7 @@ class Receipts:
             return None
 
     def draw_inputs(self, received: FlatTensors) -> FlatTensors | None:
-        """Return a copy of a task's inputs if they are to be stored, which is decided at random; else None.
+        """Decide at random whether the inputs of a task are stored; return a copy of them if so, else None.
 
         Args:
             received: values from which the task starts.

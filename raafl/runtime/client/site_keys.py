@@ -61,7 +61,7 @@ class SiteKeys:
 
         Args:
             assignment: id of the task.
-            keys: public key for masks, followed by the public key for shares.
+            keys: public key for masks, followed by the public key for secret shares.
         """
         return KeyProof(self._chain, self._signer.sign(signed_text(assignment, keys)))
 

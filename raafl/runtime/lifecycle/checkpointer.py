@@ -63,7 +63,7 @@ class Checkpointer(RunHooks):
         self.num_failed = 0
 
     def checkpoint_due(self) -> bool:
-        """Check whether it is time for a checkpoint: the last one is fully written, and older than the interval."""
+        """Check whether it is time for a checkpoint: the last one is written, and the interval since then has passed."""
         if self._every_s is None or self._clock() - self._saved_s < self._every_s:
             return False
         return self._last is None or self._last.done()

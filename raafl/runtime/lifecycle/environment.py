@@ -56,7 +56,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def differences(recorded: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Describe each condition that differs between a recorded run and this process, a line each."""
+    """Describe each version, device or setting that differs between a recorded run and this process, a line each."""
     return [
         f"{name} was {recorded.get(name)}, is {value} here"
         for name, value in here.items()

@@ -175,7 +175,7 @@ def after_restart(experiment: Experiment) -> Experiment:
 
 
 def leave_note(folder: Path) -> None:
-    """Write the name of the run folder to a file for the next attempt, if torchrun may restart the ranks."""
+    """Write the run folder's path to a file, if torchrun may restart the ranks; a restarted run resumes from this folder."""
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         _note().parent.mkdir(parents=True, exist_ok=True)
         _note().write_text(str(folder.absolute()), encoding="utf-8")

@@ -15,7 +15,7 @@ from raafl.submodel.tensor_files import PayloadRoom
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task for a client: its assignment, the submodel's values, and the hash of the journal after it was recorded."""
+    """A task for a client: assignment, values of the submodel, and hash of the journal once it contains the assignment."""
 
     assignment: Assignment
     snapshot: FlatTensors

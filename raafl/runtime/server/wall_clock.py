@@ -115,7 +115,7 @@ class Server(Driver):
         heapq.heapify(self._timers)
 
     def enter(self, client: int, make: Callable[[int], Session]) -> None:
-        """Admit a client, from any thread; end its earlier session, whose connection may be dead unnoticed.
+        """Admit a client; if an earlier session of the client is still open, end that session. Callable from any thread.
 
         ``make`` returns the new session; its argument is the number of times that the client has joined.
 

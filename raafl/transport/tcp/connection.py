@@ -105,7 +105,7 @@ class TcpConnection(Connection):
             self._socket.check()
 
     def close(self) -> None:
-        """End the session; see `Connection.close`."""
+        """End the connection; see `Connection.close`."""
         with self._lock:
             self.closed = True
             if not self._open:

@@ -33,7 +33,7 @@ class MeteredConnection(Connection):
 
     @property
     def closed(self) -> bool:  # type: ignore[override]
-        """Whether the session has ended."""
+        """Whether the connection has ended."""
         return self._inner.closed
 
     def send(self, message: Message, timeout_s: float | None = None) -> int:
@@ -68,5 +68,5 @@ class MeteredConnection(Connection):
         self._inner.check()
 
     def close(self) -> None:
-        """End the session; see `Connection.close`."""
+        """End the connection; see `Connection.close`."""
         self._inner.close()

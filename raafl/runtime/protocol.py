@@ -61,7 +61,7 @@ def no_tensors(kind: Kind, assignment: int, meta: Meta) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Message by which a client without a config asks the server for one, and message with the server's answer.
+    """Message by which a client without a config asks the server for one; the server answers with the same message.
 
     Attributes:
         config_yaml: text of config.yaml in the answer; None in the question, or if each process has its own config.
@@ -160,7 +160,7 @@ class Welcome:
         return cls(tuple(names))
 
     def apply_to(self, submodels: Submodels) -> None:
-        """Exclude the axes named by the server (tensor dimensions) from being cut; raise `Refused` for an unknown axis."""
+        """Mark the axes (tensor dimensions) in this message as not to be cut; raise `Refused` for one that the model lacks."""
         try:
             submodels.exclude_axis(dict.fromkeys(self.kept_whole, "not proven by the server"))
         except SpecError as error:
@@ -346,7 +346,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Settings in each message, such as a batch's activations, that a client sends for a task trained with the server.
+    """Training settings that a client adds to each message which it sends during a task split with the server.
 
     Attributes:
         precision: numeric precision, one of `PRECISIONS`.

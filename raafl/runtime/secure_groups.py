@@ -42,7 +42,7 @@ class SecureGroups:
 
     @property
     def least(self) -> int:
-        """Smallest number of clients in a group, whose sum of updates becomes known."""
+        """Smallest number of clients in a group, so that the sum of their updates does not reveal a single update."""
         return max(self.merge.min_cover, 3)
 
     def is_complete(self, ready: Collection[int]) -> bool:

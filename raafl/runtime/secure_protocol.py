@@ -125,7 +125,7 @@ def _key(text: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Message that tells the members of a group which of them have completed the last step of the protocol.
+    """Message that tells the members of a group which of them have completed the previous step of the protocol.
 
     Attributes:
         keys: task ids of the members whose message of that step has arrived, ascending.

@@ -223,7 +223,7 @@ def _assemble(experiment: Experiment, submodels: Submodels) -> Algorithm:
 
 
 def max_norm_ratio(experiment: Experiment) -> float | None:
-    """Return the multiple of the usual norm above which an update is refused; None = no such limit, as with privacy."""
+    """Return the multiple of the usual norm above which an update is refused; None = no such limit."""
     is_off = experiment.privacy.is_on or experiment.secure_aggregation.is_on
     return None if is_off else experiment.guard.max_norm_ratio
 

@@ -26,7 +26,7 @@ _NOT_COMPARED = ("time_s", "event", "chain")
 
 
 def server_keys(receipts: Sequence[Receipt]) -> list[str]:
-    """Return the public keys of the signatures by the server that these receipts contain, without duplicates."""
+    """Return the public keys that belong to the server's signatures in these receipts, without duplicates."""
     keys = (receipt.head["head_key"] for receipt in receipts if receipt.head is not None)
     return sorted({key for key in keys if key})
 

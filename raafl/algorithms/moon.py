@@ -94,7 +94,7 @@ class Contrastive(Local):
     layer: str | None = None
 
     def prepare(self, module: nn.Module) -> nn.Module:
-        """Check that the model has the layer `layer`; return the model unchanged.
+        """Check that the model has the layer that the attribute `layer` names; return the model unchanged.
 
         Raises:
             BadInput: the model has no such layer.

@@ -104,7 +104,7 @@ class Controlled(Local):
 
     @property
     def supports_data_parallel(self) -> bool:
-        """Whether several processes may share a client: not with option 1, whose extra gradient they could not average."""
+        """Whether several processes can train one client together: only with option 2, which has no further gradient."""
         return self.option == 2
 
     def __str__(self) -> str:

@@ -151,7 +151,7 @@ class EarlyStopping(Callback):
         self.num_bad = 0
 
     def on_start(self, run: RunView) -> None:
-        """Forget the best value, in case the callback was used in an earlier run."""
+        """Forget the best value of the metric, in case the callback was used in an earlier run."""
         if not run.resumed:
             self.best, self.num_bad = None, 0
 
@@ -177,11 +177,11 @@ class EarlyStopping(Callback):
         return gain > self.min_delta
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the number of evaluations since it."""
+        """Return, for a checkpoint, the best value of the metric and the number of evaluations since then."""
         return {"best": self.best, "num_bad": self.num_bad}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value and the number of evaluations since it."""
+        """Restore the best value of the metric and the number of evaluations since then."""
         self.best, self.num_bad = state["best"], state["num_bad"]
 
     def __repr__(self) -> str:

@@ -207,9 +207,10 @@ class Federation:
         resume: str | Path | None = None,
         local: int | None = None,
     ) -> Result | None:
-        """Run on real ranks: rank 0 is the server, the others are clients. Torchrun starts them, or ``local`` on this machine.
+        """Run in separate processes: rank 0 is the server, the others are clients.
 
-        Each rank must build the same module and load the same data; a client trains on its share.
+        Torchrun starts the processes; if ``local`` is given, this call starts them on this machine.
+        Each of them must build the same module and load the same data; a client trains on its share.
 
         Args:
             module: model, as for `simulate`.

@@ -67,7 +67,7 @@ class UsagePolicy(nn.Module):
         self.used: list[Tensor] = []
 
     def forward(self, features: Tensor) -> Tensor:
-        """Compute the gates for ``features`` of shape (batch, width); return them in the same dtype."""
+        """Compute the gates (0 or 1 for each unit and sublayer) of ``features``, shape (batch, width), in the same dtype."""
         # float32: noise and sigmoid would lose a gate's gradient in half precision
         logits = self.linear(features).float()
         if self.training:

@@ -60,7 +60,7 @@ class HeLoCo(Nesterov):
             raise BadInput(f"most_shrunk is {self.most_shrunk}: give a number from 0 to 1")
 
     def apply(self, state: GlobalState) -> None:
-        """Move the global model along the corrected mean change."""
+        """Move the global model along the clients' mean change, corrected by its angle to the momentum."""
         memory = state.memory.of(NesterovMemory)
         sums = Accumulator(state, memory)
         is_whole = sums.common is not None and sums.common.is_full

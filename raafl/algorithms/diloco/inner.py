@@ -40,7 +40,7 @@ class KeptInner(Local):
     def layout_of(self, submodels: Submodels, bundle: str, spec: Spec | None) -> Layout | None:
         """Return names and shapes of the extra tensors in ``bundle``, which has either the number of steps or a moment.
 
-        None means those of the trained parameters, which hold for a moment of the optimizer, too.
+        For a moment, None is returned, which stands for the names and shapes of the trained parameters.
         """
         return Layout.pack([("steps", (1,), torch.float32)]) if bundle == STEPS else None
 
@@ -53,7 +53,7 @@ class KeptInner(Local):
 
 
 def adam_of(task: Task) -> torch.optim.Adam:
-    """Return the optimizer of a task whose moments are to be kept.
+    """Return the task's optimizer after a check that it has Adam's moments, which are kept from task to task.
 
     Raises:
         BadInput: the module's optimizer is not Adam or AdamW.

@@ -118,7 +118,7 @@ class GroupReported(Trigger):
 
 @dataclass(frozen=True)
 class GroupDeltas(Deltas):
-    """FedCompass's merge: add the weighted changes of a group's clients, and of clients that came too late for theirs.
+    """FedCompass's merge: add the weighted changes of a group's clients, and of clients that missed their own group's merge.
 
     The model theta becomes ``theta + sum_i alpha s_i Delta_i / N``. Delta_i is a client's change, N the number of clients
     in the run, and s_i falls with the number of merges since the client started. Updates are copied until they are merged.

@@ -54,7 +54,8 @@ def fed_pm(
     """Return FedPM: the model's random weights stay frozen, and clients learn a mask of the weights to use.
 
     Args:
-        prior: start value of alpha and beta (lambda_0), the numbers of masks that use and do not use a weight; at least 1.
+        prior: start value (lambda_0) of alpha and beta, the counts of the masks that use a weight, and of those that do
+            not; at least 1.
         reset: number of rounds after which alpha and beta return to their start value.
         initial: probability that a weight is used, before the first round.
         floor: smallest probability; all probabilities (theta) stay in [floor, 1 - floor].

@@ -21,7 +21,7 @@ def deal(axes: Axes, shares: int, seed: int, round: int) -> tuple[Spec, ...]:
     If a layer has fewer units than there are submodels, each submodel gets one unit and some units are used twice.
 
     Args:
-        axes: the model's axes (dimensions whose units can be divided), by name; depth, an axis of blocks, is not divided.
+        axes: the model's axes (dimensions whose units can be divided), by name; an axis of whole blocks is not divided.
         shares: number of submodels.
         seed: seed of all divisions in the run.
         round: number of the round, which has a division of its own.

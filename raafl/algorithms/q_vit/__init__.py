@@ -52,7 +52,8 @@ def q_vit(
     """Return Q-ViT, trained by FedAvg: quantised layers whose step sizes and bit widths are learned.
 
     Args:
-        bits: number of bits of weights and inputs, 2 to 8; the mean number if it is learned; 32 = no quantisation.
+        bits: number of bits of weights and inputs, 2 to 8, or its target on average if it is learned; 32 = no
+            quantisation.
         learn_bits: whether each layer learns its number of bits; False = the same for all layers.
         edge_bits: number of bits in the first and the last layer.
         weight: weight of the loss that pulls the mean number of bits to ``bits``.

@@ -167,8 +167,8 @@ class Quantised(Local):
     """Local training in which weights and inputs of linear and convolutional layers are quantised.
 
     Attributes:
-        bits: number of bits of weights and inputs; if it is learned, its target, on average over the model's weights;
-            32 = no quantisation.
+        bits: number of bits of weights and inputs, 2 to 8, or its target on average if it is learned; 32 = no
+            quantisation.
         learn_bits: whether each layer learns the numbers of bits of its weight and input, between 2 and 8. The loss is
             then ``weight * (mean bits / bits - 1)^2``, where the mean is over the weights of all layers.
         edge_bits: number of bits in the first and the last layer.

@@ -186,7 +186,7 @@ def run_to_cut(module: nn.Module, path: str, step: Callable[[], Any]) -> object:
 
 
 def activation_in(output: object) -> Tensor:
-    """Return the tensor that requires a gradient among the outputs of the module at the cut."""
+    """Return the tensor that requires a gradient among the outputs of the module after which the model is cut."""
     activation: Tensor = next(
         item for item in tree_flatten(output)[0] if isinstance(item, Tensor) and item.requires_grad
     )

@@ -132,7 +132,7 @@ class UpperHook(Hook):
 
 
 class BothHook(LowerHook):
-    """Hook that trains both halves in one process, in a simulation; results are equal bit for bit to two processes'."""
+    """Hook that trains both halves in one process, in a simulation, with the same results, bit for bit, as in two."""
 
     _received: Received
 
